@@ -390,14 +390,14 @@ class CuMemAllocator:
             """Wait until host memory that is not needed is given back, too: at level 3 that is impossible."""
             report = sleep_first()
             if not deep.is_away:
-                self._store.settle()
+                self._store.room.settle()
             return report
 
         def deepen() -> SleepReport:
             self._stop_preparing()
             atexit.unregister(_come_back_at_exit)
             atexit.register(_come_back_at_exit)
-            return deep.deepen(settled, self._store.unpin, ranks)
+            return deep.deepen(settled, self._store.room.unpin, ranks)
 
         return self._operations.of_sleep("sleep", deepen, call=call, make_way=trim, ends_idle=ends_idle).run()
 
@@ -584,7 +584,7 @@ class CuMemAllocator:
         self._operations.deep.stop()
         self._operations.first_allocation.stop()
         self._stop_preparing()
-        self._store.stop()
+        self._store.room.stop()
 
     # Looking
 
@@ -596,7 +596,7 @@ class CuMemAllocator:
         """Where backups lie: in memory of this process, or in which vault. Touches no GPU."""
         if not _core.driver_is_open():  # then there are no backups, and `auto` does not look for a vault yet
             return BackupPlace("" if self.settings.vault in ("off", "auto") else self.settings.vault)
-        return self._operations.look("backup_place", self._store.place)
+        return self._operations.look("backup_place", self._store.room.place)
 
     def read_backup(self, address: int, nbytes: int, *, copy: bool = True) -> npt.NDArray[np.uint8] | None:
         """The bytes that the backup of this device memory holds: those at its last sleep. It may be asleep or awake.
@@ -639,7 +639,7 @@ class CuMemAllocator:
     def _release_backups(self) -> int:
         self._stop_preparing()
         before = self._store.host_bytes
-        self._store.clear()
+        self._store.room.clear()
         return before - self._store.host_bytes
 
     def release_pools(self) -> None:
@@ -719,7 +719,7 @@ def _stop_at_exit() -> None:
     for allocator in list(_allocators):
         allocator._stop_background_work()
     for store in list(_stores):
-        store.stop()
+        store.room.stop()
 
 
 def _is_number(text: str) -> bool:

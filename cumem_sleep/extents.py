@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from . import _core
 
 
+Ranges = tuple[tuple[int, int], ...]  # of one segment: (offset, bytes), each of whole chunks of its digest, in order
+
+
 class Extent(Protocol):
     """A range of a tier's memory that holds a backup, or a part of one."""
 

@@ -162,7 +162,7 @@ class Operation(Generic[_Result]):
         report = replace(
             result,
             simulated=_core.driver_is_simulated(),
-            place=result.place if result.note else self._shared.layer.store.place(),
+            place=result.place if result.note else self._shared.layer.store.room.place(),
             seconds=result.seconds + sum(came_back_s.values()),
             phases={**came_back_s, **result.phases},
         )
@@ -355,7 +355,7 @@ class Operations:
 
     def _leave_store(self) -> None:
         with self.lock.hold():
-            self.layer.store.leave()
+            self.layer.store.room.leave()
 
 
 def _nothing() -> None:

@@ -116,7 +116,7 @@ class TestHooks:
         library = hooks()
         told: list[None] = []
         with_backup, without = [library.cumem_sleep_malloc(PAGE, 0, None) for _ in range(2)]
-        allocator._store.take(_core.segments()[:1], [], {})
+        allocator._store.room.take(_core.segments()[:1], [], {})
         _core.on_free(lambda: told.append(None))
         try:
             library.cumem_sleep_free(without, PAGE, 0, None)
@@ -138,6 +138,6 @@ class TestHooks:
         address = allocator.malloc(PAGE)
         with _core.HeldSegments(_core.segments()) as held, allocator._lock.hold():
             hooks().cumem_sleep_free(address, PAGE, 0, None)
-            allocator._store.take(held, [], {})
-            allocator._store.prune_freed()
+            allocator._store.room.take(held, [], {})
+            allocator._store.catalogue.prune_freed()
             assert allocator._store.host_bytes == 0

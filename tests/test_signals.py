@@ -546,7 +546,7 @@ def test_a_signal_while_freed_backups_are_forgotten_is_not_swallowed(
     memory.close()
     allocator.sleep()
     allocator.wake_up()
-    prune_freed = allocator._store.prune_freed
+    prune_freed = allocator._store.catalogue.prune_freed
 
     def signalled() -> None:
         signal_main()
@@ -554,7 +554,7 @@ def test_a_signal_while_freed_backups_are_forgotten_is_not_swallowed(
         prune_freed()
 
     handler(raising(error()))
-    monkeypatch.setattr(allocator._store, "prune_freed", signalled)
+    monkeypatch.setattr(allocator._store.catalogue, "prune_freed", signalled)
 
     def free() -> None:
         hooks().cumem_sleep_free(address, PAGE, 0, None)

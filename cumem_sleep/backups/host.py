@@ -19,8 +19,7 @@ from ..pinned import node_of
 from ..report import BackupPlace
 from ..settings import Settings
 from ..tuning import Tuning
-from . import limits
-from .tier import Footprint, Tier, Turn, Wanted
+from .tier import Footprint, HostLimit, Tier, Turn, budget_limits
 
 _MOST_PREFAULT_THREADS = 16
 _HEAP_BYTES = 16 << 10  # more than the driver allocates when it registers a block
@@ -34,20 +33,26 @@ class HostTier(Tier):
         self._tuning = tuning
         # By id; `limits` iterates over it and drops the pinned ones.
         self._untouched: WeakValueDictionary[int, _core.HostBlock] = WeakValueDictionary()
+        self._held_bytes = 0  # without what waits to be released
         self._releasing = _Releasing(turn, tuning)
 
     @property
-    def unreleased_bytes(self) -> int:  # noqa: D102
-        return self._releasing.bytes
+    def bytes(self) -> int:  # noqa: D102
+        return self._held_bytes + self._releasing.bytes
 
-    def limits(self, held_bytes: int, needed_bytes: int | None = None) -> list[limits.HostLimit]:  # noqa: D102
+    def limits(self, needed_bytes: int | None = None) -> list[HostLimit]:  # noqa: D102
         # Reserved but not touched yet: the system still counts as available what is already promised to these.
         untouched = [block for block in self._untouched.values() if not block.pinned]
         self._untouched = WeakValueDictionary({id(block): block for block in untouched})
-        promised = sum(block.bytes for block in untouched)
         # What waits to be released is room too: `reserve` takes it, or releases it first.
-        held_bytes, promised = held_bytes - self._releasing.bytes, promised - self._releasing.bytes
-        return limits.of_this_process(self._settings.host_budget_bytes, held_bytes, promised, needed_bytes)
+        promised = sum(block.bytes for block in untouched) - self._releasing.bytes
+        enough = None if needed_bytes is None else needed_bytes + promised
+        left = {
+            "cgroup": host_facts.cgroup_available_bytes(),
+            "MemAvailable": host_facts.mem_available_bytes(enough=enough),
+        }
+        found = [HostLimit(name, max(0, nbytes - promised)) for name, nbytes in left.items() if nbytes is not None]
+        return [*budget_limits(self._settings, self._held_bytes), *found]
 
     def place(self) -> BackupPlace:  # noqa: D102
         return BackupPlace()
@@ -57,34 +62,31 @@ class HostTier(Tier):
 
     def reserve(  # noqa: D102
         self,
-        wanted: Sequence[Wanted],
+        device: int,
+        sizes: Sequence[int],
         *,
         beside_work: bool = False,  # noqa: ARG002
-    ) -> list[tuple[Extent, ...]]:
-        pinned = [[self._releasing.take(each.device, size) for size in each.sizes] for each in wanted]
-        if any(None in blocks for blocks in pinned):
+    ) -> Sequence[Extent]:
+        pinned = [self._releasing.take(device, size) for size in sizes]
+        if None in pinned:
             self._releasing.finish()
-        reserved: list[tuple[Extent, ...]] = []
-        for each, blocks in zip(wanted, pinned, strict=True):
-            node = node_of(each.device)
-            sizes = zip(blocks, each.sizes, strict=True)
-            reserved.append(tuple(block or _core.HostBlock(size, node) for block, size in sizes))
-        new = [block for blocks in reserved for block in _blocks(blocks) if not block.pinned]
-        self._untouched.update((id(block), block) for block in new)
-        return reserved
+        node = node_of(device)
+        blocks = [block or _core.HostBlock(size, node) for block, size in zip(pinned, sizes, strict=True)]
+        self._untouched.update((id(block), block) for block in blocks if not block.pinned)
+        self._held_bytes += sum(sizes)
+        return blocks
 
     def extent_bytes(self, *, beside_work: bool) -> int:  # noqa: D102
         return self._tuning.prepare_extent_bytes if beside_work else self._tuning.slab_bytes
 
     def release(self, extents: Iterable[Extent]) -> None:  # noqa: D102
-        for block in _blocks(extents):
-            self._untouched.pop(id(block), None)
-            block.close()
-
-    def release_later(self, extents: Sequence[Extent]) -> None:  # noqa: D102
         blocks = _blocks(extents)
-        if sum(block.bytes for block in blocks) < self._tuning.release_later_bytes:
-            self.release(blocks)
+        nbytes = sum(block.bytes for block in blocks)
+        self._held_bytes -= nbytes
+        if nbytes < self._tuning.release_later_bytes:
+            for block in blocks:
+                self._untouched.pop(id(block), None)
+                block.close()
             blocks = []
         # Those that are untouched stay noted as such: to release them makes no more memory available.
         self._releasing.start(blocks)

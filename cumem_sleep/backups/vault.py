@@ -26,8 +26,7 @@ from ..vault import ledger as vault_ledger
 from ..vault import protocol
 from ..vault.client import DEADLINE_S, Backup, Lent, Range, Sealed, Shown, SlabTable, VaultClient
 from ..vault.ledger import Key
-from . import limits
-from .tier import Content, Footprint, NotYet, Stored, Tier, Wanted
+from .tier import Content, Footprint, HostLimit, NotYet, Tier, budget_limits
 
 _ENOUGH_BYTES = 1 << 62  # the vault finds room in its slabs
 
@@ -86,9 +85,12 @@ class VaultTier(Tier):
         self._gpus: dict[int, str] = {}
         self._warned = False
 
-    def limits(self, held_bytes: int, needed_bytes: int | None = None) -> list[limits.HostLimit]:  # noqa: ARG002, D102
-        budget = self._settings.host_budget_bytes
-        return [limits.HostLimit("budget", None if budget is None else max(0, budget - held_bytes))]
+    @property
+    def bytes(self) -> int:  # noqa: D102
+        return sum(extent.bytes for extent in self._extents.values())
+
+    def limits(self, needed_bytes: int | None = None) -> list[HostLimit]:  # noqa: ARG002, D102
+        return budget_limits(self._settings, self.bytes)
 
     def place(self) -> BackupPlace:  # noqa: D102
         if self._client is None:
@@ -123,27 +125,17 @@ class VaultTier(Tier):
     def extent_bytes(self, *, beside_work: bool) -> int:  # noqa: ARG002, D102
         return _ENOUGH_BYTES
 
-    def reserve(self, wanted: Sequence[Wanted], *, beside_work: bool = False) -> list[tuple[Extent, ...]]:  # noqa: D102
+    def reserve(self, device: int, sizes: Sequence[int], *, beside_work: bool = False) -> Sequence[Extent]:  # noqa: D102
         client = self.client()
-        ask = client.reserve_now if beside_work else client.reserve
-        reserved: dict[int, list[VaultExtent]] = {place: [] for place in range(len(wanted))}
-        devices = sorted({each.device for each in wanted})
-        done: list[Backup] = []
-        try:
-            for device in devices:
-                places = [place for place, each in enumerate(wanted) if each.device == device]
-                sizes = [(place, size) for place in places for size in wanted[place].sizes]
-                backups = ask(self.gpu(device), [size for _, size in sizes])
-                if backups is None:
-                    raise NotYet
-                done += backups
-                for (place, _), backup in zip(sizes, backups, strict=True):
-                    reserved[place].append(VaultExtent(self.gpu(device), backup, client.slabs))
-        except BaseException:
-            client.release(done)
-            raise
-        self._extents.update((id(extent), extent) for extents in reserved.values() for extent in extents)
-        return [tuple(reserved[place]) for place in range(len(wanted))]
+        backups = (client.reserve_now if beside_work else client.reserve)(self.gpu(device), sizes)
+        if backups is None:
+            raise NotYet
+        return [self._held(device, client, backup) for backup in backups]
+
+    def _held(self, device: int, client: VaultClient, backup: Backup, sealed: Key | None = None) -> VaultExtent:
+        extent = VaultExtent(self.gpu(device), backup, client.slabs, sealed)
+        self._extents[id(extent)] = extent
+        return extent
 
     def has_free(self, nbytes: int) -> bool:  # noqa: D102
         return self.client().free_bytes() >= nbytes
@@ -151,37 +143,23 @@ class VaultTier(Tier):
     def can_rewrite(self, extents: Sequence[Extent]) -> bool:  # noqa: D102
         return all(each.sealed is None and self._keeps(each) for each in _mine(extents))
 
-    def find_content(self, contents: Sequence[Content]) -> list[tuple[Extent, ...] | None]:  # noqa: D102
-        found: list[tuple[Extent, ...] | None] = [None] * len(contents)
-        if not contents:
-            return found
+    def find(self, device: int, contents: Sequence[Content]) -> list[tuple[Extent, ...] | None]:  # noqa: D102
         client = self.client()
-        for device in sorted({content.device for content in contents}):
-            places = [place for place, content in enumerate(contents) if content.device == device]
-            keys = [Key(str(contents[place].digest), contents[place].bytes, "") for place in places]
-            try:
-                backups = client.find(self.gpu(device), keys)
-            except BaseException:
-                self.release(extent for extents in found if extents is not None for extent in extents)
-                raise
-            for place, key, backup in zip(places, keys, backups, strict=True):
-                if backup is not None:
-                    extent = VaultExtent(self.gpu(device), backup, client.slabs, sealed=key)
-                    self._extents[id(extent)] = extent
-                    found[place] = (extent,)
-        return found
+        keys = [Key(str(content.digest), content.bytes, "") for content in contents]
+        found = zip(client.find(self.gpu(device), keys), keys, strict=True)
+        return [None if backup is None else (self._held(device, client, backup, key),) for backup, key in found]
 
-    def seal(self, sealed: Sequence[Stored]) -> None:  # noqa: D102
+    def seal(self, backups: Sequence[tuple[Sequence[Extent], Content]]) -> None:  # noqa: D102
         client = self.client()
         described = []
-        for each in sealed:
-            (extent,) = _mine(each.extents)
+        for extents, content in backups:
+            (extent,) = _mine(extents)
             self.check(extent, client)
             if extent.sealed is None:
                 # Only bytes that are stored as they are may be shared: the same bytes can be encoded in several ways,
                 # and not everybody can decode them. Under a name of its own, another vault can adopt a backup still.
-                encoding = f"private {uuid.uuid4()}" if each.is_encoded else ""
-                extent.sealed = Key(str(each.content.digest), each.content.bytes, encoding)
+                encoding = f"private {uuid.uuid4()}" if content.is_encoded else ""
+                extent.sealed = Key(str(content.digest), content.bytes, encoding)
                 described.append(Sealed(extent.backup, extent.sealed))
         if described:
             client.seal(described)

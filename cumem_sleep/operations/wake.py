@@ -33,7 +33,7 @@ def asleep(meant: Group) -> list[_core.Segment]:
 def wanting(layer: Layer, segments: Sequence[_core.Segment]) -> dict[int, int]:
     """How many bytes the segments without memory need, by device, with the page tables of what their wake pins."""
     lacking = [segment for segment in segments if not segment.keeps_memory]
-    tables_bytes = layer.store.device_bytes_to_pin(lacking)
+    tables_bytes = layer.store.room.device_bytes_to_pin(lacking)
     return {device: total_bytes(mine) + tables_bytes for device, mine in by_device(lacking).items()}
 
 
@@ -48,7 +48,8 @@ def check_device_memory(layer: Layer, segments: Sequence[_core.Segment]) -> None
     for device in by_device(segments):
         _core.release_waiter(device)  # whose page counts, too
     if short := _short(layer, segments):
-        layer.store.regain()
+        for tier in layer.store.catalogue.tiers:
+            tier.regain()
         short = _short(layer, segments)
     for device, needed_bytes, free_bytes in short:
         count = sum(segment.device == device and not segment.keeps_memory for segment in segments)
@@ -78,7 +79,7 @@ def wake(layer: Layer, call: Call, meant: Group) -> WakeReport:
         return WakeReport(seconds=timer.seconds, note="nothing to do, no memory of these tags is asleep")
     with _core.HeldSegments(sleeping) as segments:
         restored = [segment for segment in segments if segment.sleep == _Sleep.BACKED_UP]
-        restored.sort(key=lambda segment: layer.store.encoding_of(segment) is not None)  # as they are copied
+        restored.sort(key=lambda segment: layer.store.catalogue.encoding_of(segment) is not None)  # as they are copied
         blank = [segment for segment in segments if segment.sleep == _Sleep.DROPPED]
         expected = _digests_at_sleep(layer, restored) if layer.settings.verify == "wake" else {}
         checked = [segment for segment in restored if segment.id in expected]
@@ -89,7 +90,10 @@ def wake(layer: Layer, call: Call, meant: Group) -> WakeReport:
         mapping_blank = _core.Ahead(1, {segment.id: [_core.map_task(segment)] for segment in blank})
         try:
             with mapping, mapping_blank, layer.digester.run(checked) as digests:
-                with layer.store.transfers() as transfers, _workbenches(layer, restored, segments, blank) as benches:
+                with (
+                    layer.store.room.tier.transfers() as transfers,
+                    _workbenches(layer, restored, segments, blank) as benches,
+                ):
                     # What fits into one batch is all mapped before its copy begins: a thread would not get ahead.
                     if benches or total_bytes(restored) > layer.tuning.engine_batch_bytes:
                         mapping.start()
@@ -131,7 +135,7 @@ def wake(layer: Layer, call: Call, meant: Group) -> WakeReport:
         mapped_bytes=total_bytes(segments),
         restored_bytes=total_bytes(restored),
         verified_bytes=total_bytes(checked),
-        stored_bytes=layer.store.stored_bytes(restored),
+        stored_bytes=layer.store.catalogue.stored_bytes(restored),
         seconds=timer.seconds,
         phases=timer.phases,
     )
@@ -155,12 +159,12 @@ def _copies(
     copies: list[deque[Transfer | Decoding]] = []
     for device, mine in by_device(restored).items():
         line: deque[Transfer | Decoding] = deque()
-        raw = [segment for segment in mine if layer.store.encoding_of(segment) is None]
+        raw = [segment for segment in mine if layer.store.catalogue.encoding_of(segment) is None]
         if raw:
             line.append(_transfer_in(layer, device, raw, transfers, streams, mapping, digests))
         if device in workbenches:
-            encoded = [segment for segment in mine if layer.store.encoding_of(segment) is not None]
-            runs = chain.from_iterable(map(layer.store.runs, encoded))
+            encoded = [segment for segment in mine if layer.store.catalogue.encoding_of(segment) is not None]
+            runs = chain.from_iterable(backup.runs() for backup in map(layer.store.catalogue.needed, encoded))
             completed = digests.start if digests is not None else _nothing
             line.append(
                 Decoding(
@@ -192,7 +196,7 @@ def _transfer_in(
 
     transfer = Transfer([LinkIn(lanes, copier, mapping.wait, tuning)], arrived)
     for segment in segments:
-        transfer.add(segment, layer.store.pieces(segment))
+        transfer.add(segment, layer.store.catalogue.needed(segment).pieces())
     return transfer
 
 
@@ -206,7 +210,7 @@ def _workbenches(
 ) -> Iterator[dict[int, Workbench]]:
     """A workbench per device with compressed backups, in memory that `waking` does not need, or lent by `blank`."""
     workbenches: dict[int, Workbench] = {}
-    encoded = [segment for segment in restored if layer.store.encoding_of(segment) is not None]
+    encoded = [segment for segment in restored if layer.store.catalogue.encoding_of(segment) is not None]
     lenders = [segment for segment in blank if not segment.keeps_bytes]
     needed_bytes = wanting(layer, waking)
     try:
@@ -222,7 +226,7 @@ def _workbenches(
 
 def _digests_at_sleep(layer: Layer, segments: Sequence[_core.Segment]) -> dict[int, Digest]:
     """The digests of the segments at sleep, by id; those whose digest was not taken are left out."""
-    backups = [backup for backup in map(layer.store.get, segments) if backup is not None]
+    backups = [backup for backup in map(layer.store.catalogue.get, segments) if backup is not None]
     return {backup.segment.id: backup.digest for backup in backups if backup.digest is not None}
 
 

@@ -156,13 +156,13 @@ class TestHostMemory:
         allocator.wake_up()
         fill(allocator, memory, "default")
         held = []
-        take = allocator._store.take
+        take = allocator._store.room.take
 
         def watched_take(segments: list[_core.Segment], *more: object, **named: object) -> None:
             take(segments, *more, **named)  # type: ignore[arg-type]
             held.append(allocator._store.host_bytes)
 
-        monkeypatch.setattr(allocator._store, "take", watched_take)
+        monkeypatch.setattr(allocator._store.room, "take", watched_take)
         allocator.sleep(offload_tags="default")
         assert held == [2 * PAGE]
 

@@ -44,7 +44,7 @@ def test_freed_while_another_free_gives_a_backup_back(
     first, second = fill(allocator, memory, [1, 1])
     allocator.sleep()
     allocator.wake_up()
-    forget = allocator._store.forget
+    forget = allocator._store.catalogue.forget
 
     def slow_forget(segment_ids: Iterable[int]) -> None:
         forget(segment_ids)
@@ -53,7 +53,7 @@ def test_freed_while_another_free_gives_a_backup_back(
             thread.start()
             thread.join()
 
-    monkeypatch.setattr(allocator._store, "forget", slow_forget)
+    monkeypatch.setattr(allocator._store.catalogue, "forget", slow_forget)
     allocator.free(first)
     assert allocator._store.host_bytes == 0
 
@@ -97,16 +97,16 @@ def threads_giving_back() -> list[str]:
 
 def wait_for_the_end(allocator: CuMemAllocator, host_bytes: int = 0) -> None:
     """Until only so much is held, and the thread has ended."""
-    until(lambda: not allocator._store._tier._releasing.bytes and not threads_giving_back())
+    until(lambda: not allocator._store.room.tier._releasing.bytes and not threads_giving_back())
     assert allocator._store.host_bytes == host_bytes
-    assert allocator._store._tier._releasing._worker is None
+    assert allocator._store.room.tier._releasing._worker is None
 
 
 def available_bytes(allocator: CuMemAllocator) -> int:
     """Of a system that is taken to have as much at any time."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(host_facts, "mem_available_bytes", lambda **_: 64 * PAGE)
-        limits = {limit.name: limit.available_bytes for limit in allocator._store.limits()}
+        limits = {limit.name: limit.available_bytes for limit in allocator._store.room.tier.limits()}
     available = limits["MemAvailable"]
     assert available is not None
     return available
@@ -181,7 +181,7 @@ class TestGivingBack:
         fill(allocator, memory, [1] * 4)
         allocator.sleep()
         allocator.wake_up()
-        allocator._store.unpin()
+        allocator._store.room.unpin()
         before = available_bytes(allocator)
         with monkeypatch.context() as patch:
             Gate(patch)
@@ -343,16 +343,16 @@ class TestGivingBack:
             memory.write(address, contents[address])
         memory.close()
         gate.wait()
-        budget = allocator._store.limits()[0]
+        budget = allocator._store.room.tier.limits()[0]
         assert (budget.name, budget.available_bytes) == ("budget", (4 + spare_pages) * PAGE)
         most = [0]
-        take = allocator._store.take
+        take = allocator._store.room.take
 
         def noted(*arguments: Any, **options: Any) -> None:
             take(*arguments, **options)
             most[0] = max(most[0], allocator._store.host_bytes)
 
-        monkeypatch.setattr(allocator._store, "take", noted)
+        monkeypatch.setattr(allocator._store.room, "take", noted)
         if operation == "prepare":
             assert allocator.prepare().wait(30)
         report = allocator.sleep()
@@ -478,8 +478,8 @@ class TestGivingBack:
         until(lambda: len(threads_giving_back()) == 1)  # it names itself when it begins
         with unretained._lock.hold():
             for segment in _core.segments():
-                unretained._store.take([segment], [], {})  # gives back what goes, and then all of it goes again
-            unretained._store.prune()
+                unretained._store.room.take([segment], [], {})  # gives back what goes, and then all of it goes again
+            unretained._store.catalogue.prune()
         until(lambda: len(threads_giving_back()) == 1)
         assert unretained._store.host_bytes == 6 * PAGE
         gate.is_open = True
@@ -555,9 +555,9 @@ class TestGivingBack:
             time.sleep(0.02)
             unretained.wake_up()
             assert closed_by == []
-            assert unretained._store._tier._releasing.bytes == 4 * PAGE
+            assert unretained._store.room.tier._releasing.bytes == 4 * PAGE
         finally:
-            unretained._store.stop()
+            unretained._store.room.stop()
         unretained.release_backups()
         assert unretained._store.host_bytes == 0
 
@@ -568,7 +568,7 @@ class TestGivingBack:
         self.going(unretained, memory)
         gate.wait()
         for _ in range(2):
-            unretained._store.stop()
+            unretained._store.room.stop()
             assert_no_threads(GIVING_BACK)
         unretained.release_backups()
         assert unretained._store.host_bytes == 0
@@ -589,7 +589,7 @@ GOING = """
     memory.close()
     allocator.sleep()
     allocator.wake_up()
-    going = allocator._store._tier._releasing
+    going = allocator._store.room.tier._releasing
     """
 
 

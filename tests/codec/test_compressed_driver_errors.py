@@ -47,9 +47,9 @@ COMPRESSED = phases("first sleep", "sleep of changed", "wake of weights", "wake 
 
 def all_compressed(world: World) -> bool:
     return all(
-        world.allocator._store.encoding_of(segment) is not None
+        world.allocator._store.catalogue.encoding_of(segment) is not None
         for segment in world.segments
-        if world.allocator._store.get(segment) is not None
+        if world.allocator._store.catalogue.get(segment) is not None
     )
 
 

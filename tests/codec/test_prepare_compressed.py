@@ -257,7 +257,7 @@ class TestPrepare:
                 finished(allocator.prepare())
             sim.reset()
             _core.synchronize(0)  # fails if work on the device found its memory gone
-            ready = [s for s in _core.segments() if allocator._store.get(s) is not None]
+            ready = [s for s in _core.segments() if allocator._store.catalogue.get(s) is not None]
             if allocator._store.host_bytes != sum(host_bytes_of(allocator, segment) for segment in ready):
                 problems.append(f"{call} number {position + 1}: half a backup is left")
             if allocator.sleep().clean_bytes != 2 * PAGE * len(ready):
@@ -388,7 +388,7 @@ class TestPrepare:
             sim.configure(device_bytes=2 * 2 * PAGE)
 
         assert Turns(monkeypatch, write_and_fill, 1).prepare(allocator).error is None
-        assert allocator._store.get(at(first)) is None
+        assert allocator._store.catalogue.get(at(first)) is None
         assert encodings(allocator, [second]) == [None]
         sim.configure(device_bytes=DEVICE_BYTES)
         cycle(allocator, contents)

@@ -153,13 +153,13 @@ class TestRoundTrips:
         contents |= fill(allocator, bf16, fp16, nbytes=PAGE)
         allocator.sleep()
         if is_unpinned:
-            allocator._store.unpin()
+            allocator._store.room.unpin()
         if tight:
             leave_free(sum(map(len, contents.values())) + BENCH_BYTES[0])
         allocator.wake_up()
         check_bytes(contents)
         assert len(started) >= 6
-        encoded = sum(e.bytes for s in _core.segments() if (e := allocator._store.encoding_of(s)))
+        encoded = sum(e.bytes for s in _core.segments() if (e := allocator._store.catalogue.encoding_of(s)))
         assert sum(nbytes for nbytes, _ in took if nbytes) == encoded + 12 * PAGE, "and what is stored as it is"
         assert all(seconds > 0 for _, seconds in took)
 

@@ -238,7 +238,7 @@ def test_a_wake_by_the_copy_kernel(
     for is_unpinned in (False, True, False):  # as after level 3
         allocator.sleep()
         if is_unpinned:
-            allocator._store.unpin()
+            allocator._store.room.unpin()
         assert allocator.wake_up().verified_bytes >= 238 * MIB
         for tensor, before in zip(weights, expected, strict=True):
             assert torch.equal(tensor.cpu(), before)

@@ -180,7 +180,7 @@ class TestRegions:
     def test_errors_are_exceptions_and_change_nothing(self, saver: TorchMemorySaver, memory: Memory) -> None:
         address = malloc(saver, enable_cpu_backup=True)
         content = memory.fill_random(address, PAGE)
-        object.__setattr__(CuMemAllocator.get_instance()._store._tier._settings, "host_budget_bytes", 1)  # type: ignore[attr-defined]
+        object.__setattr__(CuMemAllocator.get_instance()._store.room.tier._settings, "host_budget_bytes", 1)  # type: ignore[attr-defined]
         with pytest.raises(OutOfHostMemory):
             saver.pause()
         assert states() == {address: AWAKE}
@@ -323,7 +323,7 @@ class TestTheRestOfTheInterface:
             saver.resume()
             assert (allocator._store.host_bytes == 0) is at_once
         finally:  # or later tests would wait for that thread
-            allocator._store.stop()
+            allocator._store.room.stop()
         assert_no_threads("cumem-give-back")
 
     def test_what_is_retained_stays_with_mmap_too(self, saver: TorchMemorySaver, allocator: CuMemAllocator) -> None:

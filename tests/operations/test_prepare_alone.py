@@ -71,7 +71,7 @@ class TestAlone:
         first, second, _ = contents
         contents[second] = changed(contents[second], -1)
         memory.write(second, contents[second])
-        before = [allocator._store.get(segment) for segment in _core.segments()]
+        before = [allocator._store.catalogue.get(segment) for segment in _core.segments()]
         assert all(before)
         digests = [backup.digest for backup in before if backup]
         copied = []
@@ -86,7 +86,7 @@ class TestAlone:
             patch.setattr(_core.CopyStream, "to_host", noted)
             assert finished(allocator.prepare()).error is None
         assert set(copied) == set(range(second, second + PAGE, MIB))
-        after = [allocator._store.get(segment) for segment in _core.segments()]
+        after = [allocator._store.catalogue.get(segment) for segment in _core.segments()]
         assert after == before, "host memory was taken anew"
         assert [old == new.digest for old, new in zip(digests, after, strict=True) if new] == [True, False, True]
         assert first in contents

@@ -109,12 +109,12 @@ class TestBesideOthers:
         preparation = turns.prepare(allocator)
         assert preparation.error is None
         for segment in _core.segments():
-            backup = allocator._store.get(segment)
+            backup = allocator._store.catalogue.get(segment)
             assert host_bytes_of(allocator, segment) == (0 if backup is None else PAGE), "half a backup is left"
-        assert not any(backup.being_prepared for backup in allocator._store._backups.values())
+        assert not any(backup.being_prepared for backup in allocator._store.catalogue)
         if act in ("look", "allocate"):
             assert backed_up_bytes(allocator) == 2 * PAGE
-        ready = [s.id for s in _core.segments() if s.sleep == AWAKE and allocator._store.get(s) is not None]
+        ready = [s.id for s in _core.segments() if s.sleep == AWAKE and allocator._store.catalogue.get(s) is not None]
         awake = [s.id for s in _core.segments() if s.sleep == AWAKE]
         report = allocator.sleep()
         if not act.startswith("write"):

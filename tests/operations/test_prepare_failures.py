@@ -31,7 +31,7 @@ from cumem_sleep import (
     host_facts,
     sim,
 )
-from cumem_sleep.backups import limits as host_limits
+from cumem_sleep.backups.tier import HostLimit
 
 MakeAllocator = Callable[..., CuMemAllocator]
 MANY = 1_000_000
@@ -131,8 +131,8 @@ class TestHostMemoryIsShort:
                     if stage == "cgroup":
                         patch.setattr(host_facts, "cgroup_available_bytes", lambda: PAGE - 1)
                     else:  # of another sort: settings do not change, but other backups may fill the budget
-                        limit = host_limits.HostLimit("budget", PAGE - 1)
-                        patch.setattr(allocator._store, "limits", lambda needed=None: [limit])
+                        limit = HostLimit("budget", PAGE - 1)
+                        patch.setattr(allocator._store.room.tier, "limits", lambda needed=None: [limit])
 
                 turns._act, turns._at = shrink, 4 * complete
             else:
@@ -159,7 +159,7 @@ class TestDamage:
         finished(allocator.prepare())
         assert allocator.sleep().copied_bytes == 0
         segment = _core.segments()[1]
-        backup = allocator._store.get(segment)
+        backup = allocator._store.catalogue.get(segment)
         assert backup is not None
         content = np.frombuffer(memoryview(backup.extents[1]), np.uint8)
         content[5] ^= 1
@@ -273,9 +273,9 @@ class TestForeignErrorsAndPromisedMemory:
         contents = fill(allocator, memory, *TAGS)
         first, second = _core.segments()
         monkeypatch.setattr(host_facts, "mem_available_bytes", lambda enough=None: 2 * PAGE - 1)
-        allocator._store.take([first], [first, second], {})
+        allocator._store.room.take([first], [first, second], {})
         with pytest.raises(OutOfHostMemory, match="MemAvailable"):
-            allocator._store.take([second], [first, second], {})
-        allocator._store.clear()
+            allocator._store.room.take([second], [first, second], {})
+        allocator._store.room.clear()
         monkeypatch.undo()
         check_bytes(memory, contents)
