@@ -15,7 +15,7 @@ from ..codec.codecs import decode
 from ..codec.encoding import EncodedRun, Encoding
 from ..digest.reference import Digest
 from ..extents import Extent, Piece, Ranges
-from .tier import Content, Tier
+from .tier import Tier
 
 _ROOM_TO_GROW = 250  # 0.4 %
 _MOST_TO_SPARE = 100  # a hundredth
@@ -54,12 +54,6 @@ class Backup:
     def content_bytes(self) -> int:
         """How much of the segment it covers."""
         return sum(nbytes for _, nbytes in self.ranges) if self.ranges else self.segment.bytes
-
-    @property
-    def content(self) -> Content | None:
-        """What its extents hold; None if that is not known."""
-        digest, is_encoded = self.digest, self.encoding is not None
-        return None if digest is None else Content(digest, self.content_bytes, is_encoded)
 
     def begin(self, encoding: Encoding | None, *, being_prepared: bool = False) -> None:
         """Note that it is about to be rewritten with this encoding: its old content is no longer valid."""

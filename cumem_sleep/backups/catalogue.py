@@ -10,7 +10,7 @@ from ..digest.reference import Digest
 from ..errors import InvalidState
 from ..extents import Extent, Ranges
 from .backup import Backup
-from .tier import Footprint, Tier
+from .tier import Content, Footprint, Tier
 
 _Sleep = _core.Segment.Sleep
 
@@ -107,8 +107,9 @@ class Catalogue:
             backup.prove(digests.get(backup.segment.id))
         try:
             for tier, mine in self._by_tier(backups):
-                if sealed := [(backup.extents, content) for backup in mine if (content := backup.content)]:
-                    tier.seal(sealed)
+                digested = [(b, b.digest, b.encoding is not None) for b in mine if b.digest is not None]
+                if digested:
+                    tier.seal([(b.extents, Content(digest, b.content_bytes, coded)) for b, digest, coded in digested])
         except BaseException:
             self._release(backups)
             raise

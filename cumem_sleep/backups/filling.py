@@ -27,6 +27,7 @@ class Filling:
     Args:
         streams: takes the streams of the copies; when it is left, no copy is in flight.
         segments: all that may be added.
+        workbenches: by device, where segments are encoded.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class Filling:
         streams: ExitStack,
         tuning: Tuning,
         segments: Sequence[_core.Segment],
+        workbenches: Mapping[int, Workbench],
     ) -> None:
         self._catalogue = catalogue
         self._transfers = transfers
@@ -43,7 +45,7 @@ class Filling:
         self._tuning = tuning
         self._most_bytes = {device: total_bytes(mine) for device, mine in by_device(segments).items()}
         self._raw: dict[int, Transfer] = {}  # by device
-        self._workbenches: dict[int, Workbench] = {}
+        self._workbenches = workbenches
         self._added: list[_core.Segment] = []
 
     def add(self, part: Sequence[_core.Segment]) -> list[Transfer]:
@@ -64,21 +66,17 @@ class Filling:
         self._transfers.expect(chain.from_iterable(backup.extents for backup in backups))
         return [self._raw[device] for device in sorted({backup.segment.device for backup in raw})]
 
-    def encode(self, part: Sequence[_core.Segment], workbenches: Mapping[int, Workbench]) -> None:
+    def encode(self, part: Sequence[_core.Segment]) -> None:
         """Encode and copy the others of `part`.
-
-        Args:
-            workbenches: by device.
 
         Raises:
             OutOfHostMemory, DriverError, InvalidState, CodecError: not every byte is there.
         """
-        self._workbenches.update(workbenches)
         for device, mine in by_device(part).items():
             encoded = [segment for segment in mine if self._catalogue.encoding_of(segment) is not None]
             if encoded:
                 runs = chain.from_iterable(backup.runs() for backup in map(self._catalogue.of, encoded) if backup)
-                workbenches[device].encode(runs, self._transfers)
+                self._workbenches[device].encode(runs, self._transfers)
 
     def _transfer(self, device: int) -> Transfer:
         """Made before pages are touched, because touching pages delays every change of the address space."""

@@ -186,6 +186,7 @@ class HostLane:
     """Copies in the order of a stream; a block is registered when it is first used."""
 
     kernels_reach = True
+    content = staticmethod(HostTier.content)
 
     def __init__(self, stream: _core.CopyStream, transfers: HostTransfers) -> None:
         self.stream = stream
@@ -211,10 +212,6 @@ class HostLane:
 
     def join(self) -> None:
         """Nothing to do: the copies are on the stream."""
-
-    def content(self, extent: Extent, offset: int, nbytes: int) -> npt.NDArray[np.uint8]:
-        """The bytes there."""
-        return HostTier.content(extent, offset, nbytes)
 
     def is_done(self) -> bool:
         """Whether there is nothing to wait for."""

@@ -171,22 +171,22 @@ class VaultTier(Tier):
             for extent in _mine(extents)
             if extent.needed is not needed
         ]
-        if not changing:
-            return []
-        if not needed:  # whatever becomes of the question: from here on the vault may evict them
-            for _, extent in changing:
-                extent.needed = False
         # Of what was not needed nobody knows whether the vault has evicted it before it was lost.
         doubtful = {place for place, extent in changing if needed or extent.is_lost}
+        for (
+            _,
+            extent,
+        ) in changing:  # whatever becomes of the question: of what is not needed, the vault may evict it now
+            extent.needed = extent.needed and needed
         client = self._client
         if client is None or client.lost is not None:
             return sorted(doubtful)
-        known = [(place, extent) for place, extent in changing if not extent.is_lost]
+        known = [extent for _, extent in changing if not extent.is_lost]
         try:
-            gone = client.mark([extent.backup for _, extent in known], needed) if known else []
+            gone = client.mark([extent.backup for extent in known], needed) if known else []
         except VaultLost:
             return sorted(doubtful)
-        for _, extent in known:
+        for extent in known:
             extent.needed = needed
         return sorted({place for place, extent in changing if extent.is_lost or extent.backup in gone})
 
@@ -273,11 +273,17 @@ class VaultTier(Tier):
         deadline_s = DEADLINE_S if before is None else before.deadline_s
         client = VaultClient(self._path, _process_name(), deadline_s, _core.stop_if_asked, before)
         try:
-            self._check_gpus(client)
+            here = {self.gpu(device) for device in range(_core.device_count())}
         except BaseException:
             client.close()
             raise
-        return client
+        if here & set(client.gpus):
+            return client
+        client.close()
+        raise VaultUnavailable(
+            f"the vault at {client.path} serves {', '.join(client.gpus) or 'no GPU'}, and this process has"
+            f" {', '.join(sorted(here))}: give the vault the GPUs that this process uses (--gpus)"
+        )
 
     def _resume(self, before: VaultClient, client: VaultClient) -> None:
         """The vault was stopped, or the connection has broken, and it is there again, with what it had."""
@@ -347,14 +353,6 @@ class VaultTier(Tier):
         for extent in self._extents.values():
             extent.is_lost = extent.slabs is not client.slabs
 
-    def _check_gpus(self, client: VaultClient) -> None:
-        here = {self.gpu(device) for device in range(_core.device_count())}
-        if not here & set(client.gpus):
-            raise VaultUnavailable(
-                f"the vault at {client.path} serves {', '.join(client.gpus) or 'no GPU'}, and this process has"
-                f" {', '.join(sorted(here))}: give the vault the GPUs that this process uses (--gpus)"
-            )
-
 
 class VaultTransfers:
     """The lanes of one operation. What the vault was lent for them it has given back when this is left.
@@ -368,7 +366,7 @@ class VaultTransfers:
         self._loans: dict[tuple[int, bool], _core.Loan] = {}  # by base address, and whether the vault fills it
         self._client: VaultClient | None = None
         self._reads_itself = False
-        self._begun: list[int] = []  # copies
+        self.begun: list[int] = []  # copies
         self._returning: list[int] = []  # requests by which lent memory is given back
         self._slabs: dict[tuple[int, int], _core.HostBlock] = {}  # by the table's id and the number there
         self._stack = ExitStack()
@@ -379,7 +377,7 @@ class VaultTransfers:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        begun, self._begun = self._begun, []
+        begun, self.begun = self.begun, []
         with self._stack:
             if self._client is None:
                 return
@@ -428,15 +426,12 @@ class VaultTransfers:
         descriptor, base, nbytes = _core.export_memory(address)
         self._client = client
         lent = client.lend(self.tier.gpu(device), descriptor, nbytes)
-        self._note_loan(base, filled=False)
+        self.note_loan(base, filled=False)
         self._lent[base] = nbytes, lent
         return lent, address - base
 
-    def let_fill(self, base: int) -> None:
-        """The vault is about to write to the memory that it was lent from `base` on."""
-        self._note_loan(base, filled=True)
-
-    def _note_loan(self, base: int, *, filled: bool) -> None:
+    def note_loan(self, base: int, *, filled: bool) -> None:
+        """The vault has the memory from `base` on, and is about to write to it if it is to be `filled`."""
         if (base, filled) not in self._loans:
             self._loans[base, filled] = self.tier.lend(base, filled=filled)
 
@@ -456,10 +451,6 @@ class VaultTransfers:
         if self._client is not None and self._client is not client:
             raise VaultLost("the vault was replaced by another in the middle of this: call again")
 
-    def begun(self, request: int) -> None:
-        """That copy has begun."""
-        self._begun.append(request)
-
     def slab(self, extent: VaultExtent, number: int, device: int) -> _core.HostBlock:
         """That slab, mapped for reading, and registered if the driver does that."""
         key = id(extent.slabs), number
@@ -477,6 +468,7 @@ class VaultLane:
     """Copies that the vault makes; where none answers, this process reads the slabs."""
 
     kernels_reach = False
+    content = staticmethod(VaultTier.content)
 
     def __init__(self, stream: _core.CopyStream, transfers: VaultTransfers) -> None:
         self.stream = stream
@@ -488,12 +480,7 @@ class VaultLane:
 
     def write(self, extent: Extent, offset: int, address: int, nbytes: int) -> None:
         """Begin to copy from the device, when what runs on the stream has ended."""
-        (mine,) = _mine([extent])
-        client = self._transfers.tier.client()
-        self._transfers.begin(client, mine)
-        lent, at = self._transfers.lend(client, address, self.stream.device)
-        self.stream.synchronize()
-        self._begin(client, client.write(lent, [Range(mine.backup, offset, at, nbytes)]))
+        self._copy(self._transfers.tier.client(), address, cast(VaultExtent, extent), offset, nbytes, filled=False)
 
     def read(self, address: int, extent: Extent, offset: int, nbytes: int, *, by_kernel: bool = False) -> None:  # noqa: ARG002
         """Begin to copy to the device, when what runs on the stream has ended."""
@@ -503,20 +490,21 @@ class VaultLane:
             for slab, start, size in mine.ranges(offset, nbytes):
                 self.stream.to_device(address, self._transfers.slab(mine, slab, self.stream.device), start, size)
                 address += size
-            return
-        self._transfers.begin(client, mine)
+        else:
+            self._copy(client, address, mine, offset, nbytes, filled=True)
+
+    def _copy(
+        self, client: VaultClient, address: int, extent: VaultExtent, offset: int, nbytes: int, *, filled: bool
+    ) -> None:
+        """Let the vault copy: from the device's `address`, or to it if that is to be `filled`."""
+        self._transfers.begin(client, extent)
         lent, at = self._transfers.lend(client, address, self.stream.device)
-        self._transfers.let_fill(address - at)
+        if filled:
+            self._transfers.note_loan(address - at, filled=True)
         self.stream.synchronize()
-        self._begin(client, client.read(lent, [Range(mine.backup, offset, at, nbytes)]))
-
-    def content(self, extent: Extent, offset: int, nbytes: int) -> npt.NDArray[np.uint8]:
-        """What lies there."""
-        return VaultTier.content(extent, offset, nbytes)
-
-    def _begin(self, client: VaultClient, request: int) -> None:
+        request = (client.read if filled else client.write)(lent, [Range(extent.backup, offset, at, nbytes)])
         self._begun.append((client, request))
-        self._transfers.begun(request)
+        self._transfers.begun.append(request)
 
     def join(self) -> None:
         """The vault's copies are on no stream of this process, so they are waited for."""

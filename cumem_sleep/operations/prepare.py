@@ -115,7 +115,7 @@ class Preparation:
 
     def _run(self) -> None:
         try:
-            with _core.RelaxedCapture(), self._digester.run(self._segments) as digests:
+            with _core.RelaxedCapture(), DigestRun(self._digester, self._segments) as digests:
                 self._warm_up()
                 for segment in self._segments:
                     self._prepare(segment, digests)

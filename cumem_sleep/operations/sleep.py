@@ -68,7 +68,7 @@ def sleep(
         copied, found = [], []
         if backed_up:
             layer.store.catalogue.claim(backed_up)
-            with layer.digester.run(backed_up) as run:
+            with DigestRun(layer.digester, backed_up) as run:
                 digests = _Digests(_to_be_digested(layer, backed_up), run, layer.tuning.idle_s)
                 backing_up = _BackingUp(layer, backed_up, dropped, digests, timer)
                 while not backing_up.attempt(copying):
@@ -165,8 +165,8 @@ class _BackingUp:
             with ExitStack() as attempt:
                 transfers = attempt.enter_context(self._store.room.tier.transfers())
                 streams, segments = attempt.enter_context(ExitStack()), [*new, *in_parts]
-                filling = Filling(self._store.catalogue, transfers, streams, self._tuning, segments)
                 with self._workbenches(maybe_changed) as workbenches:
+                    filling = Filling(self._store.catalogue, transfers, streams, self._tuning, segments, workbenches)
                     part = self._with_new(new, part, workbenches)
                     with self._timer("copy"):
                         while part:
@@ -175,7 +175,7 @@ class _BackingUp:
                                 for transfer in [*copies]:
                                     if not transfer.step():
                                         copies.remove(transfer)
-                            filling.encode(part, workbenches)
+                            filling.encode(part)
                             part = self._next_part(workbenches)
                         self._digests.begin_check(filling.in_flight)
                         self.copied = filling.finish()

@@ -89,7 +89,7 @@ def wake(layer: Layer, call: Call, meant: Group) -> WakeReport:
         # driver to scrub freed memory, and hold a lock of the driver meanwhile that copies need.
         mapping_blank = _core.Ahead(1, {segment.id: [_core.map_task(segment)] for segment in blank})
         try:
-            with mapping, mapping_blank, layer.digester.run(checked) as digests:
+            with mapping, mapping_blank, DigestRun(layer.digester, checked) as digests:
                 with (
                     layer.store.room.tier.transfers() as transfers,
                     _workbenches(layer, restored, segments, blank) as benches,
@@ -187,14 +187,14 @@ def _transfer_in(
     tuning, nbytes = layer.tuning, total_bytes(segments)
     count = min(tuning.batches_in_flight, -(-nbytes // tuning.batch_bytes))
     lanes = [transfers.lane(streams.enter_context(_core.CopyStream(device))) for _ in range(count)]
-    copier = layer.copiers.open(device, lanes, nbytes, tuning.timed_bytes)
+    pace = layer.copiers.pace(device, lanes, nbytes, tuning.timed_bytes)
     begin_digests = _nothing if digests is None else Together(digests.start, nbytes, tuning.digest_together_bytes)
 
     def arrived(some: Sequence[_core.Segment]) -> None:
         begin_digests(some)
         transfers.done_with(segment.address for segment in some)
 
-    transfer = Transfer([LinkIn(lanes, copier, mapping.wait, tuning)], arrived)
+    transfer = Transfer([LinkIn(lanes, pace, mapping.wait, tuning)], arrived)
     for segment in segments:
         transfer.add(segment, layer.store.catalogue.needed(segment).pieces())
     return transfer

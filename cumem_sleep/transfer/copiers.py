@@ -21,29 +21,17 @@ from .pacing import BestRate, Pace
 _TIMES_TIMED = 3
 
 
-class Copier:
-    """Copies to one device, by whoever its pace chooses.
-
-    Args:
-        pace: whose choices are followed.
-        without_kernel: takes its place if the driver refuses the kernel.
-    """
-
-    def __init__(self, pace: Pace, without_kernel: Pace) -> None:
-        self.pace = pace
-        self._without_kernel = without_kernel
-
-    def read(self, lane: Lane, pieces: Iterable[Piece], *, by_engine: bool) -> None:
-        """Begin to copy these on a lane; their extents are pinned (`Lane.pin`)."""
-        for piece in pieces:
-            if not by_engine:
-                try:
-                    lane.read(piece.address, piece.extent, piece.offset, piece.bytes, by_kernel=True)
-                    continue
-                except DriverError as error:
-                    log.warning("the copy kernel failed, the copy engine takes over: %s", error)
-                    self.pace, by_engine = self._without_kernel, True
-            lane.read(piece.address, piece.extent, piece.offset, piece.bytes)
+def read_pieces(pace: Pace, lane: Lane, pieces: Iterable[Piece], *, by_engine: bool) -> None:
+    """Begin to copy these to the device, as `pace` chose; their extents are pinned (`Lane.pin`)."""
+    for piece in pieces:
+        if not by_engine:
+            try:
+                lane.read(piece.address, piece.extent, piece.offset, piece.bytes, by_kernel=True)
+                continue
+            except DriverError as error:
+                log.warning("the copy kernel failed, the copy engine takes over: %s", error)
+                pace.best, by_engine = None, True
+        lane.read(piece.address, piece.extent, piece.offset, piece.bytes)
 
 
 class Copiers:
@@ -92,7 +80,7 @@ class Copiers:
         except CumemSleepError as error:  # most likely out of memory; the wakes time them themselves
             log.debug("copies to device %d could not be timed: %s", device, error)
 
-    def open(self, device: int, lanes: Sequence[Lane], total_bytes: int, timed_bytes: int) -> Copier:
+    def pace(self, device: int, lanes: Sequence[Lane], total_bytes: int, timed_bytes: int) -> Pace:
         """For copies on these lanes of `device`; where `total_bytes` are few, the engine makes all of them.
 
         Args:
@@ -100,10 +88,7 @@ class Copiers:
         """
         both = device in self._kernel_devices and total_bytes >= self._tuning.worth_choosing_bytes
         has_kernel = both and all(lane.kernels_reach for lane in lanes)
-        best = self.best_rate(device) if has_kernel else None
-        return Copier(
-            Pace(best, timed_bytes, len(lanes), self._tuning), Pace(None, timed_bytes, len(lanes), self._tuning)
-        )
+        return Pace(self.best_rate(device) if has_kernel else None, timed_bytes, len(lanes), self._tuning)
 
     def best_rate(self, device: int) -> BestRate:
         """The highest rate seen on the link to `device`."""

@@ -16,7 +16,7 @@ from ..codec.slots import Slot
 from ..codec.workbench import Batch, Workbench
 from ..extents import Transfers
 from ..tuning import Tuning
-from .copiers import Copiers
+from .copiers import Copiers, read_pieces
 
 
 class Decoding:
@@ -41,7 +41,7 @@ class Decoding:
         lanes = workbench.lanes(transfers)
         runs = list(runs)
         nbytes = sum(run.bytes for run in runs) if workbench.has_memory else 0
-        self._copier = copiers.open(device, lanes, nbytes, tuning.slots_timed_bytes)
+        self._pace = copiers.pace(device, lanes, nbytes, tuning.slots_timed_bytes)
         self._workbench = workbench
         self._batches = workbench.batches(runs)
         self._mapped = mapped
@@ -84,23 +84,23 @@ class Decoding:
         self._workbench.finish()
 
     def _copy(self, slot: Slot, batch: Batch, begin: float) -> None:
-        choice = self._copier.pace.next()
+        choice = self._pace.next()
         if choice.alone:
             self._workbench.finish()
             for other, _, _ in self._copied:
                 other.synchronize()
             begin = time.perf_counter()
-        self._copier.read(slot.opened_lane, batch.pieces(slot.chunks_address), by_engine=choice.by_engine)
+        read_pieces(self._pace, slot.opened_lane, batch.pieces(slot.chunks_address), by_engine=choice.by_engine)
         self._copied.append((slot, batch, slot.chunks_address + batch.starts))
         if choice.alone:
             slot.synchronize()
-            self._copier.pace.record(batch.bytes, time.perf_counter() - begin)
+            self._pace.record(batch.bytes, time.perf_counter() - begin)
         # Keep this many copies in flight while the first batch waits for its segment to be mapped.
         if len(self._copied) > self._workbench.slot_count - 2:
             self._decode_next()
         if not choice.alone:
             self._workbench.finish_next_slot()
-            self._copier.pace.record(batch.bytes, time.perf_counter() - begin)
+            self._pace.record(batch.bytes, time.perf_counter() - begin)
 
     def _decode_next(self) -> None:
         slot, batch, sources = self._copied.popleft()
