@@ -126,14 +126,14 @@ class Backup:
         return len(encoding.sizes) in (0, *_packed(encoding.sizes, sizes))
 
 
-def extent_sizes(segment: _core.Segment, encoding: Encoding | None, slab_bytes: int) -> list[int]:
-    """The sizes of the extents for a backup of `segment`, each at most `slab_bytes`."""
+def extent_sizes(nbytes: int, encoding: Encoding | None, slab_bytes: int) -> list[int]:
+    """The sizes of the extents for a backup of so much, each at most `slab_bytes`."""
     if encoding is None:
-        return [min(slab_bytes, segment.bytes - start) for start in range(0, segment.bytes, slab_bytes)]
+        return [min(slab_bytes, nbytes - start) for start in range(0, nbytes, slab_bytes)]
     ends = list(_packed(encoding.sizes, repeat(slab_bytes)))
     stored = [int(encoding.sizes[first:end].sum()) for first, end in pairwise([0, *ends])]
     # A little more, so that the same weights still fit after their values change.
-    return [nbytes + nbytes // _ROOM_TO_GROW for nbytes in stored]
+    return [size + size // _ROOM_TO_GROW for size in stored]
 
 
 def _packed(sizes: npt.NDArray[np.int64], extents: Iterable[int]) -> Iterator[int]:

@@ -83,6 +83,7 @@ class Catalogue:
 
     def add(self, backup: Backup) -> None:
         """Enter a backup of what has none yet."""
+        backup.segment.note_backup()
         self._backups.setdefault(backup.segment.id, {})[backup.ranges] = backup
 
     @staticmethod
@@ -94,7 +95,7 @@ class Catalogue:
         before, backup.tier, backup.extents = (backup.tier, backup.extents), tier, tuple(extents)
         before[0].release(before[1])
 
-    def prove(self, segments: Sequence[_core.Segment], digests: Mapping[int, Digest]) -> None:
+    def prove(self, segments: Sequence[_core.Segment], digests: Mapping[int, Digest], ranges: Ranges = ()) -> None:
         """Mark the backups of `segments` as complete: filled with bytes that had these digests before and after.
 
         From now on others may share them.
@@ -102,7 +103,7 @@ class Catalogue:
         Args:
             digests: by segment id, for those segments that were digested.
         """
-        backups = [backup for segment in segments if (backup := self.of(segment))]
+        backups = [backup for segment in segments if (backup := self.of(segment, ranges))]
         for backup in backups:
             backup.prove(digests.get(backup.segment.id))
         try:

@@ -109,10 +109,8 @@ class BackupRoom:
         self._catalogue.forget(unfit)
         new = [segment for segment in segments if self._catalogue.of(segment) is None]
         most_bytes = tier.extent_bytes(beside_work=beside_work)
-        sizes = {segment.id: extent_sizes(segment, encodings.get(segment.id), most_bytes) for segment in new}
+        sizes = {segment.id: extent_sizes(segment.bytes, encodings.get(segment.id), most_bytes) for segment in new}
         self.check(sum(map(sum, sizes.values())), keep)
-        for segment in new:
-            segment.note_backup()
         for device, mine in by_device(new).items():
             wanted = [nbytes for segment in mine for nbytes in sizes[segment.id]]
             reserved = iter(tier.reserve(device, wanted, beside_work=beside_work))
@@ -135,7 +133,6 @@ class BackupRoom:
             for segment, extents in zip(mine, tier.find(device, contents), strict=True):
                 if extents is not None:
                     self._catalogue.forget([segment.id])
-                    segment.note_backup()
                     backup = Backup(segment, tier, extents)
                     backup.prove(digests[segment.id])
                     self._catalogue.add(backup)

@@ -17,11 +17,17 @@ sys.path.append(str(pathlib.Path(__file__).parents[1] / "vault"))
 from running import RunningVault
 
 from cumem_sleep import CuMemAllocator, OutOfHostMemory, Settings, _core, host_facts, sim
+from cumem_sleep.backups.backup import Backup, extent_sizes
+from cumem_sleep.backups.catalogue import Catalogue
 from cumem_sleep.backups.host import HostTier
 from cumem_sleep.backups.tier import Content, Tier
 from cumem_sleep.backups.vault import VaultTier
+from cumem_sleep.digest.device import DeviceDigester, DigestRun
 from cumem_sleep.digest.reference import Digest
 from cumem_sleep.extents import Extent, Lane
+from cumem_sleep.transfer.link import Link, LinkIn, LinkOut
+from cumem_sleep.transfer.pacing import Pace
+from cumem_sleep.transfer.transfer import Transfer
 
 BUDGET = 32 << 20
 SIZES = [PAGE, 3 * PAGE, PAGE // 2 + 16]
@@ -305,6 +311,57 @@ class TestSharing:
             lane.synchronize()
         assert memory.read(target, PAGE) == data[:PAGE]
         tier.release(found)
+
+    def test_two_ranges_of_a_segment_there_and_back(
+        self, tier: Tier, allocator: CuMemAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Copied, digested and proven, found by their content, and copied back. The rest stays as it is."""
+        monkeypatch.setattr(CuMemAllocator.tuning, "slab_bytes", 2 * PAGE)  # an extent may end in the middle of a range
+        address = allocator.malloc(8 * PAGE, "kv_cache")
+        before = memory.fill_random(address, 8 * PAGE)
+        (segment,) = (each for each in _core.segments() if each.address == address)
+        ranges = ((PAGE, PAGE), (5 * PAGE, 2 * PAGE))
+        chosen = b"".join(before[offset : offset + nbytes] for offset, nbytes in ranges)
+        extents = reserve(tier, *extent_sizes(len(chosen), None, tier.extent_bytes(beside_work=False)))
+        backup = Backup(segment, tier, extents, ranges=ranges)
+        catalogue = Catalogue(retain=True)
+        catalogue.tiers.append(tier)
+        catalogue.add(backup)
+
+        def digest() -> Digest:
+            with DigestRun(DeviceDigester(CuMemAllocator.tuning), [segment]) as run:
+                run.start([segment], ranges)
+                return run.finish()[segment.id]
+
+        with lane_of(tier) as lane:
+            self.copy(backup, LinkOut([lane], CuMemAllocator.tuning))
+        assert digest() == self.content(chosen).digest
+        catalogue.prove([segment], {segment.id: digest()}, ranges)
+        assert (catalogue.get(segment, ranges), catalogue.get(segment)) == (backup, None)
+        assert backup.read(5 * PAGE + 16, PAGE).tobytes() == before[5 * PAGE + 16 : 6 * PAGE + 16]
+        if (found := tier.find(0, [self.content(chosen)])[0]) is not None:
+            tier.release(found)
+        after = memory.fill_random(address, 8 * PAGE)
+        assert digest() != backup.digest
+        with lane_of(tier) as lane:
+            pace = Pace(None, CuMemAllocator.tuning.timed_bytes, 1, CuMemAllocator.tuning)
+            self.copy(backup, LinkIn([lane], pace, lambda _: None, CuMemAllocator.tuning))
+        restored = bytearray(after)
+        for offset, nbytes in ranges:
+            restored[offset : offset + nbytes] = before[offset : offset + nbytes]
+        assert memory.read(address, 8 * PAGE) == restored
+        assert digest() == backup.digest
+        catalogue.forget([segment.id])
+        assert (list(catalogue), tier.bytes) == ([], 0)
+
+    def copy(self, backup: Backup, link: Link) -> None:
+        arrived: list[_core.Segment] = []
+        transfer = Transfer([link], arrived.extend)
+        transfer.add(backup.segment, backup.pieces())
+        while transfer.step():
+            pass
+        transfer.finish()
+        assert arrived == [backup.segment]
 
     def test_what_is_encoded_is_not_found(self, tier: Tier, segment: tuple[int, bytes]) -> None:
         """The same bytes can be encoded in several ways, and not everybody can decode them."""
