@@ -638,9 +638,9 @@ class CuMemAllocator:
 
     def _release_backups(self) -> int:
         self._stop_preparing()
-        before = self._store.host_bytes
+        before = self._store.room.bytes
         self._store.room.clear()
-        return before - self._store.host_bytes
+        return before - self._store.room.bytes
 
     def release_pools(self) -> None:
         """Give up the PyTorch pool for CUDA graphs and return free pool memory to the device. Live tensors stay."""

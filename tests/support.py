@@ -175,7 +175,7 @@ def free_everything() -> None:
         if _core.driver_is_open():
             assert _core.reclaim() == 0
             allocator._store.room.tier.finish_releasing()  # much goes in a thread
-        assert allocator._store.host_bytes == 0
+        assert allocator._store.room.bytes == 0
         if SIMULATED:
             if _held() != _held_before:
                 gc.collect()  # exceptions may hold frames, and these what they worked with

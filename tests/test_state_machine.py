@@ -400,7 +400,7 @@ class Sequences(RuleBasedStateMachine):
             else:
                 assert held == (0 if model.saved is None else model.nbytes)
             host_bytes += held
-        assert self.allocator._store.host_bytes == host_bytes
+        assert self.allocator._store.room.bytes == host_bytes
         assert host_bytes <= BUDGET_PAGES * PAGE
         registered_bytes = sim.stats().registered_bytes - self.registered_before  # by an example that failed
         backups = self.allocator._store.catalogue

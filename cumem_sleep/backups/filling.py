@@ -73,9 +73,8 @@ class Filling:
             OutOfHostMemory, DriverError, InvalidState, CodecError: not every byte is there.
         """
         for device, mine in by_device(part).items():
-            encoded = [segment for segment in mine if self._catalogue.encoding_of(segment) is not None]
-            if encoded:
-                runs = chain.from_iterable(backup.runs() for backup in map(self._catalogue.of, encoded) if backup)
+            if device in self._workbenches:
+                runs = chain.from_iterable(backup.runs() for backup in map(self._catalogue.of, mine) if backup)
                 self._workbenches[device].encode(runs, self._transfers)
 
     def _transfer(self, device: int) -> Transfer:

@@ -139,7 +139,15 @@ class HostTransfers:
 
     def expect(self, extents: Iterable[Extent]) -> None:
         """Begin to prefault their pages, in this order."""
-        tasks = {id(block): self._prefault_tasks(block) for block in _blocks(extents) if not block.pinned}
+        step = self._prefault_bytes
+        tasks = {
+            id(block): [
+                _core.prefault_task(block, start, min(step, block.bytes - start))
+                for start in range(0, block.bytes, step)
+            ]
+            for block in _blocks(extents)
+            if not block.pinned
+        }
         if not tasks:
             return
         if self._prefaulted is None:
@@ -174,12 +182,6 @@ class HostTransfers:
         else:
             block.prefault(0, block.bytes)
         block.pin(device)
-
-    def _prefault_tasks(self, block: _core.HostBlock) -> list[_core.Task]:
-        return [
-            _core.prefault_task(block, start, min(self._prefault_bytes, block.bytes - start))
-            for start in range(0, block.bytes, self._prefault_bytes)
-        ]
 
 
 class HostLane:
@@ -243,7 +245,7 @@ class _Releasing:
         for block in blocks:
             self._blocks.setdefault((block.pinned_device, block.bytes), []).append(block)
             self.bytes += block.bytes
-        if not self._blocks or self._stopped or (self._worker is not None and self._worker.running):
+        if not self.bytes or self._stopped or (self._worker is not None and self._worker.running):
             return
         self._worker = _core.Worker("cumem-give-back")
         try:
@@ -255,11 +257,14 @@ class _Releasing:
     def take(self, device: int, nbytes: int) -> _core.HostBlock | None:
         """A block of this size that is pinned for `device`, which is no longer freed; None if none is left."""
         blocks = self._blocks.get((device, nbytes))
-        return self._take_from((device, nbytes), blocks) if blocks else None
+        if not blocks:
+            return None
+        self.bytes -= nbytes
+        return blocks.pop()
 
     def finish(self) -> None:
         """Free now what is left."""
-        while self._blocks:
+        while self.bytes:
             self._release_one()
 
     def stop(self) -> None:
@@ -269,21 +274,16 @@ class _Releasing:
             self._worker.stop()
 
     def _release_one(self) -> None:
-        self._take_from(*next(iter(self._blocks.items()))).close()
-
-    def _take_from(self, kind: tuple[int, int], blocks: list[_core.HostBlock]) -> _core.HostBlock:
-        block = blocks.pop()
+        block = next(filter(None, self._blocks.values())).pop()
         self.bytes -= block.bytes
-        if not blocks:
-            del self._blocks[kind]
-        return block
+        block.close()
 
     def _run(self, worker: _core.Worker) -> None:
         pause_s = self._tuning.before_releases_s
         while not worker.pause(pause_s):
             pause_s = self._tuning.between_releases_s
             with self._turn() as held:
-                if held and not self._blocks:
+                if held and not self.bytes:
                     self._worker = None
                     return
                 if held:

@@ -22,8 +22,3 @@ class BackupStore:
         self.catalogue = Catalogue(settings.retain_backups)
         self.turns = Turns(lock, self.catalogue)
         self.room = BackupRoom(settings, tuning, self.turns, self.catalogue)
-
-    @property
-    def host_bytes(self) -> int:
-        """How much of the tiers' memory all backups take."""
-        return self.room.bytes

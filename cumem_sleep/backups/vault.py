@@ -8,8 +8,9 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import cast
@@ -385,12 +386,17 @@ class VaultTransfers:
                 self._take_back(self._client)
                 return
             # What an error left in flight has to end before its memory can come back. The first error tells more.
-            with suppress(VaultLost):
-                for request in begun:
-                    with _suppress_all_but_loss():
-                        self._client.wait([request])
-                with _suppress_all_but_loss():
-                    self._take_back(self._client)
+            waits = [
+                *(partial(self._client.wait, [request]) for request in begun),
+                partial(self._take_back, self._client),
+            ]
+            for wait in waits:
+                try:
+                    wait()
+                except VaultLost:
+                    return
+                except CumemSleepError:
+                    pass
 
     def _take_back(self, client: VaultClient) -> None:
         """Return when the vault has given all of it back."""
@@ -524,17 +530,6 @@ class VaultLane:
 
 def _mine(extents: Iterable[Extent]) -> list[VaultExtent]:
     return [cast(VaultExtent, extent) for extent in extents]
-
-
-@contextmanager
-def _suppress_all_but_loss() -> Iterator[None]:
-    """For clearing up after an error, which tells more than what fails now."""
-    try:
-        yield
-    except VaultLost:
-        raise
-    except CumemSleepError:
-        pass
 
 
 def _process_name() -> str:

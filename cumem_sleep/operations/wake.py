@@ -8,6 +8,8 @@ from contextlib import ExitStack, contextmanager
 from itertools import chain
 
 from .. import _core
+from ..backups.backup import Backup
+from ..backups.tier import Tier
 from ..codec.workbench import Workbench, close_all
 from ..digest.device import DigestRun
 from ..digest.reference import Digest
@@ -90,10 +92,8 @@ def wake(layer: Layer, call: Call, meant: Group) -> WakeReport:
         mapping_blank = _core.Ahead(1, {segment.id: [_core.map_task(segment)] for segment in blank})
         try:
             with mapping, mapping_blank, DigestRun(layer.digester, checked) as digests:
-                with (
-                    layer.store.room.tier.transfers() as transfers,
-                    _workbenches(layer, restored, segments, blank) as benches,
-                ):
+                with ExitStack() as ways, _workbenches(layer, restored, segments, blank) as benches:
+                    transfers = {tier: ways.enter_context(tier.transfers()) for tier in layer.store.catalogue.tiers}
                     # What fits into one batch is all mapped before its copy begins: a thread would not get ahead.
                     if benches or total_bytes(restored) > layer.tuning.engine_batch_bytes:
                         mapping.start()
@@ -144,7 +144,7 @@ def wake(layer: Layer, call: Call, meant: Group) -> WakeReport:
 def _copies(
     layer: Layer,
     restored: Sequence[_core.Segment],
-    transfers: Transfers,
+    transfers: Mapping[Tier, Transfers],
     streams: ExitStack,
     mapping: _core.Ahead,
     digests: DigestRun | None,
@@ -159,18 +159,20 @@ def _copies(
     copies: list[deque[Transfer | Decoding]] = []
     for device, mine in by_device(restored).items():
         line: deque[Transfer | Decoding] = deque()
-        raw = [segment for segment in mine if layer.store.catalogue.encoding_of(segment) is None]
-        if raw:
-            line.append(_transfer_in(layer, device, raw, transfers, streams, mapping, digests))
-        if device in workbenches:
-            encoded = [segment for segment in mine if layer.store.catalogue.encoding_of(segment) is not None]
-            runs = chain.from_iterable(backup.runs() for backup in map(layer.store.catalogue.needed, encoded))
-            completed = digests.start if digests is not None else _nothing
-            line.append(
-                Decoding(
-                    device, runs, workbenches[device], transfers, layer.copiers, mapping.wait, completed, layer.tuning
+        backups = [layer.store.catalogue.needed(segment) for segment in mine]
+        for tier in dict.fromkeys(backup.tier for backup in backups):
+            way = transfers[tier]
+            raw = [backup for backup in backups if backup.tier is tier and backup.encoding is None]
+            if raw:
+                line.append(_transfer_in(layer, device, raw, way, streams, mapping, digests))
+            encoded = [backup for backup in backups if backup.tier is tier and backup.encoding is not None]
+            if encoded:
+                runs = chain.from_iterable(backup.runs() for backup in encoded)
+                completed = digests.start if digests is not None else _nothing
+                workbench = workbenches[device]
+                line.append(
+                    Decoding(device, runs, workbench, way, layer.copiers, mapping.wait, completed, layer.tuning)
                 )
-            )
         copies.append(line)
     return copies
 
@@ -178,13 +180,13 @@ def _copies(
 def _transfer_in(
     layer: Layer,
     device: int,
-    segments: Sequence[_core.Segment],
+    backups: Sequence[Backup],
     transfers: Transfers,
     streams: ExitStack,
     mapping: _core.Ahead,
     digests: DigestRun | None,
 ) -> Transfer:
-    tuning, nbytes = layer.tuning, total_bytes(segments)
+    tuning, nbytes = layer.tuning, sum(backup.content_bytes for backup in backups)
     count = min(tuning.batches_in_flight, -(-nbytes // tuning.batch_bytes))
     lanes = [transfers.lane(streams.enter_context(_core.CopyStream(device))) for _ in range(count)]
     pace = layer.copiers.pace(device, lanes, nbytes, tuning.timed_bytes)
@@ -195,8 +197,8 @@ def _transfer_in(
         transfers.done_with(segment.address for segment in some)
 
     transfer = Transfer([LinkIn(lanes, pace, mapping.wait, tuning)], arrived)
-    for segment in segments:
-        transfer.add(segment, layer.store.catalogue.needed(segment).pieces())
+    for backup in backups:
+        transfer.add(backup.segment, backup.pieces())
     return transfer
 
 

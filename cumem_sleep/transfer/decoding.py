@@ -43,6 +43,7 @@ class Decoding:
         nbytes = sum(run.bytes for run in runs) if workbench.has_memory else 0
         self._pace = copiers.pace(device, lanes, nbytes, tuning.slots_timed_bytes)
         self._workbench = workbench
+        self._transfers = transfers
         self._batches = workbench.batches(runs)
         self._mapped = mapped
         self._completed = completed
@@ -65,7 +66,7 @@ class Decoding:
             return 0
         slot = self._workbench.next_slot()
         begin = time.perf_counter()  # before pinning, because copies in flight go on meanwhile
-        slot.opened_lane.pin(run.extent for run in batch.runs)
+        slot.use(self._transfers).pin(run.extent for run in batch.runs)
         if self._workbench.has_memory:
             self._copy(slot, batch, begin)
         else:

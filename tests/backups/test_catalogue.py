@@ -2,32 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-
-import numpy as np
 import pytest
+from cold_tier import moved
 from filled import fill
 from support import PAGE, Memory
 
-from cumem_sleep import CuMemAllocator, Settings, _core
+from cumem_sleep import CuMemAllocator, _core
 from cumem_sleep.backups.backup import Backup
-from cumem_sleep.backups.host import HostTier
 
 WHOLE, ONE, OTHER = (), ((0, PAGE),), ((0, PAGE), (2 * PAGE, PAGE))
-
-
-def second_tier(allocator: CuMemAllocator) -> HostTier:
-    tier = HostTier(Settings(), allocator.tuning, lambda: contextlib.nullcontext(True))
-    allocator._store.catalogue.tiers.append(tier)
-    return tier
-
-
-def moved(allocator: CuMemAllocator, backup: Backup, tier: HostTier) -> None:
-    """As by whoever spills: copied without its segment, which sleeps."""
-    extents = tier.reserve(0, [extent.bytes for extent in backup.extents])
-    for before, after in zip(backup.extents, extents, strict=True):
-        np.frombuffer(memoryview(after), np.uint8)[:] = backup.tier.content(before, 0, before.bytes)  # type: ignore[arg-type]
-    allocator._store.catalogue.move(backup, tier, extents)
 
 
 @pytest.mark.sim
@@ -47,10 +30,10 @@ class TestKeys:
                 catalogue.add(backups[ranges])
             assert {ranges: catalogue.of(segment, ranges) for ranges in backups} == backups
             assert [piece.address - segment.address for piece in backups[OTHER].pieces()] == [0, 2 * PAGE]
-            assert allocator._store.host_bytes == (4 + 1 + 2) * PAGE
+            assert allocator._store.room.bytes == (4 + 1 + 2) * PAGE
         allocator.free(segment.address)
         assert list(catalogue) == []
-        assert allocator._store.host_bytes == 0
+        assert allocator._store.room.bytes == 0
 
 
 @pytest.mark.sim
@@ -61,14 +44,12 @@ class TestMoving:
         filled = fill(allocator, memory, "weights", "default", nbytes=3 * PAGE)
         allocator.sleep()
         store, first = allocator._store, allocator._store.room.tier
-        with allocator._lock.hold():
-            second = second_tier(allocator)
-            (one, other) = store.catalogue
-            moved(allocator, one, second)
-            assert (first.bytes, second.bytes) == (3 * PAGE, 3 * PAGE)
-            assert (one.tier, other.tier) == (second, first)
+        (one, other) = store.catalogue
+        second = moved(allocator, one)
+        assert (first.bytes, second.bytes) == (sum(extent.bytes for extent in other.extents), one.bytes)
+        assert (one.tier, other.tier) == (second, first)
         usage = allocator.usage()
-        assert [usage[tag].host_bytes for tag in ("weights", "default")] == [3 * PAGE] * 2
+        assert [usage[tag].host_bytes for tag in ("weights", "default")] == [0, first.bytes]
         for address, content in filled.values():
             read = allocator.read_backup(address, 3 * PAGE)
             assert read is not None
@@ -89,10 +70,8 @@ class TestMoving:
     def test_what_was_moved_is_forgotten_in_its_tier(self, allocator: CuMemAllocator, memory: Memory) -> None:
         (filled,) = fill(allocator, memory, "weights").values()
         allocator.sleep()
-        with allocator._lock.hold():
-            second = second_tier(allocator)
-            (backup,) = allocator._store.catalogue
-            moved(allocator, backup, second)
-        assert allocator._store.host_bytes == PAGE
+        (backup,) = allocator._store.catalogue
+        second = moved(allocator, backup)
+        assert allocator._store.room.bytes == PAGE
         allocator.free(filled[0])
-        assert (allocator._store.host_bytes, second.bytes) == (0, 0)
+        assert (allocator._store.room.bytes, second.bytes) == (0, 0)

@@ -374,7 +374,7 @@ class TestParts:
             with pytest.raises(OutOfHostMemory):
                 allocator.sleep()
         assert events.seen == []
-        assert allocator._store.host_bytes == 0
+        assert allocator._store.room.bytes == 0
         check_bytes(memory, contents)
 
     @pytest.mark.slow
@@ -425,7 +425,7 @@ class TestParts:
                 assert backup is not None, "it was clean"
         memory.close()
         held = sum(host_bytes_of(allocator, segment) for segment in _core.segments())
-        assert allocator._store.host_bytes == held
+        assert allocator._store.room.bytes == held
         if SIMULATED:
             assert sim.stats().registered_bytes == held
         allocator.sleep()

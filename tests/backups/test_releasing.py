@@ -55,7 +55,7 @@ def test_freed_while_another_free_gives_a_backup_back(
 
     monkeypatch.setattr(allocator._store.catalogue, "forget", slow_forget)
     allocator.free(first)
-    assert allocator._store.host_bytes == 0
+    assert allocator._store.room.bytes == 0
 
 
 class Gate:
@@ -98,7 +98,7 @@ def threads_giving_back() -> list[str]:
 def wait_for_the_end(allocator: CuMemAllocator, host_bytes: int = 0) -> None:
     """Until only so much is held, and the thread has ended."""
     until(lambda: not allocator._store.room.tier._releasing.bytes and not threads_giving_back())
-    assert allocator._store.host_bytes == host_bytes
+    assert allocator._store.room.bytes == host_bytes
     assert allocator._store.room.tier._releasing._worker is None
 
 
@@ -187,7 +187,7 @@ class TestGivingBack:
             Gate(patch)
             allocator.sleep(2)
             assert closed_by == []
-            assert allocator._store.host_bytes == 4 * PAGE
+            assert allocator._store.room.bytes == 4 * PAGE
             assert available_bytes(allocator) == before + 4 * PAGE
             assert Gate.latest is not None
             Gate.latest.is_open = True
@@ -209,7 +209,7 @@ class TestGivingBack:
             with pytest.raises(DriverError):
                 allocator.sleep()
             sim.reset()
-            assert allocator._store.host_bytes == 4 * PAGE
+            assert allocator._store.room.bytes == 4 * PAGE
             assert available_bytes(allocator) == before
             assert Gate.latest is not None
             Gate.latest.is_open = True
@@ -220,7 +220,7 @@ class TestGivingBack:
     ) -> None:
         Gate(monkeypatch)
         self.going(unretained, memory, pages=2)
-        assert unretained._store.host_bytes == 0
+        assert unretained._store.room.bytes == 0
         assert closed_by == [OPERATION] * 4
         assert threads_giving_back() == []
 
@@ -235,7 +235,7 @@ class TestGivingBack:
                 gate.is_open = True
                 gate.wait()
                 assert closed_by == []
-                assert store.host_bytes == 4 * PAGE
+                assert store.room.bytes == 4 * PAGE
             wait_for_the_end(unretained)
 
     def test_a_block_at_a_time(
@@ -287,7 +287,7 @@ class TestGivingBack:
         allocator.wake_up()
         gate.wait()
         assert closed_by == []
-        assert allocator._store.host_bytes == 5 * PAGE
+        assert allocator._store.room.bytes == 5 * PAGE
         assert sum(usage.backed_up_bytes for usage in allocator.usage().values()) == PAGE
         gate.is_open = True
         wait_for_the_end(allocator, PAGE)
@@ -350,7 +350,7 @@ class TestGivingBack:
 
         def noted(*arguments: Any, **options: Any) -> None:
             take(*arguments, **options)
-            most[0] = max(most[0], allocator._store.host_bytes)
+            most[0] = max(most[0], allocator._store.room.bytes)
 
         monkeypatch.setattr(allocator._store.room, "take", noted)
         if operation == "prepare":
@@ -384,10 +384,10 @@ class TestGivingBack:
 
         monkeypatch.setattr(_core.HostBlock, "pin", noted)
         assert unretained.sleep().copied_bytes == 4 * PAGE
-        assert (closed_by, pinned, unretained._store.host_bytes) == ([], [], 4 * PAGE)
+        assert (closed_by, pinned, unretained._store.room.bytes) == ([], [], 4 * PAGE)
         unretained.wake_up()
         check_bytes(memory, contents)
-        assert (closed_by, pinned, unretained._store.host_bytes) == ([], [], 4 * PAGE)
+        assert (closed_by, pinned, unretained._store.room.bytes) == ([], [], 4 * PAGE)
         memory.close()
         gate.is_open = True
         wait_for_the_end(unretained)
@@ -433,13 +433,13 @@ class TestGivingBack:
         with pytest.raises(OutOfHostMemory) as refused:
             allocator.sleep()
         assert (refused.value.available_bytes, refused.value.limit) == (6 * PAGE, "budget")
-        assert (closed_by, allocator._store.host_bytes) == ([], 4 * PAGE)
+        assert (closed_by, allocator._store.room.bytes) == ([], 4 * PAGE)
         allocator.free(contents.popitem()[0])
         most = [0]
         prefault = _core.HostBlock.prefault
 
         def noted(block: _core.HostBlock, offset: int, nbytes: int) -> None:
-            most[0] = max(most[0], allocator._store.host_bytes)
+            most[0] = max(most[0], allocator._store.room.bytes)
             prefault(block, offset, nbytes)
 
         patch_prefault(monkeypatch, noted)
@@ -459,9 +459,9 @@ class TestGivingBack:
         gate = Gate(monkeypatch)
         contents = self.going(unretained, memory)
         gate.wait()
-        assert unretained._store.host_bytes == 4 * PAGE
+        assert unretained._store.room.bytes == 4 * PAGE
         assert getattr(unretained, call)() == (4 * PAGE if call == "release_backups" else None)
-        assert unretained._store.host_bytes == 0
+        assert unretained._store.room.bytes == 0
         if SIMULATED:
             assert sim.stats().registered_bytes == 0
         gate.is_open = True
@@ -481,7 +481,7 @@ class TestGivingBack:
                 unretained._store.room.take([segment], [], {})  # gives back what goes, and then all of it goes again
             unretained._store.catalogue.prune()
         until(lambda: len(threads_giving_back()) == 1)
-        assert unretained._store.host_bytes == 6 * PAGE
+        assert unretained._store.room.bytes == 6 * PAGE
         gate.is_open = True
         wait_for_the_end(unretained)
         unretained.sleep()
@@ -498,7 +498,7 @@ class TestGivingBack:
         with monkeypatch.context() as patch:
             patch.setattr(_core.Worker, "start", refuse)
             contents = self.going(unretained, memory)
-            assert unretained._store.host_bytes == 0
+            assert unretained._store.room.bytes == 0
         assert closed_by == [OPERATION] * 8
         unretained.sleep()
         unretained.wake_up()
@@ -515,10 +515,10 @@ class TestGivingBack:
         for address in self.going(allocator, memory):
             allocator.free(address)
         gate.wait()
-        assert allocator._store.host_bytes == 4 * PAGE
+        assert allocator._store.room.bytes == 4 * PAGE
         make_allocator()
         assert_no_threads(GIVING_BACK)
-        assert allocator._store.host_bytes == 0
+        assert allocator._store.room.bytes == 0
         if SIMULATED:
             assert sim.stats().registered_bytes == 0
 
@@ -559,7 +559,7 @@ class TestGivingBack:
         finally:
             unretained._store.room.stop()
         unretained.release_backups()
-        assert unretained._store.host_bytes == 0
+        assert unretained._store.room.bytes == 0
 
     def test_stopping_ends_the_thread(
         self, unretained: CuMemAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch
@@ -571,7 +571,7 @@ class TestGivingBack:
             unretained._store.room.stop()
             assert_no_threads(GIVING_BACK)
         unretained.release_backups()
-        assert unretained._store.host_bytes == 0
+        assert unretained._store.room.bytes == 0
 
 
 GOING = """
@@ -619,7 +619,7 @@ class TestProcess:
             tuning.between_releases_s = 0
             while going._worker is not None:
                 time.sleep(0.001)
-            assert allocator._store.host_bytes == 0
+            assert allocator._store.room.bytes == 0
             for address, content in contents.items():
                 assert memory.read(address, 4 * PAGE) == content
             memory.close()

@@ -443,4 +443,4 @@ class TestChanges:
         with pytest.raises(InvalidState, match=f"0x{address:x}.* written to"):
             allocator.sleep()
         assert states() == {AWAKE}
-        assert allocator._store.host_bytes == 0
+        assert allocator._store.room.bytes == 0

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cold_tier import moved
 from compression import (
     BENCH_BYTES,
     KINDS,
@@ -87,7 +88,20 @@ class TestRoundTrips:
             check_host_bytes(allocator)
             allocator.wake_up()
             check_bytes(contents)
-            assert (allocator._store.host_bytes > 0) is retained
+            assert (allocator._store.room.bytes > 0) is retained
+
+    def test_what_has_moved_to_other_tiers(self, allocator: CuMemAllocator) -> None:
+        contents = fill(allocator, bf16, noise, bf16, some_noise)
+        allocator.sleep()
+        stored = encodings(allocator, contents)
+        for backup in [*allocator._store.catalogue][:3]:
+            moved(allocator, backup)
+        assert encodings(allocator, contents) == stored == ["bf16", None, "bf16", "bf16"]
+        assert allocator.wake_up().verified_bytes == 4 * 2 * PAGE
+        check_bytes(contents)
+        assert allocator.sleep().clean_bytes == 4 * 2 * PAGE
+        allocator.wake_up()
+        check_bytes(contents)
 
     @pytest.mark.parametrize("nbytes", [1, PAGE - 1, PAGE + 1, 5 * MIB])
     def test_odd_sizes(self, allocator: CuMemAllocator, nbytes: int) -> None:

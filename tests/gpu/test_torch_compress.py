@@ -809,7 +809,7 @@ def test_ten_cycles_leave_gpu_and_host_memory_flat(allocator: CuMemAllocator) ->
     check_bytes(weights, [as_bytes(content) for content in expected])
     for name, values in zip(("asleep", "awake", "resident", "host"), zip(*levels[3:], strict=True), strict=True):
         assert max(values) - min(values) < SLACK, f"{name}: {values}"
-    held = allocator._store.host_bytes
+    held = allocator._store.room.bytes
     resident = resident_bytes()
     assert allocator.release_backups() == held
     assert resident - resident_bytes() >= held - SLACK

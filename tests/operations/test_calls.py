@@ -65,7 +65,7 @@ def test_all_backups_are_looked_through_once_unless_some_were_freed(monkeypatch:
     prune = Catalogue.prune
 
     def noted(catalogue: Catalogue) -> None:
-        looked_at.append(region.allocator._store.host_bytes)
+        looked_at.append(region.allocator._store.room.bytes)
         prune(catalogue)
 
     monkeypatch.setattr(Catalogue, "prune", noted)

@@ -70,7 +70,7 @@ def test_interrupt_of_prepare(world: World) -> None:
         allocator.release_backups()
         try:
             assert_no_threads()
-            assert allocator._store.host_bytes == 0
+            assert allocator._store.room.bytes == 0
         except AssertionError:
             problems.append(f"{event} at line {line} of {file}: it goes on")
     world.check_bytes()

@@ -255,7 +255,7 @@ class TestRefused:
         with pytest.raises(InvalidState, match="retain_backups"):
             allocator.prepare()
         assert allocator._preparation is None
-        assert allocator._store.host_bytes == 0
+        assert allocator._store.room.bytes == 0
 
     def test_while_this_thread_captures(self, allocator: CuMemAllocator, memory: Memory) -> None:
         """As PyTorch tells it."""
@@ -281,7 +281,7 @@ class TestRefused:
             with pytest.raises(InvalidState, match="no thread can be started"):
                 allocator.prepare()
             allocator.release_backups()  # has nothing to wait for
-        assert allocator._store.host_bytes == 0
+        assert allocator._store.room.bytes == 0
         assert finished(allocator.prepare()).error is None
         assert allocator.sleep().copied_bytes == 0
         allocator.wake_up()
@@ -329,4 +329,4 @@ class TestSetting:
         assert len(caplog.records) == 1
         assert "prepare did not begin" in caplog.text
         assert words in caplog.text
-        assert allocator._store.host_bytes == 0
+        assert allocator._store.room.bytes == 0

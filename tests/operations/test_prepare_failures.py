@@ -85,7 +85,7 @@ class TestHostMemoryIsShort:
         error = raised.value
         assert (error.needed_bytes, error.available_bytes, error.limit) == (2 * PAGE, short, limit)
         assert allocator._preparation is None
-        assert allocator._store.host_bytes == 0
+        assert allocator._store.room.bytes == 0
         check_bytes(memory, contents)
 
     def test_what_is_backed_up_already_is_not_counted(self, make_allocator: MakeAllocator, memory: Memory) -> None:
@@ -93,7 +93,7 @@ class TestHostMemoryIsShort:
         fill(allocator, memory, *TAGS)
         for _ in range(2):
             assert finished(allocator.prepare()).error is None
-        assert allocator._store.host_bytes == 2 * PAGE
+        assert allocator._store.room.bytes == 2 * PAGE
 
     def test_backups_that_no_sleep_would_use_give_way(self, make_allocator: MakeAllocator, memory: Memory) -> None:
         allocator = make_allocator(host_budget_bytes=2 * PAGE)
@@ -146,7 +146,7 @@ class TestHostMemoryIsShort:
         assert "prepare ended early" in caplog.text
         assert limit in caplog.text
         assert all(segment.sleep == AWAKE for segment in _core.segments())
-        assert backed_up_bytes(allocator) == allocator._store.host_bytes == complete * PAGE
+        assert backed_up_bytes(allocator) == allocator._store.room.bytes == complete * PAGE
         report = allocator.sleep()
         assert (report.clean_bytes, report.copied_bytes) == (complete * PAGE, (2 - complete) * PAGE)
         allocator.wake_up()
@@ -189,7 +189,7 @@ class TestDriverErrors:
         assert reached
         assert all(segment.sleep == AWAKE for segment in _core.segments())
         ready_bytes = backed_up_bytes(allocator)
-        assert allocator._store.host_bytes == ready_bytes
+        assert allocator._store.room.bytes == ready_bytes
         report = allocator.sleep()
         assert (report.clean_bytes, report.copied_bytes) == (ready_bytes, 2 * PAGE - ready_bytes)
         allocator.wake_up()
@@ -262,7 +262,7 @@ class TestForeignErrorsAndPromisedMemory:
             preparation = finished(allocator.prepare())
         assert isinstance(preparation.error, InvalidState)
         assert "no more" in str(preparation.error)
-        assert allocator._store.host_bytes == 0
+        assert allocator._store.room.bytes == 0
         allocator.sleep()
         allocator.wake_up()
         check_bytes(memory, contents)

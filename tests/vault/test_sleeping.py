@@ -140,7 +140,7 @@ def test_regions_sleep_and_their_backups_are_read(through: MakeAllocator, memory
     allocator.regions.wake(retain_backups=False)
     assert memory.read(address, 2 * PAGE) == content
     assert allocator.read_backup(address, 1) is None
-    assert allocator._store.host_bytes == 0
+    assert allocator._store.room.bytes == 0
 
 
 class TestCycles:
@@ -277,7 +277,7 @@ class TestCycles:
         assert raised.value.needed_bytes == 40 * PAGE
         assert sum(added) == (8 if free else 0)
         assert {segment.sleep for segment in _core.segments()} == {AWAKE}
-        assert allocator._store.host_bytes == 0
+        assert allocator._store.room.bytes == 0
         check(memory, contents)
         for address in list(contents)[5:]:
             allocator.free(address)
@@ -854,7 +854,7 @@ class TestWhatOnceBroke:
             with pytest.raises(VaultLost):
                 allocator.sleep()
         assert {segment.sleep for segment in _core.segments()} == {AWAKE}
-        assert allocator._store.host_bytes == 0
+        assert allocator._store.room.bytes == 0
         assert allocator.sleep().copied_bytes == 2 * PAGE
         allocator.wake_up()
         check(memory, contents)
