@@ -1,5 +1,7 @@
 """A tier unlike that of the host: nothing reaches its extents, which are filled and read through other memory."""
 
+# ruff: noqa: ARG002
+
 from __future__ import annotations
 
 import contextlib
@@ -38,7 +40,7 @@ class Cold(Tier):
 
     bytes = 0  # type: ignore[assignment]
 
-    def limits(self, needed_bytes: int | None = None) -> list[HostLimit]:  # noqa: ARG002
+    def limits(self, needed_bytes: int | None = None) -> list[HostLimit]:
         return []
 
     def place(self) -> BackupPlace:
@@ -47,7 +49,7 @@ class Cold(Tier):
     def footprints(self, backups: Sequence[Sequence[Extent]]) -> list[Footprint]:
         return [Footprint() for _ in backups]
 
-    def extent_bytes(self, *, beside_work: bool) -> int:  # noqa: ARG002
+    def extent_bytes(self, *, beside_work: bool) -> int:
         return EXTENT_BYTES
 
     def reserve(self, device: int, sizes: Sequence[int], *, beside_work: bool = False) -> list[Page]:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from .. import _core, host_facts
 from ..errors import InvalidState
-from ..extents import Extent
+from ..extents import Extent, Lane, Transfers
 from ..pinned import node_of
 from ..report import BackupPlace
 from ..settings import Settings
@@ -117,7 +117,7 @@ class HostTier(Tier):
         self._releasing.stop()
 
 
-class HostTransfers:
+class HostTransfers(Transfers):
     """The lanes of one operation. Threads prefault new blocks ahead of the copies."""
 
     def __init__(self, threads: int | None, prefault_bytes: int) -> None:
@@ -127,9 +127,6 @@ class HostTransfers:
         self._heap: _core.HeapReserve | None = None
         self._expected: set[int] = set()  # ids of blocks
         self._stack = ExitStack()
-
-    def __enter__(self) -> HostTransfers:
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -159,12 +156,6 @@ class HostTransfers:
         self._prefaulted.add(tasks)
         self._expected.update(tasks)
 
-    def done_with(self, addresses: Iterable[int]) -> None:
-        """Nobody was lent their memory."""
-
-    def end(self) -> None:
-        """There is nothing to wait for."""
-
     def lane(self, stream: _core.CopyStream) -> HostLane:
         """A lane in the order of `stream`."""
         return HostLane(stream, self)
@@ -184,14 +175,14 @@ class HostTransfers:
         block.pin(device)
 
 
-class HostLane:
+class HostLane(Lane):
     """Copies in the order of a stream; a block is registered when it is first used."""
 
     kernels_reach = True
     content = staticmethod(HostTier.content)
 
     def __init__(self, stream: _core.CopyStream, transfers: HostTransfers) -> None:
-        self.stream = stream
+        super().__init__(stream)
         self._transfers = transfers
 
     def pin(self, extents: Iterable[Extent]) -> None:
@@ -211,17 +202,6 @@ class HostLane:
         self.pin([extent])
         copy = self.stream.to_device_by_kernel if by_kernel else self.stream.to_device
         copy(address, cast(_core.HostBlock, extent), offset, nbytes)
-
-    def join(self) -> None:
-        """Nothing to do: the copies are on the stream."""
-
-    def is_done(self) -> bool:
-        """Whether there is nothing to wait for."""
-        return self.stream.query()
-
-    def synchronize(self) -> None:
-        """Wait for all of it."""
-        self.stream.synchronize()
 
 
 class _Releasing:

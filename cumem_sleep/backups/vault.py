@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from .. import _core, log
 from ..errors import CumemSleepError, VaultLost, VaultUnavailable
-from ..extents import Extent
+from ..extents import Extent, Lane, Transfers
 from ..report import BackupPlace
 from ..settings import Settings
 from ..vault import ledger as vault_ledger
@@ -355,7 +355,7 @@ class VaultTier(Tier):
             extent.is_lost = extent.slabs is not client.slabs
 
 
-class VaultTransfers:
+class VaultTransfers(Transfers):
     """The lanes of one operation. What the vault was lent for them it has given back when this is left.
 
     Unless it was given up: then the loans stay open, and no wake uses memory that the vault may still fill.
@@ -371,9 +371,6 @@ class VaultTransfers:
         self._returning: list[int] = []  # requests by which lent memory is given back
         self._slabs: dict[tuple[int, int], _core.HostBlock] = {}  # by the table's id and the number there
         self._stack = ExitStack()
-
-    def __enter__(self) -> VaultTransfers:
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -403,9 +400,6 @@ class VaultTransfers:
         self.end()
         client.wait(self._returning)
         self.tier.taken_back(self._loans.values())
-
-    def expect(self, extents: Iterable[Extent]) -> None:
-        """The vault's memory is ready as it is."""
 
     def done_with(self, addresses: Iterable[int]) -> None:
         """Let the vault begin to give this memory back: it needs 54 µs for each segment (`vault_four_slots.json`)."""
@@ -470,19 +464,15 @@ class VaultTransfers:
         return self._slabs[key]
 
 
-class VaultLane:
+class VaultLane(Lane):
     """Copies that the vault makes; where none answers, this process reads the slabs."""
 
-    kernels_reach = False
     content = staticmethod(VaultTier.content)
 
     def __init__(self, stream: _core.CopyStream, transfers: VaultTransfers) -> None:
-        self.stream = stream
+        super().__init__(stream)
         self._transfers = transfers
         self._begun: list[tuple[VaultClient, int]] = []
-
-    def pin(self, extents: Iterable[Extent]) -> None:
-        """Nothing to do: kernels do not reach them."""
 
     def write(self, extent: Extent, offset: int, address: int, nbytes: int) -> None:
         """Begin to copy from the device, when what runs on the stream has ended."""
@@ -520,12 +510,12 @@ class VaultLane:
 
     def is_done(self) -> bool:
         """Not while the vault copies: only it knows."""
-        return not self._begun and self.stream.query()
+        return not self._begun and super().is_done()
 
     def synchronize(self) -> None:
         """Wait for all of it."""
         self.join()
-        self.stream.synchronize()
+        super().synchronize()
 
 
 def _mine(extents: Iterable[Extent]) -> list[VaultExtent]:

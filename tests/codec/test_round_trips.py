@@ -40,7 +40,7 @@ from cumem_sleep.codec.runner import SimulatedRunner
 from cumem_sleep.codec.slots import Slot
 from cumem_sleep.digest.device import DigestRun
 from cumem_sleep.transfer.decoding import Decoding
-from cumem_sleep.transfer.pacing import Choice, Pace
+from cumem_sleep.transfer.pacing import BestRate, Choice, Pace
 from cumem_sleep.transfer.transfer import Transfer
 
 pytestmark = pytest.mark.sim
@@ -162,7 +162,7 @@ class TestRoundTrips:
         monkeypatch.setattr(_core.CopyStream, "to_device_by_kernel", by_kernel)
         monkeypatch.setattr(Pace, "next", next_choice)
         monkeypatch.setattr(Pace, "record", record)
-        allocator._copiers._kernel_devices.add(0)
+        allocator._copiers.best_rates[0] = BestRate()
         contents = fill(allocator, *KINDS, nbytes=12 * PAGE)
         contents |= fill(allocator, bf16, fp16, nbytes=PAGE)
         allocator.sleep()
@@ -238,7 +238,7 @@ class TestRoundTrips:
         monkeypatch.setattr(_core.Scratch, "close", freed)
         monkeypatch.setattr(Pace, "next", lambda _: Choice(by_engine=False, alone=False))
         monkeypatch.setattr(Pace, "record", lambda *_: None)
-        allocator._copiers._kernel_devices.add(0)
+        allocator._copiers.best_rates[0] = BestRate()
         contents = fill(allocator, *[bf16] * 6, nbytes=4 * PAGE)
         allocator.sleep()
         sim.fail("cuMemCreate", after=4, error="CUDA_ERROR_UNKNOWN", times=100)

@@ -186,8 +186,8 @@ def test_each_lane_has_one_batch_in_flight(lanes: int) -> None:
     """So many batches fill the queue before the engine's rate counts."""
     tuning = CuMemAllocator.tuning
     copiers = Copiers(tuning)
-    copiers._kernel_devices.add(0)
-    copiers.best_rate(0).see(int(FREE * 1e9), 1)
+    copiers.best_rates[0] = BestRate()
+    copiers.best_rates[0].see(int(FREE * 1e9), 1)
     timed_bytes = tuning.least_timed_bytes
     some = [types.SimpleNamespace(kernels_reach=True)] * lanes
     pace = copiers.pace(0, some, tuning.worth_choosing_bytes, timed_bytes)  # type: ignore[arg-type]
