@@ -367,7 +367,7 @@ class VaultTransfers(Transfers):
         self._loans: dict[tuple[int, bool], _core.Loan] = {}  # by base address, and whether the vault fills it
         self._client: VaultClient | None = None
         self._reads_itself = False
-        self.begun: list[int] = []  # copies
+        self._begun: list[int] = []  # copies
         self._returning: list[int] = []  # requests by which lent memory is given back
         self._slabs: dict[tuple[int, int], _core.HostBlock] = {}  # by the table's id and the number there
         self._stack = ExitStack()
@@ -375,7 +375,7 @@ class VaultTransfers(Transfers):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        begun, self.begun = self.begun, []
+        begun, self._begun = self._begun, []
         with self._stack:
             if self._client is None:
                 return
@@ -451,6 +451,10 @@ class VaultTransfers(Transfers):
         if self._client is not None and self._client is not client:
             raise VaultLost("the vault was replaced by another in the middle of this: call again")
 
+    def begun(self, request: int) -> None:
+        """That copy has begun."""
+        self._begun.append(request)
+
     def slab(self, extent: VaultExtent, number: int, device: int) -> _core.HostBlock:
         """That slab, mapped for reading, and registered if the driver does that."""
         key = id(extent.slabs), number
@@ -500,7 +504,7 @@ class VaultLane(Lane):
         self.stream.synchronize()
         request = (client.read if filled else client.write)(lent, [Range(extent.backup, offset, at, nbytes)])
         self._begun.append((client, request))
-        self._transfers.begun.append(request)
+        self._transfers.begun(request)
 
     def join(self) -> None:
         """The vault's copies are on no stream of this process, so they are waited for."""
