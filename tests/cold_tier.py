@@ -93,7 +93,6 @@ def moved(allocator: CuMemAllocator, backup: Backup) -> Cold:
     """As by whoever spills: copied without its segment, which sleeps."""
     with allocator._lock.hold():
         tier = Cold()
-        allocator._store.catalogue.tiers.append(tier)
         pages = tier.reserve(0, [extent.bytes for extent in backup.extents])
         for extent, page in zip(backup.extents, pages, strict=True):
             page.content[:] = backup.tier.content(extent, 0, extent.bytes).tobytes()

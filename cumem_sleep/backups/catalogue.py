@@ -86,14 +86,16 @@ class Catalogue:
         backup.segment.note_backup()
         self._backups.setdefault(backup.segment.id, {})[backup.ranges] = backup
 
-    @staticmethod
-    def move(backup: Backup, tier: Tier, extents: Sequence[Extent]) -> None:
-        """`backup`, which is complete, lies in other extents from now on: they hold the same bytes, stored alike.
+    def move(self, backup: Backup, tier: Tier, extents: Sequence[Extent]) -> None:
+        """Let `backup`, which is complete, lie in other extents: they hold the same bytes, stored in the same way.
 
-        Its segment may sleep meanwhile.
+        Its segment may sleep meanwhile, but not wake.
         """
-        before, backup.tier, backup.extents = (backup.tier, backup.extents), tier, tuple(extents)
-        before[0].release(before[1])
+        if tier not in self.tiers:
+            self.tiers.append(tier)
+        before, left = backup.tier, backup.extents
+        backup.tier, backup.extents = tier, tuple(extents)
+        before.release(left)
 
     def prove(self, segments: Sequence[_core.Segment], digests: Mapping[int, Digest], ranges: Ranges = ()) -> None:
         """Mark the backups of `segments` as complete: filled with bytes that had these digests before and after.
