@@ -15,7 +15,7 @@ from support import PAGE, free_everything, reset_simulation
 from world import Phase, World, check_every_call, phases
 
 from cumem_sleep import CuMemAllocator
-from cumem_sleep.backups import filling, store
+from cumem_sleep.backups import catalogue, filling, room
 from cumem_sleep.codec import workbench
 from cumem_sleep.codec.workbench import Workbench
 from cumem_sleep.operations import sleep, wake
@@ -93,7 +93,7 @@ def test_interrupt_of_a_sleep_of_changed(world: World, monkeypatch: pytest.Monke
     (phase,) = phases("sleep of changed")
     bench = (Workbench.encode, Workbench.begin_plan, Workbench._count, Workbench.finish, workbench.parts_to_plan)
     backing_up = (sleep._BackingUp.attempt, sleep._BackingUp._next_part, sleep._BackingUp._with_memory)
-    check_interrupts(world, phase, (*bench, store, filling, *backing_up), only_there=True)
+    check_interrupts(world, phase, (*bench, catalogue, room, filling, *backing_up), only_there=True)
 
 
 @pytest.mark.slow
