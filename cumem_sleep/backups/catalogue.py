@@ -110,9 +110,13 @@ class Catalogue:
             backup.prove(digests.get(backup.segment.id))
         try:
             for tier, mine in self._by_tier(backups):
-                digested = [(b, b.digest, b.encoding is not None) for b in mine if b.digest is not None]
-                if digested:
-                    tier.seal([(b.extents, Content(digest, b.content_bytes, coded)) for b, digest, coded in digested])
+                sealed = [
+                    (b.extents, Content(b.digest, b.content_bytes, b.encoding is not None))
+                    for b in mine
+                    if b.digest is not None
+                ]
+                if sealed:
+                    tier.seal(sealed)
         except BaseException:
             self._release(backups)
             raise
