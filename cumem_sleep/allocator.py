@@ -126,7 +126,7 @@ class CuMemAllocator:
             pools=self._pools,
             cuda=self._cuda,
             turn=self._store.turns.operation,
-            place=self._store.place,
+            place=self._store.room.place,
             note_before=self._layer.left.note_before,
             left_pool=_left_pool,
             freed_by_hook=_forget_freed_backups,
@@ -601,13 +601,13 @@ class CuMemAllocator:
     def _leave_store(self) -> None:
         """Forget all backups, and whoever keeps them. Does not open the driver, so nothing refuses it."""
         with self._lock.hold():
-            self._store.leave()
+            self._store.room.leave()
 
     def _stop_background_work(self) -> None:
         self._cuda.stop()
         self._first_allocation.stop()
         self._stop_preparing()
-        self._store.stop()
+        self._store.room.stop()
 
     # Looking
 
@@ -619,7 +619,7 @@ class CuMemAllocator:
         """Where backups lie: in memory of this process, or in which vault. Touches no GPU."""
         if not _core.driver_is_open():  # then there are no backups, and `auto` does not look for a vault yet
             return BackupPlace("" if self.settings.vault in ("off", "auto") else self.settings.vault)
-        return self._operations.look("backup_place", self._store.place)
+        return self._operations.look("backup_place", self._store.room.place)
 
     def read_backup(self, address: int, nbytes: int, *, copy: bool = True) -> npt.NDArray[np.uint8] | None:
         """The bytes that the backup of this device memory holds: those at its last sleep. It may be asleep or awake.
@@ -661,9 +661,9 @@ class CuMemAllocator:
 
     def _release_backups(self) -> int:
         self._stop_preparing()
-        before = self._store.host_bytes
-        self._store.clear()
-        return before - self._store.host_bytes
+        before = self._store.room.bytes
+        self._store.room.clear()
+        return before - self._store.room.bytes
 
     def release_pools(self) -> None:
         """Give up the PyTorch pool for CUDA graphs and return free pool memory to the device. Live tensors stay."""
@@ -726,4 +726,4 @@ def _stop_at_exit() -> None:
     for allocator in list(_allocators):
         allocator._stop_background_work()
     for store in list(_stores):
-        store.stop()
+        store.room.stop()

@@ -5,6 +5,7 @@ Nothing here depends on which tier it is, or whose memory; `backups.tier` define
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from . import _core
+
+
+Ranges = tuple[tuple[int, int], ...]  # of one segment: (offset, bytes), each of whole chunks of its digest, in order
 
 
 class Extent(Protocol):
@@ -30,18 +34,22 @@ class Extent(Protocol):
         """Where kernels of this process find its bytes, if `Lane.kernels_reach` and it is pinned."""
 
 
-class Lane(Protocol):
-    """Asynchronous copies between one device and extents, in the order of a stream."""
+class Lane(ABC):
+    """Asynchronous copies between one device and extents, in the order of a stream.
 
-    @property
-    def stream(self) -> _core.CopyStream:
-        """The stream for kernels that fill, or use, the device memory of these copies."""
+    By itself it is one whose copies all are on the stream.
 
-    @property
-    def kernels_reach(self) -> bool:
-        """Whether kernels of this process can access the bytes of pinned extents by their address."""
+    Attributes:
+        stream: the stream for kernels that fill, or use, the device memory of these copies.
+        kernels_reach: whether kernels of this process can access the bytes of pinned extents by their address.
+    """
 
-    def pin(self, extents: Iterable[Extent]) -> None:
+    kernels_reach = False
+
+    def __init__(self, stream: _core.CopyStream) -> None:
+        self.stream = stream
+
+    def pin(self, extents: Iterable[Extent]) -> None:  # noqa: B027
         """Let kernels reach these by their address; without `kernels_reach` it does nothing.
 
         What was written through a lane is pinned already, unless the tier has unpinned it since. `read` needs no call.
@@ -50,6 +58,7 @@ class Lane(Protocol):
             DriverError, OutOfHostMemory: refused.
         """
 
+    @abstractmethod
     def write(self, extent: Extent, offset: int, address: int, nbytes: int) -> None:
         """Begin to copy `nbytes` at the device's `address` to `offset` in `extent`.
 
@@ -57,6 +66,7 @@ class Lane(Protocol):
             DriverError, OutOfHostMemory: refused; nothing was begun.
         """
 
+    @abstractmethod
     def read(self, address: int, extent: Extent, offset: int, nbytes: int, *, by_kernel: bool = False) -> None:
         """Begin to copy `nbytes` at `offset` in `extent` to the device's `address`.
 
@@ -68,13 +78,14 @@ class Lane(Protocol):
             DriverError, OutOfHostMemory: refused; nothing was begun.
         """
 
-    def join(self) -> None:
+    def join(self) -> None:  # noqa: B027
         """Make kernels launched on the stream from here on see the bytes of all copies that were begun before.
 
         Raises:
             DriverError: a copy failed.
         """
 
+    @abstractmethod
     def content(self, extent: Extent, offset: int, nbytes: int) -> npt.NDArray[np.uint8]:
         """The bytes there, for the CPU; copies to them have ended."""
 
@@ -84,6 +95,7 @@ class Lane(Protocol):
         Raises:
             DriverError: a copy or kernel failed.
         """
+        return self.stream.query()
 
     def synchronize(self) -> None:
         """Wait for all copies that were begun, and for the kernels on the stream.
@@ -91,32 +103,36 @@ class Lane(Protocol):
         Raises:
             DriverError: a copy or kernel failed.
         """
+        self.stream.synchronize()
 
 
-class Transfers(Protocol):
+class Transfers(ABC):
     """The lanes of one operation: a context manager. Leave it only when no copy is in flight.
 
     When it has been left, nobody else has a hold on the device memory of these copies.
     """
 
-    def __enter__(self) -> Transfers: ...
+    def __enter__(self) -> Transfers:
+        return self
 
+    @abstractmethod
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
 
-    def expect(self, extents: Iterable[Extent]) -> None:
+    def expect(self, extents: Iterable[Extent]) -> None:  # noqa: B027
         """Announce extents that are written next, so that they can be prepared ahead."""
 
-    def done_with(self, addresses: Iterable[int]) -> None:
+    def done_with(self, addresses: Iterable[int]) -> None:  # noqa: B027
         """Announce that no copy of the segments at these addresses follows, and none is in flight.
 
         Whoever was lent their memory can begin to give it back, while others are copied.
         """
 
-    def end(self) -> None:
+    def end(self) -> None:  # noqa: B027
         """Announce the same of all memory: what leaving has to wait for can begin."""
 
+    @abstractmethod
     def lane(self, stream: _core.CopyStream) -> Lane:
         """A lane in the order of `stream`, which the caller closes after the last copy."""
 

@@ -198,9 +198,9 @@ class Regions:
         def work() -> WakeReport:
             woken = asleep(meant)
             report = wake(self._layer, Call(), meant)
-            self._layer.store.retain(woken, retained=retained)
+            self._layer.store.catalogue.retain(woken, retained=retained)
             if wait_for_release:
-                self._layer.store.settle()
+                self._layer.store.room.settle()
             return report
 
         return waking(self._operations, self._layer, meant, work, call=Call()).run()

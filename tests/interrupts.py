@@ -20,7 +20,7 @@ from world import Phase, World, begin_anew
 
 from cumem_sleep import _core, cuda_state, operation, pinned, report
 from cumem_sleep import allocator as allocator_module
-from cumem_sleep.backups import backup, filling, host, store, turns
+from cumem_sleep.backups import backup, catalogue, filling, host, room, turns
 from cumem_sleep.codec import compressor, encoding, kernels, memory, plan, slots, workbench
 from cumem_sleep.digest import device as digest_device
 from cumem_sleep.operations import layer, prepare, sleep, wake
@@ -28,10 +28,10 @@ from cumem_sleep.transfer import copiers, link, pacing, transfer
 
 _PACKAGE = pathlib.Path(allocator_module.__file__).parent
 # Which modules an operation runs. Each has to be reached: a rename would otherwise leave its test without places there.
-_OPERATION = (operation, backup, host, store, turns, digest_device, workbench, pinned, report)
+_OPERATION = (operation, backup, host, catalogue, room, turns, digest_device, workbench, pinned, report)
 SLEEP = (*_OPERATION, compressor, filling, layer, link, sleep, transfer)
 WAKE = (*_OPERATION, wake, copiers, link, pacing, transfer)
-PREPARE = (allocator_module, operation, prepare, host, store, turns, compressor)
+PREPARE = (allocator_module, operation, prepare, host, catalogue, room, turns, compressor)
 MALLOC = (allocator_module, operation, cuda_state)
 CODEC = (compressor, encoding, kernels, memory, plan, slots, workbench)
 _TRACED_FILES = {str(module.__file__) for module in (*SLEEP, *WAKE, *PREPARE, *MALLOC, *CODEC)}

@@ -174,8 +174,8 @@ def free_everything() -> None:
         assert not held, f"PyTorch still has {len(held)} segments in use: the test left tensors behind"
         if _core.driver_is_open():
             assert _core.reclaim() == 0
-            allocator._store._tier.finish_releasing()  # much goes in a thread
-        assert allocator._store.host_bytes == 0
+            allocator._store.room.tier.finish_releasing()  # much goes in a thread
+        assert allocator._store.room.bytes == 0
         if SIMULATED:
             if _held() != _held_before:
                 gc.collect()  # exceptions may hold frames, and these what they worked with
@@ -215,7 +215,7 @@ def forget_devices() -> None:
 
 def host_bytes_of(allocator: CuMemAllocator, segment: _core.Segment) -> int:
     """How much host memory its backup takes, complete or not."""
-    backup = allocator._store._backups.get(segment.id)
+    backup = allocator._store.catalogue.of(segment)
     return backup.bytes if backup else 0
 
 

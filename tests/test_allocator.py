@@ -131,15 +131,15 @@ class TestFree:
         for address, _ in filled.values():
             allocator.free(address)
         assert allocator.usage() == {}
-        assert allocator._store.host_bytes == 0
+        assert allocator._store.room.bytes == 0
 
     def test_forgets_the_backup_at_once(self, allocator: CuMemAllocator, memory: Memory) -> None:
         (address, _), (other, content) = fill(allocator, memory, "weights", "default").values()
         allocator.sleep()
         allocator.wake_up()
-        assert allocator._store.host_bytes == 2 * PAGE
+        assert allocator._store.room.bytes == 2 * PAGE
         allocator.free(address)
-        assert allocator._store.host_bytes == PAGE
+        assert allocator._store.room.bytes == PAGE
         allocator.sleep()
         allocator.wake_up()
         assert memory.read(other, PAGE) == content

@@ -112,7 +112,7 @@ def test_calls_about_single_segments_do_not_look_at_the_others(operate: Callable
     allocator = CuMemAllocator.instance
     assert allocator is not None
     kept = MANY if operate is malloc else MANY - TOUCHED
-    assert allocator._store.host_bytes == kept * PAGE
+    assert allocator._store.room.bytes == kept * PAGE
 
 
 @pytest.mark.slow

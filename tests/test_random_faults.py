@@ -309,7 +309,7 @@ class History:
             if each.sleep == AWAKE and each.content is not None:
                 assert ctypes.string_at(each.address, each.bytes) == each.content, f"bytes of {name}"
             if each.sleep == BACKED_UP:
-                assert self.allocator._store.get(segment) is not None, f"backup of {name}"
+                assert self.allocator._store.catalogue.get(segment) is not None, f"backup of {name}"
                 assert not segment.has_memory, name
             if each.sleep == DROPPED:
                 assert host_bytes_of(self.allocator, segment) == 0, name

@@ -290,13 +290,13 @@ class TestRetainedBackups:
         address = malloc_in_region(allocator, "a", backup=True)
         content = memory.fill_random(address, PAGE)
         allocator.regions.sleep()
-        assert allocator._store.host_bytes == PAGE
+        assert allocator._store.room.bytes == PAGE
         allocator.regions.wake(retain_backups=False)
-        assert allocator._store.host_bytes == 0
+        assert allocator._store.room.bytes == 0
         assert allocator.read_backup(address, PAGE) is None
         assert allocator.regions.sleep().copied_bytes == PAGE
         allocator.regions.wake(retain_backups=True)
-        assert allocator._store.host_bytes == PAGE
+        assert allocator._store.room.bytes == PAGE
         assert memory.read(address, PAGE) == content
 
     def test_only_those_that_wake_are_concerned(self, allocator: CuMemAllocator) -> None:
@@ -313,10 +313,10 @@ class TestRetainedBackups:
         malloc_in_region(allocator, "a", backup=True)
         allocator.regions.sleep()
         allocator.regions.wake()
-        assert allocator._store.host_bytes == 0
+        assert allocator._store.room.bytes == 0
         allocator.regions.sleep()
         allocator.regions.wake(retain_backups=True)
-        assert allocator._store.host_bytes == PAGE
+        assert allocator._store.room.bytes == PAGE
 
     def test_what_is_retained_is_of_use_whatever_the_settings_say(
         self, make_allocator: Callable[..., CuMemAllocator], memory: Memory
@@ -496,5 +496,5 @@ def test_a_freed_region_leaves_nothing(allocator: CuMemAllocator) -> None:
     allocator.regions.sleep()
     allocator.free(address)
     assert allocator.regions.usage() == {}
-    assert allocator._store.host_bytes == 0
+    assert allocator._store.room.bytes == 0
     assert not SIMULATED or sim.stats().live_handles == 0

@@ -471,7 +471,7 @@ class TestPreparation:
         gate.set()
         allocator.release_backups()
         assert not preparation.running
-        assert allocator._store.host_bytes == 0
+        assert allocator._store.room.bytes == 0
 
     @pytest.mark.parametrize("in_a_turn", [False, True])
     def test_backups_released_by_a_finaliser_on_its_own_thread(
@@ -503,7 +503,7 @@ class TestPreparation:
             assert isinstance(seen[0], int)
             assert isinstance(preparation.error, InvalidState)
             assert "finaliser" in str(preparation.error)
-            assert allocator._store.host_bytes == 0
+            assert allocator._store.room.bytes == 0
             allocator.sleep()
         allocator.wake_up()
         for address, content in contents.items():
@@ -529,7 +529,7 @@ class TestPreparation:
         in_thread(allocator.release_backups)
         assert len(refused) == 1
         assert not preparation.running
-        assert allocator._store.host_bytes == 0
+        assert allocator._store.room.bytes == 0
 
 
 @pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, TimeoutError])
@@ -546,7 +546,7 @@ def test_a_signal_while_freed_backups_are_forgotten_is_not_swallowed(
     memory.close()
     allocator.sleep()
     allocator.wake_up()
-    prune_freed = allocator._store.prune_freed
+    prune_freed = allocator._store.catalogue.prune_freed
 
     def signalled() -> None:
         signal_main()
@@ -554,7 +554,7 @@ def test_a_signal_while_freed_backups_are_forgotten_is_not_swallowed(
         prune_freed()
 
     handler(raising(error()))
-    monkeypatch.setattr(allocator._store, "prune_freed", signalled)
+    monkeypatch.setattr(allocator._store.catalogue, "prune_freed", signalled)
 
     def free() -> None:
         hooks().cumem_sleep_free(address, PAGE, 0, None)
@@ -563,7 +563,7 @@ def test_a_signal_while_freed_backups_are_forgotten_is_not_swallowed(
     with pytest.raises(error):
         free()
     monkeypatch.undo()
-    assert allocator._store.host_bytes == 0
+    assert allocator._store.room.bytes == 0
 
 
 class TestGrowth:

@@ -370,7 +370,7 @@ class Sequences(RuleBasedStateMachine):
     def sleep_states_are_right(self) -> None:
         for segment, model in self.pairs():
             assert segment.sleep == model.sleep
-            check_state(segment, self.allocator._store._backups.get(segment.id), self.driver_has_refused)
+            check_state(segment, self.allocator._store.catalogue.of(segment), self.driver_has_refused)
 
     @invariant()
     def bytes_are_right(self) -> None:
@@ -400,10 +400,10 @@ class Sequences(RuleBasedStateMachine):
             else:
                 assert held == (0 if model.saved is None else model.nbytes)
             host_bytes += held
-        assert self.allocator._store.host_bytes == host_bytes
+        assert self.allocator._store.room.bytes == host_bytes
         assert host_bytes <= BUDGET_PAGES * PAGE
         registered_bytes = sim.stats().registered_bytes - self.registered_before  # by an example that failed
-        backups = self.allocator._store._backups.values()
+        backups = self.allocator._store.catalogue
         pinned_bytes = sum(extent.bytes for backup in backups for extent in backup.extents if extent.pinned)  # type: ignore[attr-defined]
         assert pinned_bytes <= registered_bytes <= pinned_bytes + host_bytes // 100
         assert pinned_bytes == host_bytes or self.may_be_unpinned
@@ -461,7 +461,7 @@ def test_what_the_driver_refused_is_held_until_it_is_tried_again(allocator: CuMe
         operations[refusal.operation]()
     sim.reset()
     first = _core.segments()[0]
-    backup = allocator._store._backups.get(first.id)
+    backup = allocator._store.catalogue.of(first)
     assert (state_of(first, backup), first.keeps_bytes) == (refusal.left, refusal.keeps_bytes)
     check_state(first, backup, driver_has_refused=True)
     if not refusal.keeps_bytes:
@@ -469,7 +469,7 @@ def test_what_the_driver_refused_is_held_until_it_is_tried_again(allocator: CuMe
             check_state(first, backup, driver_has_refused=False)
     allocator.usage()
     for segment in _core.segments():
-        check_state(segment, allocator._store._backups.get(segment.id), driver_has_refused=False)
+        check_state(segment, allocator._store.catalogue.of(segment), driver_has_refused=False)
     allocator.wake_up()
 
 
@@ -478,7 +478,7 @@ def test_states_outside_of_the_table_are_found(allocator: CuMemAllocator) -> Non
     allocator.malloc(PAGE, "weights")
     allocator.sleep()
     (segment,) = _core.segments()
-    backup = allocator._store._backups[segment.id]
+    backup = allocator._store.catalogue.of(segment)
     check_state(segment, backup, driver_has_refused=False)
     for broken in (None, replace(backup, complete=False), replace(backup, being_prepared=True)):
         with pytest.raises(AssertionError, match="weights: "):

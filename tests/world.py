@@ -74,9 +74,10 @@ class World:
     def unaccounted_bytes(self) -> int:
         """Registered host memory that the store does not know of; an exception that nobody dropped may hold some."""
         store = self.allocator._store
-        blocks = [block for backup in store._backups.values() for block in backup.extents if block.pinned]
+        blocks = [block for backup in store.catalogue for block in backup.extents if block.pinned]
+        unreleased_bytes = store.room.bytes - sum(backup.bytes for backup in store.catalogue)
         pages = sum(-(-block.bytes // HOST_PAGE) for block in blocks)
-        return sim.stats().registered_bytes - pages * HOST_PAGE - store._tier.unreleased_bytes
+        return sim.stats().registered_bytes - pages * HOST_PAGE - unreleased_bytes
 
     def forget_devices(self) -> None:
         """So that they are asked again."""
@@ -153,7 +154,9 @@ def _awake_without_backups(world: World) -> None:
 
 def awake_with_backups(world: World) -> None:
     world.wake()
-    if any(world.allocator._store.get(segment) is None for segment in world.segments if segment.tag != "kv_cache"):
+    if any(
+        world.allocator._store.catalogue.get(segment) is None for segment in world.segments if segment.tag != "kv_cache"
+    ):
         world.allocator.sleep()
         world.wake()
 

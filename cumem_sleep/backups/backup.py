@@ -1,4 +1,4 @@
-"""What a backup is: the extents that hold one segment's bytes, and how the bytes are laid out in them."""
+"""What a backup is: the extents that hold bytes of one segment, and how the bytes are laid out in them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ import numpy.typing as npt
 
 from .. import _core
 from ..codec.codec import CHUNK_BYTES
+from ..codec.codecs import decode
 from ..codec.encoding import EncodedRun, Encoding
 from ..digest.reference import Digest
-from ..extents import Extent, Piece
+from ..extents import Extent, Piece, Ranges
+from .tier import Tier
 
 _ROOM_TO_GROW = 250  # 0.4 %
 _MOST_TO_SPARE = 100  # a hundredth
@@ -21,10 +23,12 @@ _MOST_TO_SPARE = 100  # a hundredth
 
 @dataclass
 class Backup:
-    """One segment's bytes in extents, in order: exactly the segment's size in total, unless they are encoded.
+    """The bytes of ranges of one segment in extents, in order: exactly their size in total, unless they are encoded.
 
     Attributes:
-        encoding: how it is compressed; None: not compressed.
+        tier: where the extents lie.
+        encoding: how it is compressed; None: not compressed. What is compressed is a whole segment.
+        ranges: of the segment; () stands for all of it.
         complete: every byte was copied and verified against the digest. Only complete backups may be restored.
         digest: of the bytes at sleep; None if nothing will be compared with it.
         retained: whether it stays while the segment is awake; None: as the settings say.
@@ -32,8 +36,10 @@ class Backup:
     """
 
     segment: _core.Segment
+    tier: Tier
     extents: tuple[Extent, ...]
     encoding: Encoding | None = None
+    ranges: Ranges = ()
     complete: bool = False
     digest: Digest | None = None
     retained: bool | None = None
@@ -43,6 +49,11 @@ class Backup:
     def bytes(self) -> int:
         """How much of the tier's memory it takes."""
         return sum(extent.bytes for extent in self.extents)
+
+    @property
+    def content_bytes(self) -> int:
+        """How much of the segment it covers."""
+        return sum(nbytes for _, nbytes in self.ranges) if self.ranges else self.segment.bytes
 
     def begin(self, encoding: Encoding | None, *, being_prepared: bool = False) -> None:
         """Note that it is about to be rewritten with this encoding: its old content is no longer valid."""
@@ -57,13 +68,17 @@ class Backup:
         self.complete, self.digest, self.being_prepared = True, digest, False
 
     def pieces(self, at_most: int | None = None) -> Iterator[Piece]:
-        """All of it in order, in pieces of at most `at_most` bytes; None: in whole extents."""
-        address = self.segment.address
-        for extent in self.extents:
-            step = at_most or extent.bytes
-            for offset in range(0, extent.bytes, step):
-                yield Piece(extent, offset, address + offset, min(step, extent.bytes - offset))
-            address += extent.bytes
+        """All of it in order, in pieces of at most `at_most` bytes, each in one range and one extent."""
+        extents = iter(self.extents)
+        extent, used = next(extents), 0
+        for offset, nbytes in self.ranges or ((0, self.segment.bytes),):
+            address, end = self.segment.address + offset, self.segment.address + offset + nbytes
+            while address < end:
+                if used == extent.bytes:
+                    extent, used = next(extents), 0
+                size = min(end - address, extent.bytes - used, at_most or nbytes)
+                yield Piece(extent, used, address, size)
+                address, used = address + size, used + size
 
     def runs(self) -> Iterator[EncodedRun]:
         """The encoded chunks, in order: one run for each extent."""
@@ -77,10 +92,33 @@ class Backup:
             first = end
         assert first == len(sizes), "a backup that has no room for its segment"
 
+    def read(self, offset: int, nbytes: int) -> npt.NDArray[np.uint8]:
+        """So many bytes from `offset` in the segment on, all of which it covers.
+
+        Where they lie together and uncompressed in memory of this process, they are not copied: the array is valid as
+        long as the backup stays as it is.
+        """
+        start, end = self.segment.address + offset, self.segment.address + offset + nbytes
+        parts: list[npt.NDArray[np.uint8]] = []
+        for run in self.runs():
+            first, behind = (start - run.address) // CHUNK_BYTES, -(-(end - run.address) // CHUNK_BYTES)
+            if first < len(run) and behind > 0:
+                part = run.part(max(0, first), min(behind, len(run)))
+                stored = self.tier.content(part.extent, part.offset, part.bytes)
+                content = decode(part.code, stored, part.sizes)
+                parts.append(content[max(0, start - part.address) : end - part.address])
+        for piece in () if self.encoding is not None else self.pieces():
+            begin, last = max(start, piece.address), min(end, piece.address + piece.bytes)
+            if begin < last:
+                parts.append(self.tier.content(piece.extent, piece.offset + begin - piece.address, last - begin))
+        content = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        content.flags.writeable = False  # what is written there would be restored, or rather refused
+        return content
+
     def has_room_for(self, encoding: Encoding | None) -> bool:
-        """Whether its extents can hold the segment with this encoding without being too large for it."""
+        """Whether its extents can hold what it covers with this encoding without being too large for it."""
         if encoding is None:
-            return self.bytes == self.segment.bytes
+            return self.bytes == self.content_bytes
         sizes = [extent.bytes for extent in self.extents]
         is_exact = self.bytes <= encoding.bytes + encoding.bytes // _MOST_TO_SPARE
         if not is_exact or self.bytes >= self.segment.bytes:
@@ -88,14 +126,14 @@ class Backup:
         return len(encoding.sizes) in (0, *_packed(encoding.sizes, sizes))
 
 
-def extent_sizes(segment: _core.Segment, encoding: Encoding | None, slab_bytes: int) -> list[int]:
-    """The sizes of the extents for a backup of `segment`, each at most `slab_bytes`."""
+def extent_sizes(nbytes: int, encoding: Encoding | None, slab_bytes: int) -> list[int]:
+    """The sizes of the extents for a backup of so much, each at most `slab_bytes`."""
     if encoding is None:
-        return [min(slab_bytes, segment.bytes - start) for start in range(0, segment.bytes, slab_bytes)]
+        return [min(slab_bytes, nbytes - start) for start in range(0, nbytes, slab_bytes)]
     ends = list(_packed(encoding.sizes, repeat(slab_bytes)))
     stored = [int(encoding.sizes[first:end].sum()) for first, end in pairwise([0, *ends])]
     # A little more, so that the same weights still fit after their values change.
-    return [nbytes + nbytes // _ROOM_TO_GROW for nbytes in stored]
+    return [size + size // _ROOM_TO_GROW for size in stored]
 
 
 def _packed(sizes: npt.NDArray[np.int64], extents: Iterable[int]) -> Iterator[int]:

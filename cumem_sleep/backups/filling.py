@@ -9,11 +9,11 @@ from itertools import chain
 from .. import _core
 from ..codec.workbench import Workbench
 from ..extents import Transfers
-from ..segments import by_device
+from ..segments import by_device, total_bytes
 from ..transfer.link import LinkOut
 from ..transfer.transfer import Transfer
 from ..tuning import Tuning
-from .backup import Backup
+from .catalogue import Catalogue
 
 _MOST_LANES = 4
 
@@ -25,24 +25,27 @@ class Filling:
     Backups are not complete afterwards: the caller must first check whether anything wrote to the segments meanwhile.
 
     Args:
-        most_bytes: by device, the most that is added.
+        streams: takes the streams of the copies; when it is left, no copy is in flight.
+        segments: all that may be added.
+        workbenches: by device, where segments are encoded.
     """
 
     def __init__(
         self,
-        backups: Mapping[int, Backup],
+        catalogue: Catalogue,
         transfers: Transfers,
         streams: ExitStack,
         tuning: Tuning,
-        most_bytes: Mapping[int, int],
+        segments: Sequence[_core.Segment],
+        workbenches: Mapping[int, Workbench],
     ) -> None:
-        self._backups = backups  # by the segments' ids
+        self._catalogue = catalogue
         self._transfers = transfers
         self._streams = streams
         self._tuning = tuning
-        self._most_bytes = most_bytes
+        self._most_bytes = {device: total_bytes(mine) for device, mine in by_device(segments).items()}
         self._raw: dict[int, Transfer] = {}  # by device
-        self._workbenches: dict[int, Workbench] = {}
+        self._workbenches = workbenches
         self._added: list[_core.Segment] = []
 
     def add(self, part: Sequence[_core.Segment]) -> list[Transfer]:
@@ -51,31 +54,28 @@ class Filling:
         Returns:
             The transfers of those that are not encoded: the caller steps them until nothing is left to begin.
         """
-        part = sorted(part, key=lambda segment: self._backups[segment.id].encoding is not None)  # as they are copied
         self._added += part
-        raw = by_device(segment for segment in part if self._backups[segment.id].encoding is None)
-        for device, mine in raw.items():
+        backups = [backup for segment in part if (backup := self._catalogue.of(segment))]
+        backups.sort(key=lambda backup: backup.encoding is not None)  # as they are copied
+        raw = [backup for backup in backups if backup.encoding is None]
+        for backup in raw:
+            device = backup.segment.device
             if device not in self._raw:
                 self._raw[device] = self._transfer(device)
-            for segment in mine:
-                self._raw[device].add(segment, self._backups[segment.id].pieces())
-        self._transfers.expect(chain.from_iterable(self._backups[segment.id].extents for segment in part))
-        return [self._raw[device] for device in raw]
+            self._raw[device].add(backup.segment, backup.pieces())
+        self._transfers.expect(chain.from_iterable(backup.extents for backup in backups))
+        return [self._raw[device] for device in sorted({backup.segment.device for backup in raw})]
 
-    def encode(self, part: Sequence[_core.Segment], workbenches: Mapping[int, Workbench]) -> None:
+    def encode(self, part: Sequence[_core.Segment]) -> None:
         """Encode and copy the others of `part`.
-
-        Args:
-            workbenches: by device.
 
         Raises:
             OutOfHostMemory, DriverError, InvalidState, CodecError: not every byte is there.
         """
-        self._workbenches.update(workbenches)
         for device, mine in by_device(part).items():
-            backups = [backup for segment in mine if (backup := self._backups[segment.id]).encoding is not None]
-            if backups:
-                workbenches[device].encode(chain.from_iterable(backup.runs() for backup in backups), self._transfers)
+            if device in self._workbenches:
+                runs = chain.from_iterable(backup.runs() for backup in map(self._catalogue.of, mine) if backup)
+                self._workbenches[device].encode(runs, self._transfers)
 
     def _transfer(self, device: int) -> Transfer:
         """Made before pages are touched, because touching pages delays every change of the address space."""

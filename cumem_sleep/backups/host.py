@@ -14,13 +14,12 @@ import numpy.typing as npt
 
 from .. import _core, host_facts
 from ..errors import InvalidState
-from ..extents import Extent
+from ..extents import Extent, Lane, Transfers
 from ..pinned import node_of
 from ..report import BackupPlace
 from ..settings import Settings
 from ..tuning import Tuning
-from . import limits
-from .tier import Footprint, Tier, Turn, Wanted
+from .tier import Footprint, HostLimit, Tier, Turn, budget_limits
 
 _MOST_PREFAULT_THREADS = 16
 _HEAP_BYTES = 16 << 10  # more than the driver allocates when it registers a block
@@ -34,20 +33,26 @@ class HostTier(Tier):
         self._tuning = tuning
         # By id; `limits` iterates over it and drops the pinned ones.
         self._untouched: WeakValueDictionary[int, _core.HostBlock] = WeakValueDictionary()
+        self._held_bytes = 0  # without what waits to be released
         self._releasing = _Releasing(turn, tuning)
 
     @property
-    def unreleased_bytes(self) -> int:  # noqa: D102
-        return self._releasing.bytes
+    def bytes(self) -> int:  # noqa: D102
+        return self._held_bytes + self._releasing.bytes
 
-    def limits(self, held_bytes: int, needed_bytes: int | None = None) -> list[limits.HostLimit]:  # noqa: D102
+    def limits(self, needed_bytes: int | None = None) -> list[HostLimit]:  # noqa: D102
         # Reserved but not touched yet: the system still counts as available what is already promised to these.
         untouched = [block for block in self._untouched.values() if not block.pinned]
         self._untouched = WeakValueDictionary({id(block): block for block in untouched})
-        promised = sum(block.bytes for block in untouched)
         # What waits to be released is room too: `reserve` takes it, or releases it first.
-        held_bytes, promised = held_bytes - self._releasing.bytes, promised - self._releasing.bytes
-        return limits.of_this_process(self._settings.host_budget_bytes, held_bytes, promised, needed_bytes)
+        promised = sum(block.bytes for block in untouched) - self._releasing.bytes
+        enough = None if needed_bytes is None else needed_bytes + promised
+        left = {
+            "cgroup": host_facts.cgroup_available_bytes(),
+            "MemAvailable": host_facts.mem_available_bytes(enough=enough),
+        }
+        found = [HostLimit(name, max(0, nbytes - promised)) for name, nbytes in left.items() if nbytes is not None]
+        return [*budget_limits(self._settings, self._held_bytes), *found]
 
     def place(self) -> BackupPlace:  # noqa: D102
         return BackupPlace()
@@ -57,34 +62,31 @@ class HostTier(Tier):
 
     def reserve(  # noqa: D102
         self,
-        wanted: Sequence[Wanted],
+        device: int,
+        sizes: Sequence[int],
         *,
         beside_work: bool = False,  # noqa: ARG002
-    ) -> list[tuple[Extent, ...]]:
-        pinned = [[self._releasing.take(each.device, size) for size in each.sizes] for each in wanted]
-        if any(None in blocks for blocks in pinned):
+    ) -> Sequence[Extent]:
+        pinned = [self._releasing.take(device, size) for size in sizes]
+        if None in pinned:
             self._releasing.finish()
-        reserved: list[tuple[Extent, ...]] = []
-        for each, blocks in zip(wanted, pinned, strict=True):
-            node = node_of(each.device)
-            sizes = zip(blocks, each.sizes, strict=True)
-            reserved.append(tuple(block or _core.HostBlock(size, node) for block, size in sizes))
-        new = [block for blocks in reserved for block in _blocks(blocks) if not block.pinned]
-        self._untouched.update((id(block), block) for block in new)
-        return reserved
+        node = node_of(device)
+        blocks = [block or _core.HostBlock(size, node) for block, size in zip(pinned, sizes, strict=True)]
+        self._untouched.update((id(block), block) for block in blocks if not block.pinned)
+        self._held_bytes += sum(sizes)
+        return blocks
 
     def extent_bytes(self, *, beside_work: bool) -> int:  # noqa: D102
         return self._tuning.prepare_extent_bytes if beside_work else self._tuning.slab_bytes
 
     def release(self, extents: Iterable[Extent]) -> None:  # noqa: D102
-        for block in _blocks(extents):
-            self._untouched.pop(id(block), None)
-            block.close()
-
-    def release_later(self, extents: Sequence[Extent]) -> None:  # noqa: D102
         blocks = _blocks(extents)
-        if sum(block.bytes for block in blocks) < self._tuning.release_later_bytes:
-            self.release(blocks)
+        nbytes = sum(block.bytes for block in blocks)
+        self._held_bytes -= nbytes
+        if nbytes < self._tuning.release_later_bytes:
+            for block in blocks:
+                self._untouched.pop(id(block), None)
+                block.close()
             blocks = []
         # Those that are untouched stay noted as such: to release them makes no more memory available.
         self._releasing.start(blocks)
@@ -115,7 +117,7 @@ class HostTier(Tier):
         self._releasing.stop()
 
 
-class HostTransfers:
+class HostTransfers(Transfers):
     """The lanes of one operation. Threads prefault new blocks ahead of the copies."""
 
     def __init__(self, threads: int | None, prefault_bytes: int) -> None:
@@ -126,9 +128,6 @@ class HostTransfers:
         self._expected: set[int] = set()  # ids of blocks
         self._stack = ExitStack()
 
-    def __enter__(self) -> HostTransfers:
-        return self
-
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
@@ -137,7 +136,15 @@ class HostTransfers:
 
     def expect(self, extents: Iterable[Extent]) -> None:
         """Begin to prefault their pages, in this order."""
-        tasks = {id(block): self._prefault_tasks(block) for block in _blocks(extents) if not block.pinned}
+        step = self._prefault_bytes
+        tasks = {
+            id(block): [
+                _core.prefault_task(block, start, min(step, block.bytes - start))
+                for start in range(0, block.bytes, step)
+            ]
+            for block in _blocks(extents)
+            if not block.pinned
+        }
         if not tasks:
             return
         if self._prefaulted is None:
@@ -148,12 +155,6 @@ class HostTransfers:
             self._prefaulted = self._stack.enter_context(_core.Ahead(threads))
         self._prefaulted.add(tasks)
         self._expected.update(tasks)
-
-    def done_with(self, addresses: Iterable[int]) -> None:
-        """Nobody was lent their memory."""
-
-    def end(self) -> None:
-        """There is nothing to wait for."""
 
     def lane(self, stream: _core.CopyStream) -> HostLane:
         """A lane in the order of `stream`."""
@@ -173,20 +174,15 @@ class HostTransfers:
             block.prefault(0, block.bytes)
         block.pin(device)
 
-    def _prefault_tasks(self, block: _core.HostBlock) -> list[_core.Task]:
-        return [
-            _core.prefault_task(block, start, min(self._prefault_bytes, block.bytes - start))
-            for start in range(0, block.bytes, self._prefault_bytes)
-        ]
 
-
-class HostLane:
+class HostLane(Lane):
     """Copies in the order of a stream; a block is registered when it is first used."""
 
     kernels_reach = True
+    content = staticmethod(HostTier.content)
 
     def __init__(self, stream: _core.CopyStream, transfers: HostTransfers) -> None:
-        self.stream = stream
+        super().__init__(stream)
         self._transfers = transfers
 
     def pin(self, extents: Iterable[Extent]) -> None:
@@ -206,21 +202,6 @@ class HostLane:
         self.pin([extent])
         copy = self.stream.to_device_by_kernel if by_kernel else self.stream.to_device
         copy(address, cast(_core.HostBlock, extent), offset, nbytes)
-
-    def join(self) -> None:
-        """Nothing to do: the copies are on the stream."""
-
-    def content(self, extent: Extent, offset: int, nbytes: int) -> npt.NDArray[np.uint8]:
-        """The bytes there."""
-        return HostTier.content(extent, offset, nbytes)
-
-    def is_done(self) -> bool:
-        """Whether there is nothing to wait for."""
-        return self.stream.query()
-
-    def synchronize(self) -> None:
-        """Wait for all of it."""
-        self.stream.synchronize()
 
 
 class _Releasing:
@@ -244,7 +225,7 @@ class _Releasing:
         for block in blocks:
             self._blocks.setdefault((block.pinned_device, block.bytes), []).append(block)
             self.bytes += block.bytes
-        if not self._blocks or self._stopped or (self._worker is not None and self._worker.running):
+        if not self.bytes or self._stopped or (self._worker is not None and self._worker.running):
             return
         self._worker = _core.Worker("cumem-give-back")
         try:
@@ -256,11 +237,14 @@ class _Releasing:
     def take(self, device: int, nbytes: int) -> _core.HostBlock | None:
         """A block of this size that is pinned for `device`, which is no longer freed; None if none is left."""
         blocks = self._blocks.get((device, nbytes))
-        return self._take_from((device, nbytes), blocks) if blocks else None
+        if not blocks:
+            return None
+        self.bytes -= nbytes
+        return blocks.pop()
 
     def finish(self) -> None:
         """Free now what is left."""
-        while self._blocks:
+        while self.bytes:
             self._release_one()
 
     def stop(self) -> None:
@@ -270,21 +254,16 @@ class _Releasing:
             self._worker.stop()
 
     def _release_one(self) -> None:
-        self._take_from(*next(iter(self._blocks.items()))).close()
-
-    def _take_from(self, kind: tuple[int, int], blocks: list[_core.HostBlock]) -> _core.HostBlock:
-        block = blocks.pop()
+        block = next(filter(None, self._blocks.values())).pop()
         self.bytes -= block.bytes
-        if not blocks:
-            del self._blocks[kind]
-        return block
+        block.close()
 
     def _run(self, worker: _core.Worker) -> None:
         pause_s = self._tuning.before_releases_s
         while not worker.pause(pause_s):
             pause_s = self._tuning.between_releases_s
             with self._turn() as held:
-                if held and not self._blocks:
+                if held and not self.bytes:
                     self._worker = None
                     return
                 if held:

@@ -1,7 +1,7 @@
 """What a tier is: a place for extents, with everything that operations need from it.
 
-A tier knows nothing about levels, tags or clean backups; operations and the store know no tier by name. Every tier
-passes the same tests (`tests/backups/test_tiers.py`).
+A tier knows nothing about levels, tags or clean backups, and operations know no tier by name. Every tier passes the
+same tests (`tests/backups/test_tiers.py`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy.typing as npt
 from ..digest.reference import Digest
 from ..extents import Extent, Transfers
 from ..report import BackupPlace
-from .limits import HostLimit
+from ..settings import Settings
 
 # Takes the allocator's lock if it is free, and yields whether it was.
 Turn = Callable[[], AbstractContextManager[bool]]
@@ -28,30 +28,26 @@ class NotYet(Exception):
     """The tier is still taking the memory that it would need. Nothing has changed."""
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """Memory for one backup: extents of exactly these sizes, in order, for copies to and from `device`."""
+class HostLimit(NamedTuple):
+    """What one limit (`budget`, `cgroup` or `MemAvailable`) leaves for backups."""
 
-    device: int
-    sizes: Sequence[int]
+    name: str
+    available_bytes: int
+
+
+def budget_limits(settings: Settings, held_bytes: int) -> list[HostLimit]:
+    """What the budget leaves beside so many bytes of backups, if there is one."""
+    budget = settings.host_budget_bytes
+    return [] if budget is None else [HostLimit("budget", max(0, budget - held_bytes))]
 
 
 @dataclass(frozen=True)
 class Content:
-    """The content of a backup: bytes of a segment on `device`, however they are stored."""
+    """The content of a backup: the digest and the size of what was backed up, however it is stored."""
 
-    device: int
     digest: Digest
     bytes: int
-
-
-@dataclass(frozen=True)
-class Stored:
-    """Extents that hold some content, encoded or not."""
-
-    content: Content
-    extents: tuple[Extent, ...]
-    is_encoded: bool
+    is_encoded: bool = False
 
 
 class Footprint(NamedTuple):
@@ -72,21 +68,23 @@ class Footprint(NamedTuple):
 class Tier(ABC):
     """A place for extents. Not thread safe: the allocator's lock guards it.
 
-    What every tier does is abstract. The rest is in five groups, of which a tier overrides all or nothing: those whose
-    extents other processes may share, or that evict by themselves; those whose memory is ready before it is reserved;
-    those of another process; those that pin memory in this process; and those where releasing takes
-    long.
+    What every tier does is abstract. The rest is in four groups, of which a tier overrides all or nothing: those whose
+    extents other processes may share, or that evict by themselves; those of another process; those that pin memory in
+    this process; and those that do some of their work in a thread.
     """
 
     # What every tier does
 
+    @property
     @abstractmethod
-    def limits(self, held_bytes: int, needed_bytes: int | None = None) -> list[HostLimit]:
+    def bytes(self) -> int:
+        """The size of all extents that were reserved or found and have not been released yet."""
+
+    @abstractmethod
+    def limits(self, needed_bytes: int | None = None) -> list[HostLimit]:
         """Every limit that `reserve` is checked against; exact only as far as they may be below `needed_bytes`.
 
-        Args:
-            held_bytes: the size of the caller's extents, including those that are not released yet. The latter count as
-                room: `reserve` takes them, or releases them first.
+        Extents that `release` has yet to give back count as room: `reserve` takes them, or gives them back first.
         """
 
     @abstractmethod
@@ -106,8 +104,8 @@ class Tier(ABC):
         """
 
     @abstractmethod
-    def reserve(self, wanted: Sequence[Wanted], *, beside_work: bool = False) -> list[tuple[Extent, ...]]:
-        """Extents for each of `wanted`, or none at all.
+    def reserve(self, device: int, sizes: Sequence[int], *, beside_work: bool = False) -> Sequence[Extent]:
+        """Extents of exactly these sizes, in order, for copies to and from `device`; or none at all.
 
         Args:
             beside_work: the model runs meanwhile, so this is not to wait.
@@ -127,18 +125,18 @@ class Tier(ABC):
 
     @abstractmethod
     def release(self, extents: Iterable[Extent]) -> None:
-        """Release them now; no copy to or from them is in flight."""
+        """Release them, without keeping the caller waiting; no copy to or from them is in flight."""
 
     # Where several processes share extents, or the tier evicts what is merely retained. Otherwise: nobody, and nothing
 
-    def seal(self, sealed: Sequence[Stored]) -> None:  # noqa: B027
-        """These have been written and verified to hold that content: others may share them from now on.
+    def seal(self, backups: Sequence[tuple[Sequence[Extent], Content]]) -> None:  # noqa: B027
+        """These extents have been written and verified to hold that content: others may share them from now on.
 
         Raises:
             CumemSleepError: the caller must no longer trust them.
         """
 
-    def find_content(self, contents: Sequence[Content]) -> list[tuple[Extent, ...] | None]:
+    def find(self, device: int, contents: Sequence[Content]) -> list[tuple[Extent, ...] | None]:  # noqa: ARG002
         """For each content, sealed extents that hold it (the caller shares them from now on), or None."""
         return [None] * len(contents)
 
@@ -153,8 +151,6 @@ class Tier(ABC):
             The indices of those that have been evicted.
         """
         return []
-
-    # Where memory is ready before it is reserved. Otherwise an operation reserves all that it needs at once
 
     def has_free(self, nbytes: int) -> bool:  # noqa: ARG002
         """Whether this much is free and ready, or soon will be: so an operation may reserve it bit by bit."""
@@ -181,19 +177,10 @@ class Tier(ABC):
         """How much memory of each GPU it takes to pin those of `extents` that are not."""
         return 0
 
-    # Where releasing takes long. Otherwise it is done at once
-
-    @property
-    def unreleased_bytes(self) -> int:
-        """What `release_later` has not released yet."""
-        return 0
-
-    def release_later(self, extents: Sequence[Extent]) -> None:
-        """Release them; in the background, without keeping the caller waiting."""
-        self.release(extents)
+    # Where releasing takes long, and a thread does it. Otherwise it is done at once
 
     def finish_releasing(self) -> None:  # noqa: B027
-        """Finish now what `release_later` has deferred."""
+        """Finish now what `release` has left to the thread."""
 
     def stop(self) -> None:  # noqa: B027
-        """End background work, for the process exits. May be called without the lock."""
+        """End the thread, for the process exits. May be called without the lock."""

@@ -15,27 +15,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
 from .. import _core
-
-
-class Backups(Protocol):
-    """What `BackupStore` can forget; the lock guards it."""
-
-    def prune(self) -> None:
-        """Every backup that nobody needs."""
-
-    def prune_freed(self) -> None:
-        """Those of segments freed since the last call; no others are looked at."""
+from .catalogue import Catalogue
 
 
 class Turns:
     """The turns of an allocator's operations, and of whatever else changes its backups."""
 
-    def __init__(self, lock: _core.OperationLock, backups: Backups) -> None:
+    def __init__(self, lock: _core.OperationLock, catalogue: Catalogue) -> None:
         self._lock = lock
-        self._backups = backups
+        self._catalogue = catalogue
 
     @contextmanager
     def operation(self, come_back: Callable[[], None] | None) -> Iterator[None]:
@@ -63,12 +53,12 @@ class Turns:
     def _forgetting(self) -> Iterator[None]:
         _core.reclaim()
         if _core.has_freed():  # what else nobody needs went when the operation before ended
-            self._backups.prune()
+            self._catalogue.prune()
         try:
             yield
         finally:
             if not _core.driver_calls_suspended():
-                self._backups.prune()
+                self._catalogue.prune()
 
     @contextmanager
     def if_free(self) -> Iterator[bool]:
@@ -76,7 +66,7 @@ class Turns:
         with self._lock.hold(wait=False) as is_taken:
             yield is_taken
             if is_taken:
-                self._backups.prune_freed()
+                self._catalogue.prune_freed()
         self._look_again()
 
     def after_a_free(self) -> None:
@@ -90,4 +80,4 @@ class Turns:
             with self._lock.hold(wait=False) as is_taken:
                 if not is_taken:
                     return  # whoever has it looks again in turn
-                self._backups.prune_freed()
+                self._catalogue.prune_freed()

@@ -8,8 +8,9 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import cast
@@ -19,15 +20,14 @@ import numpy.typing as npt
 
 from .. import _core, log
 from ..errors import CumemSleepError, VaultLost, VaultUnavailable
-from ..extents import Extent
+from ..extents import Extent, Lane, Transfers
 from ..report import BackupPlace
 from ..settings import Settings
 from ..vault import ledger as vault_ledger
 from ..vault import protocol
 from ..vault.client import DEADLINE_S, Backup, Lent, Range, Sealed, Shown, SlabTable, VaultClient
 from ..vault.ledger import Key
-from . import limits
-from .tier import Content, Footprint, NotYet, Stored, Tier, Wanted
+from .tier import Content, Footprint, HostLimit, NotYet, Tier, budget_limits
 
 _ENOUGH_BYTES = 1 << 62  # the vault finds room in its slabs
 
@@ -86,9 +86,12 @@ class VaultTier(Tier):
         self._gpus: dict[int, str] = {}
         self._warned = False
 
-    def limits(self, held_bytes: int, needed_bytes: int | None = None) -> list[limits.HostLimit]:  # noqa: ARG002, D102
-        budget = self._settings.host_budget_bytes
-        return [limits.HostLimit("budget", None if budget is None else max(0, budget - held_bytes))]
+    @property
+    def bytes(self) -> int:  # noqa: D102
+        return sum(extent.bytes for extent in self._extents.values())
+
+    def limits(self, needed_bytes: int | None = None) -> list[HostLimit]:  # noqa: ARG002, D102
+        return budget_limits(self._settings, self.bytes)
 
     def place(self) -> BackupPlace:  # noqa: D102
         if self._client is None:
@@ -123,27 +126,17 @@ class VaultTier(Tier):
     def extent_bytes(self, *, beside_work: bool) -> int:  # noqa: ARG002, D102
         return _ENOUGH_BYTES
 
-    def reserve(self, wanted: Sequence[Wanted], *, beside_work: bool = False) -> list[tuple[Extent, ...]]:  # noqa: D102
+    def reserve(self, device: int, sizes: Sequence[int], *, beside_work: bool = False) -> Sequence[Extent]:  # noqa: D102
         client = self.client()
-        ask = client.reserve_now if beside_work else client.reserve
-        reserved: dict[int, list[VaultExtent]] = {place: [] for place in range(len(wanted))}
-        devices = sorted({each.device for each in wanted})
-        done: list[Backup] = []
-        try:
-            for device in devices:
-                places = [place for place, each in enumerate(wanted) if each.device == device]
-                sizes = [(place, size) for place in places for size in wanted[place].sizes]
-                backups = ask(self.gpu(device), [size for _, size in sizes])
-                if backups is None:
-                    raise NotYet
-                done += backups
-                for (place, _), backup in zip(sizes, backups, strict=True):
-                    reserved[place].append(VaultExtent(self.gpu(device), backup, client.slabs))
-        except BaseException:
-            client.release(done)
-            raise
-        self._extents.update((id(extent), extent) for extents in reserved.values() for extent in extents)
-        return [tuple(reserved[place]) for place in range(len(wanted))]
+        backups = (client.reserve_now if beside_work else client.reserve)(self.gpu(device), sizes)
+        if backups is None:
+            raise NotYet
+        return [self._held(device, client, backup) for backup in backups]
+
+    def _held(self, device: int, client: VaultClient, backup: Backup, sealed: Key | None = None) -> VaultExtent:
+        extent = VaultExtent(self.gpu(device), backup, client.slabs, sealed)
+        self._extents[id(extent)] = extent
+        return extent
 
     def has_free(self, nbytes: int) -> bool:  # noqa: D102
         return self.client().free_bytes() >= nbytes
@@ -151,37 +144,23 @@ class VaultTier(Tier):
     def can_rewrite(self, extents: Sequence[Extent]) -> bool:  # noqa: D102
         return all(each.sealed is None and self._keeps(each) for each in _mine(extents))
 
-    def find_content(self, contents: Sequence[Content]) -> list[tuple[Extent, ...] | None]:  # noqa: D102
-        found: list[tuple[Extent, ...] | None] = [None] * len(contents)
-        if not contents:
-            return found
+    def find(self, device: int, contents: Sequence[Content]) -> list[tuple[Extent, ...] | None]:  # noqa: D102
         client = self.client()
-        for device in sorted({content.device for content in contents}):
-            places = [place for place, content in enumerate(contents) if content.device == device]
-            keys = [Key(str(contents[place].digest), contents[place].bytes, "") for place in places]
-            try:
-                backups = client.find(self.gpu(device), keys)
-            except BaseException:
-                self.release(extent for extents in found if extents is not None for extent in extents)
-                raise
-            for place, key, backup in zip(places, keys, backups, strict=True):
-                if backup is not None:
-                    extent = VaultExtent(self.gpu(device), backup, client.slabs, sealed=key)
-                    self._extents[id(extent)] = extent
-                    found[place] = (extent,)
-        return found
+        keys = [Key(str(content.digest), content.bytes, "") for content in contents]
+        found = zip(client.find(self.gpu(device), keys), keys, strict=True)
+        return [None if backup is None else (self._held(device, client, backup, key),) for backup, key in found]
 
-    def seal(self, sealed: Sequence[Stored]) -> None:  # noqa: D102
+    def seal(self, backups: Sequence[tuple[Sequence[Extent], Content]]) -> None:  # noqa: D102
         client = self.client()
         described = []
-        for each in sealed:
-            (extent,) = _mine(each.extents)
+        for extents, content in backups:
+            (extent,) = _mine(extents)
             self.check(extent, client)
             if extent.sealed is None:
                 # Only bytes that are stored as they are may be shared: the same bytes can be encoded in several ways,
                 # and not everybody can decode them. Under a name of its own, another vault can adopt a backup still.
-                encoding = f"private {uuid.uuid4()}" if each.is_encoded else ""
-                extent.sealed = Key(str(each.content.digest), each.content.bytes, encoding)
+                encoding = f"private {uuid.uuid4()}" if content.is_encoded else ""
+                extent.sealed = Key(str(content.digest), content.bytes, encoding)
                 described.append(Sealed(extent.backup, extent.sealed))
         if described:
             client.seal(described)
@@ -193,22 +172,22 @@ class VaultTier(Tier):
             for extent in _mine(extents)
             if extent.needed is not needed
         ]
-        if not changing:
-            return []
-        if not needed:  # whatever becomes of the question: from here on the vault may evict them
-            for _, extent in changing:
-                extent.needed = False
         # Of what was not needed nobody knows whether the vault has evicted it before it was lost.
         doubtful = {place for place, extent in changing if needed or extent.is_lost}
+        for (
+            _,
+            extent,
+        ) in changing:  # whatever becomes of the question: of what is not needed, the vault may evict it now
+            extent.needed = extent.needed and needed
         client = self._client
         if client is None or client.lost is not None:
             return sorted(doubtful)
-        known = [(place, extent) for place, extent in changing if not extent.is_lost]
+        known = [extent for _, extent in changing if not extent.is_lost]
         try:
-            gone = client.mark([extent.backup for _, extent in known], needed) if known else []
+            gone = client.mark([extent.backup for extent in known], needed) if known else []
         except VaultLost:
             return sorted(doubtful)
-        for _, extent in known:
+        for extent in known:
             extent.needed = needed
         return sorted({place for place, extent in changing if extent.is_lost or extent.backup in gone})
 
@@ -295,11 +274,17 @@ class VaultTier(Tier):
         deadline_s = DEADLINE_S if before is None else before.deadline_s
         client = VaultClient(self._path, _process_name(), deadline_s, _core.stop_if_asked, before)
         try:
-            self._check_gpus(client)
+            here = {self.gpu(device) for device in range(_core.device_count())}
         except BaseException:
             client.close()
             raise
-        return client
+        if here & set(client.gpus):
+            return client
+        client.close()
+        raise VaultUnavailable(
+            f"the vault at {client.path} serves {', '.join(client.gpus) or 'no GPU'}, and this process has"
+            f" {', '.join(sorted(here))}: give the vault the GPUs that this process uses (--gpus)"
+        )
 
     def _resume(self, before: VaultClient, client: VaultClient) -> None:
         """The vault was stopped, or the connection has broken, and it is there again, with what it had."""
@@ -369,16 +354,8 @@ class VaultTier(Tier):
         for extent in self._extents.values():
             extent.is_lost = extent.slabs is not client.slabs
 
-    def _check_gpus(self, client: VaultClient) -> None:
-        here = {self.gpu(device) for device in range(_core.device_count())}
-        if not here & set(client.gpus):
-            raise VaultUnavailable(
-                f"the vault at {client.path} serves {', '.join(client.gpus) or 'no GPU'}, and this process has"
-                f" {', '.join(sorted(here))}: give the vault the GPUs that this process uses (--gpus)"
-            )
 
-
-class VaultTransfers:
+class VaultTransfers(Transfers):
     """The lanes of one operation. What the vault was lent for them it has given back when this is left.
 
     Unless it was given up: then the loans stay open, and no wake uses memory that the vault may still fill.
@@ -395,9 +372,6 @@ class VaultTransfers:
         self._slabs: dict[tuple[int, int], _core.HostBlock] = {}  # by the table's id and the number there
         self._stack = ExitStack()
 
-    def __enter__(self) -> VaultTransfers:
-        return self
-
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
@@ -409,21 +383,23 @@ class VaultTransfers:
                 self._take_back(self._client)
                 return
             # What an error left in flight has to end before its memory can come back. The first error tells more.
-            with suppress(VaultLost):
-                for request in begun:
-                    with _suppress_all_but_loss():
-                        self._client.wait([request])
-                with _suppress_all_but_loss():
-                    self._take_back(self._client)
+            waits = [
+                *(partial(self._client.wait, [request]) for request in begun),
+                partial(self._take_back, self._client),
+            ]
+            for wait in waits:
+                try:
+                    wait()
+                except VaultLost:
+                    return
+                except CumemSleepError:
+                    pass
 
     def _take_back(self, client: VaultClient) -> None:
         """Return when the vault has given all of it back."""
         self.end()
         client.wait(self._returning)
         self.tier.taken_back(self._loans.values())
-
-    def expect(self, extents: Iterable[Extent]) -> None:
-        """The vault's memory is ready as it is."""
 
     def done_with(self, addresses: Iterable[int]) -> None:
         """Let the vault begin to give this memory back: it needs 54 µs for each segment (`vault_four_slots.json`)."""
@@ -450,15 +426,12 @@ class VaultTransfers:
         descriptor, base, nbytes = _core.export_memory(address)
         self._client = client
         lent = client.lend(self.tier.gpu(device), descriptor, nbytes)
-        self._note_loan(base, filled=False)
+        self.note_loan(base, filled=False)
         self._lent[base] = nbytes, lent
         return lent, address - base
 
-    def let_fill(self, base: int) -> None:
-        """The vault is about to write to the memory that it was lent from `base` on."""
-        self._note_loan(base, filled=True)
-
-    def _note_loan(self, base: int, *, filled: bool) -> None:
+    def note_loan(self, base: int, *, filled: bool) -> None:
+        """The vault has the memory from `base` on, and is about to write to it if it is to be `filled`."""
         if (base, filled) not in self._loans:
             self._loans[base, filled] = self.tier.lend(base, filled=filled)
 
@@ -495,27 +468,19 @@ class VaultTransfers:
         return self._slabs[key]
 
 
-class VaultLane:
+class VaultLane(Lane):
     """Copies that the vault makes; where none answers, this process reads the slabs."""
 
-    kernels_reach = False
+    content = staticmethod(VaultTier.content)
 
     def __init__(self, stream: _core.CopyStream, transfers: VaultTransfers) -> None:
-        self.stream = stream
+        super().__init__(stream)
         self._transfers = transfers
         self._begun: list[tuple[VaultClient, int]] = []
 
-    def pin(self, extents: Iterable[Extent]) -> None:
-        """Nothing to do: kernels do not reach them."""
-
     def write(self, extent: Extent, offset: int, address: int, nbytes: int) -> None:
         """Begin to copy from the device, when what runs on the stream has ended."""
-        (mine,) = _mine([extent])
-        client = self._transfers.tier.client()
-        self._transfers.begin(client, mine)
-        lent, at = self._transfers.lend(client, address, self.stream.device)
-        self.stream.synchronize()
-        self._begin(client, client.write(lent, [Range(mine.backup, offset, at, nbytes)]))
+        self._copy(self._transfers.tier.client(), address, cast(VaultExtent, extent), offset, nbytes, filled=False)
 
     def read(self, address: int, extent: Extent, offset: int, nbytes: int, *, by_kernel: bool = False) -> None:  # noqa: ARG002
         """Begin to copy to the device, when what runs on the stream has ended."""
@@ -525,18 +490,19 @@ class VaultLane:
             for slab, start, size in mine.ranges(offset, nbytes):
                 self.stream.to_device(address, self._transfers.slab(mine, slab, self.stream.device), start, size)
                 address += size
-            return
-        self._transfers.begin(client, mine)
+        else:
+            self._copy(client, address, mine, offset, nbytes, filled=True)
+
+    def _copy(
+        self, client: VaultClient, address: int, extent: VaultExtent, offset: int, nbytes: int, *, filled: bool
+    ) -> None:
+        """Let the vault copy: from the device's `address`, or to it if that is to be `filled`."""
+        self._transfers.begin(client, extent)
         lent, at = self._transfers.lend(client, address, self.stream.device)
-        self._transfers.let_fill(address - at)
+        if filled:
+            self._transfers.note_loan(address - at, filled=True)
         self.stream.synchronize()
-        self._begin(client, client.read(lent, [Range(mine.backup, offset, at, nbytes)]))
-
-    def content(self, extent: Extent, offset: int, nbytes: int) -> npt.NDArray[np.uint8]:
-        """What lies there."""
-        return VaultTier.content(extent, offset, nbytes)
-
-    def _begin(self, client: VaultClient, request: int) -> None:
+        request = (client.read if filled else client.write)(lent, [Range(extent.backup, offset, at, nbytes)])
         self._begun.append((client, request))
         self._transfers.begun(request)
 
@@ -548,27 +514,16 @@ class VaultLane:
 
     def is_done(self) -> bool:
         """Not while the vault copies: only it knows."""
-        return not self._begun and self.stream.query()
+        return not self._begun and super().is_done()
 
     def synchronize(self) -> None:
         """Wait for all of it."""
         self.join()
-        self.stream.synchronize()
+        super().synchronize()
 
 
 def _mine(extents: Iterable[Extent]) -> list[VaultExtent]:
     return [cast(VaultExtent, extent) for extent in extents]
-
-
-@contextmanager
-def _suppress_all_but_loss() -> Iterator[None]:
-    """For clearing up after an error, which tells more than what fails now."""
-    try:
-        yield
-    except VaultLost:
-        raise
-    except CumemSleepError:
-        pass
 
 
 def _process_name() -> str:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import closing
+from itertools import accumulate, chain, groupby
 
 import numpy as np
 
 from .. import _core, log
 from ..errors import DriverError, OutOfHostMemory
-from ..extents import Lane, Piece
+from ..extents import Lane, Piece, Ranges
 from ..pinned import bounce_block, pinned_block
 from ..segments import by_device
 from ..tuning import Tuning
 from .kernel import GpuSums
-from .reference import CHUNK_BYTES, MASK, Digest, Words, digests_from, sums_of
+from .reference import CHUNK_BYTES, Digest, Words, digests_from, sums_of
 
+_Content = tuple[int, int, int]  # address, bytes, and the number of the first chunk in what is digested
 _OUT_OF_MEMORY = "CUDA_ERROR_OUT_OF_MEMORY"
 
 
@@ -33,13 +35,9 @@ class DeviceDigester:
         Raises:
             DriverError, OutOfHostMemory: the memory could not be read.
         """
-        with self.run(segments) as run:
+        with DigestRun(self, segments) as run:
             run.start(segments)
             return run.finish()
-
-    def run(self, segments: Sequence[_core.Segment]) -> DigestRun:
-        """For digesting (some of) `segments` one after another."""
-        return DigestRun(self, segments)
 
     def warm_up(self, device: int) -> None:
         """Load the kernel now, rather than during the first sleep, and run it: a driver that loads lazily has only then
@@ -103,7 +101,7 @@ class DigestRun:
         self._segments = segments
         self._sums: dict[int, GpuSums] = {}  # by device
         self._without_kernel: set[int] = set()  # devices on which it has failed in this run
-        self._started: list[_core.Segment] = []
+        self._started: list[tuple[_core.Segment, list[_Content]]] = []
         self._copy_sums: Words
 
     def __enter__(self) -> DigestRun:
@@ -113,15 +111,19 @@ class DigestRun:
         while self._sums:
             self._sums.popitem()[1].close()
 
-    def start(self, segments: Sequence[_core.Segment]) -> None:
+    def start(self, segments: Sequence[_core.Segment], ranges: Ranges = ()) -> None:
         """Begin to digest these, whose bytes are in place. On the CPU, `finish` does the work.
+
+        Args:
+            ranges: of each segment, which are digested as if they lay one after another; (): all of it.
 
         Raises:
             DriverError, OutOfHostMemory: the driver refused.
         """
         for device, mine in by_device(segments).items():
-            self._begin(device, [(segment.address, segment.bytes) for segment in mine])
-            self._started += mine
+            contents = [_contents(segment, ranges) for segment in mine]
+            self._begin(device, [*chain.from_iterable(contents)])
+            self._started += zip(mine, contents, strict=True)
 
     def finish(self) -> dict[int, Digest]:
         """The digests of what was started since the last `finish`, by segment id; waits for them.
@@ -131,14 +133,17 @@ class DigestRun:
         """
         started, self._started = self._started, []
         digests: dict[int, Digest] = {}
-        for device, mine in by_device(started).items():
+        for device in by_device(segment for segment, _ in started):
             _core.stop_if_asked()
+            mine = [(segment, contents) for segment, contents in started if segment.device == device]
             if device in self._sums and device not in self._without_kernel:
                 sums = self._sums[device].finish()
             else:
-                sums = self._through_host(device, [(segment.address, segment.bytes) for segment in mine])
-            values = digests_from(sums, [segment.bytes for segment in mine])
-            digests.update(zip((segment.id for segment in mine), values, strict=True))
+                sums = self._through_host(device, [*chain.from_iterable(contents for _, contents in mine)])
+            firsts = [*accumulate((len(contents) for _, contents in mine[:-1]), initial=0)]
+            sizes = [sum(nbytes for _, nbytes, _ in contents) for _, contents in mine]
+            values = digests_from(np.add.reduceat(sums, firsts, axis=0), sizes)
+            digests.update(zip((segment.id for segment, _ in mine), values, strict=True))
         return digests
 
     def begin_copy(self) -> None:
@@ -151,11 +156,11 @@ class DigestRun:
         Raises:
             DriverError, OutOfHostMemory: the memory could not be read.
         """
-        first_chunk = offset // CHUNK_BYTES
-        if self._begin(segment.device, [(address, nbytes)], first_chunk):
-            self._copy_sums += self._sums[segment.device].finish()
-        else:
-            self._copy_sums += self._through_host(segment.device, [(address, nbytes)], first_chunk)
+        contents = [(address, nbytes, offset // CHUNK_BYTES)]
+        began = self._begin(segment.device, contents)
+        self._copy_sums += (
+            self._sums[segment.device].finish() if began else self._through_host(segment.device, contents)
+        )
 
     def add_copy(self, segment: _core.Segment, piece: Piece, lane: Lane) -> None:
         """Add one piece of the copy of `segment` to the digest; waits for it.
@@ -170,8 +175,8 @@ class DigestRun:
             DriverError: the driver refused.
         """
         first_chunk = (piece.address - segment.address) // CHUNK_BYTES
-        contents = [(piece.extent.address + piece.offset, piece.bytes)]
-        if lane.kernels_reach and self._begin(segment.device, contents, first_chunk):
+        contents = [(piece.extent.address + piece.offset, piece.bytes, first_chunk)]
+        if lane.kernels_reach and self._begin(segment.device, contents):
             self._copy_sums += self._sums[segment.device].finish()
         else:
             content = lane.content(piece.extent, piece.offset, piece.bytes)
@@ -181,14 +186,23 @@ class DigestRun:
         """The digest of the copy, once all of its pieces were added."""
         return digests_from(self._copy_sums, [segment.bytes])[0]
 
-    def _through_host(self, device: int, contents: Sequence[tuple[int, int]], first_chunk: int = 0) -> Words:
-        """The reference on device memory, (address, bytes), through host memory; works wherever the driver does."""
-        nbytes = min(self._digester._tuning.bounce_bytes, max(nbytes for _, nbytes in contents))
-        with closing(bounce_block(nbytes, device)) as block, _core.CopyStream(device) as stream:
-            sums = [_sums_of_memory(content, first_chunk, stream, block) for content in contents]
-        return np.array(sums, np.uint64)
+    def _through_host(self, device: int, contents: Sequence[_Content]) -> Words:
+        """The reference on device memory through host memory; works wherever the driver does."""
+        most_bytes = min(self._digester._tuning.bounce_bytes, max(nbytes for _, nbytes, _ in contents))
+        sums = np.zeros((len(contents), 2), np.uint64)
+        with closing(bounce_block(most_bytes, device)) as block, _core.CopyStream(device) as stream:
+            bounced = np.frombuffer(memoryview(block), np.uint8)
+            for number, (address, size, first_chunk) in enumerate(contents):
+                for start in range(0, size, block.bytes):
+                    _core.stop_if_asked()
+                    nbytes = min(block.bytes, size - start)
+                    stream.to_host(block, 0, address + start, nbytes)
+                    stream.synchronize()
+                    part = sums_of(bounced[:nbytes], first_chunk + start // CHUNK_BYTES)
+                    sums[number] += np.array(part, np.uint64)
+        return sums
 
-    def _begin(self, device: int, contents: Sequence[tuple[int, int]], first_chunk: int = 0) -> bool:
+    def _begin(self, device: int, contents: Sequence[_Content]) -> bool:
         """Begin to digest these on the GPU; False if the CPU has to, and then until the end of this run."""
         if device in self._without_kernel or not self._digester.kernel_runs_on(device):
             self._without_kernel.add(device)
@@ -197,7 +211,8 @@ class DigestRun:
             if device not in self._sums:
                 mine = (segment for segment in self._segments if segment.device == device)
                 self._sums[device] = GpuSums(device, sum(segment.bytes for segment in mine) // CHUNK_BYTES)
-            self._sums[device].start(contents, first_chunk)
+            for first_chunk, some in groupby(contents, lambda content: content[2]):  # one launch for whole segments
+                self._sums[device].start([(address, nbytes) for address, nbytes, _ in some], first_chunk)
         except (DriverError, OutOfHostMemory) as error:
             self._without_kernel.add(device)
             self._digester.do_without_kernel(device, error)
@@ -205,17 +220,9 @@ class DigestRun:
         return True
 
 
-def _sums_of_memory(
-    content: tuple[int, int], first_chunk: int, stream: _core.CopyStream, block: _core.HostBlock
-) -> tuple[int, int]:
-    address, size = content
-    bounced = np.frombuffer(memoryview(block), np.uint8)
-    totals = (0, 0)
-    for start in range(0, size, block.bytes):
-        _core.stop_if_asked()
-        nbytes = min(block.bytes, size - start)
-        stream.to_host(block, 0, address + start, nbytes)
-        stream.synchronize()
-        part = sums_of(bounced[:nbytes], first_chunk + start // CHUNK_BYTES)
-        totals = ((totals[0] + part[0]) & MASK, (totals[1] + part[1]) & MASK)
-    return totals
+def _contents(segment: _core.Segment, ranges: Ranges) -> list[_Content]:
+    contents, first_chunk = [], 0
+    for offset, nbytes in ranges or ((0, segment.bytes),):
+        contents.append((segment.address + offset, nbytes, first_chunk))
+        first_chunk += -(-nbytes // CHUNK_BYTES)
+    return contents

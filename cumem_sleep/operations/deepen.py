@@ -29,12 +29,12 @@ def deepen(store: BackupStore, sleep_first: Callable[[], SleepReport], why_not: 
     report = sleep_first()
     if _core.driver_calls_suspended():
         return report
-    store.settle()  # host memory that is not needed goes back: at level 3 that is impossible
+    store.room.settle()  # host memory that is not needed goes back: at level 3 that is impossible
     timer = PhaseTimer()
 
     def unpin() -> None:
         with timer("unpin"):
-            store.unpin()
+            store.room.unpin()
 
     try:
         _refuse_unless_possible(why_not)

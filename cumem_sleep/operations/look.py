@@ -29,7 +29,7 @@ def _usage_by_tag(layer: Layer, meant: Group) -> dict[str, TagUsage]:
     by_tag: dict[str, list[_core.Segment]] = {}
     for segment in meant():
         by_tag.setdefault(segment.tag, []).append(segment)
-    held = layer.store.footprints(chain.from_iterable(by_tag.values()))
+    held = layer.store.catalogue.footprints(chain.from_iterable(by_tag.values()))
     return {tag: _of_a_tag(layer, segments, held) for tag, segments in by_tag.items()}
 
 
@@ -43,17 +43,22 @@ def _of_a_tag(layer: Layer, segments: list[_core.Segment], held: Mapping[int, Fo
         vault_bytes=sum(each.vault_bytes for each in backups),
         shared_bytes=sum(each.shared_bytes for each in backups),
         asleep_segments=sum(segment.sleep != _Sleep.AWAKE for segment in segments),
-        backed_up_bytes=total_bytes(s for s in segments if layer.store.get(s) is not None and not held[s.id].is_gone),
+        backed_up_bytes=total_bytes(
+            s for s in segments if layer.store.catalogue.get(s) is not None and not held[s.id].is_gone
+        ),
     )
 
 
 def read_backup(layer: Layer, address: int, nbytes: int, copy: bool) -> npt.NDArray[np.uint8] | None:
     """As `CuMemAllocator.read_backup`."""
     segment = segment_around(address, nbytes)
-    layer.store.claim([segment])  # the vault may have evicted what is only retained, and have others' bytes there now
-    if layer.store.get(segment) is None:
+    layer.store.catalogue.claim(
+        [segment]
+    )  # the vault may have evicted what is only retained, and have others' bytes there now
+    backup = layer.store.catalogue.get(segment)
+    if backup is None:
         if segment.sleep == _Sleep.AWAKE:
             return None
         raise InvalidState(f"{describe(segment)} sleeps without a backup: its bytes were dropped")
-    content = layer.store.read(segment, address - segment.address, nbytes)
+    content = backup.read(address - segment.address, nbytes)
     return content.copy() if copy else content

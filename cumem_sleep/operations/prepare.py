@@ -35,7 +35,8 @@ def wanted_ahead(layer: Layer) -> list[_core.Segment]:
     is_dropped, meant = dropped_at_level(1), in_pools()
     awake = [segment for segment in meant() if segment.sleep == _core.Segment.Sleep.AWAKE]
     wanted = [segment for segment in awake if is_dropped and not is_dropped(segment.tag)]
-    layer.store.check(layer.store.needed_bytes(wanted, compressed=layer.compressor.on), wanted)
+    room = layer.store.room
+    room.check(room.needed_bytes(wanted, compressed=layer.compressor.on), wanted)
     return wanted
 
 
@@ -110,7 +111,7 @@ class Preparation:
 
     def _run(self) -> None:
         try:
-            with _core.RelaxedCapture(), self._digester.run(self._segments) as digests:
+            with _core.RelaxedCapture(), DigestRun(self._digester, self._segments) as digests:
                 self._warm_up()
                 for segment in self._segments:
                     self._prepare(segment, digests)
@@ -140,16 +141,18 @@ class Preparation:
         with self._turn(segment) as mine:
             if not mine:
                 return
-            self._store.claim([segment])  # what the vault has evicted meanwhile is no backup
+            self._store.catalogue.claim([segment])  # what the vault has evicted meanwhile is no backup
             digests.start([segment])
             before = digests.finish()[segment.id]
-            if self._store.is_clean(segment, before) or self._store.adopt([segment], {segment.id: before}):
+            is_clean = self._store.catalogue.is_clean(segment, before)
+            if is_clean or self._store.room.adopt([segment], {segment.id: before}):
                 return
             encodings = self._plan(segment)
             if encodings is None:
                 return
-            self._store.take([segment], self._segments, encodings, beside_work=True)
-            backup = self._store.begin_preparing(segment)
+            self._store.room.take([segment], self._segments, encodings, beside_work=True)
+            backup = self._store.catalogue.of(segment)
+        assert backup is not None
         digests.begin_copy()
         try:
             if self._copy_all(backup, digests):
@@ -157,7 +160,7 @@ class Preparation:
                     # The copy's own digest, not the segment's again: bytes may change and change back while they are
                     # copied, as counters and workspaces do that every kernel leaves at zero.
                     if digests.finish_copy(segment) == before and mine:
-                        self._store.finish_preparing(backup, before)
+                        self._store.catalogue.prove([segment], {segment.id: before})
         finally:
             if backup.being_prepared:
                 backup.being_prepared = False
@@ -180,7 +183,7 @@ class Preparation:
                 encodings = workbench.plan([segment])
                 if workbench.has_memory:
                     return encodings
-            if self._store.encoding_of(segment) is not None:
+            if self._store.catalogue.encoding_of(segment) is not None:
                 return None  # a sleep may have the memory, and encodes it again in the room that it has
         except CodecError as error:
             self._compressor.give_up(error)
@@ -189,7 +192,8 @@ class Preparation:
         if segment.device not in self._checked_devices:
             awake = [s for s in self._segments if s.sleep == _core.Segment.Sleep.AWAKE and not s.freed]
             rest = [s for s in awake if s.device == segment.device]
-            self._store.check(self._store.needed_bytes(rest, compressed=False), self._segments)
+            needed_bytes = self._store.room.needed_bytes(rest, compressed=False)
+            self._store.room.check(needed_bytes, self._segments)
             self._checked_devices.add(segment.device)
         return {}
 
@@ -220,7 +224,7 @@ class Preparation:
                 return False
             offset = run.address - segment.address
             try:
-                with self._store.transfers() as transfers, self._workbench(segment.device) as workbench:
+                with backup.tier.transfers() as transfers, self._workbench(segment.device) as workbench:
                     workbench.encode([run], transfers)
                     workbench.finish()
                     digests.add_decoded(segment, offset, workbench.decode_again(run, transfers), run.content_bytes)
@@ -235,7 +239,7 @@ class Preparation:
             if not mine:
                 return False
             # On leaving the stream, no copy is in flight.
-            with self._store.transfers() as transfers, _core.CopyStream(backup.segment.device) as stream:
+            with backup.tier.transfers() as transfers, _core.CopyStream(backup.segment.device) as stream:
                 lane = transfers.lane(stream)
                 lane.write(piece.extent, piece.offset, piece.address, piece.bytes)
                 lane.synchronize()
@@ -271,4 +275,4 @@ class Preparation:
         """Drop backups that are incomplete or of freed segments: now, or when the operation that runs now has ended."""
         with self._store.turns.if_free() as has_lock:
             if has_lock:
-                self._store.prune()
+                self._store.catalogue.prune()

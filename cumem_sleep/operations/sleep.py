@@ -11,6 +11,7 @@ from functools import partial
 from itertools import chain
 
 from .. import _core, log
+from ..backups.filling import Filling
 from ..codec.codec import Code
 from ..codec.encoding import Encoding
 from ..codec.plan import Plan, parts_to_plan
@@ -58,7 +59,8 @@ def sleep(
         call.agree(timer)
         note = "nothing to do, no memory of these tags is awake; what sleeps stays as it is"
         return SleepReport(seconds=timer.seconds, note=note, operation=operation)
-    layer.store.regain()  # what others have still would not be free afterwards
+    for tier in layer.store.catalogue.tiers:
+        tier.regain()  # what others have still would not be free afterwards
     with _told_if_not_undone(segments), _core.HeldSegments(segments) as held, ExitStack() as copying:
         dropped = [segment for segment in held if is_dropped(segment)]
         backed_up = [segment for segment in held if not is_dropped(segment)]
@@ -66,8 +68,8 @@ def sleep(
             quiesce(held)
         copied, found = [], []
         if backed_up:
-            layer.store.claim(backed_up)
-            with layer.digester.run(backed_up) as run:
+            layer.store.catalogue.claim(backed_up)
+            with DigestRun(layer.digester, backed_up) as run:
                 digests = _Digests(_to_be_digested(layer, backed_up), run, layer.tuning.idle_s)
                 backing_up = _BackingUp(layer, backed_up, dropped, digests, timer)
                 while not backing_up.attempt(copying):
@@ -76,7 +78,7 @@ def sleep(
                 with timer("check"):
                     if copied:
                         _check_unchanged(layer, backed_up, copied, digests)
-                    layer.store.require(backed_up, digests.taken)
+                    layer.store.catalogue.require(backed_up, digests.taken)
         with timer("release"):
             freed_bytes = _core.put_to_sleep(backed_up, dropped, partial(_agree, call, timer, copying))
     copied_bytes = total_bytes(copied)
@@ -85,7 +87,7 @@ def sleep(
     return SleepReport(
         freed_bytes=freed_bytes,
         copied_bytes=copied_bytes,
-        stored_bytes=layer.store.stored_bytes(copied),
+        stored_bytes=layer.store.catalogue.stored_bytes(copied),
         clean_bytes=total_bytes(backed_up) - copied_bytes,
         found_bytes=total_bytes(found),
         dropped_bytes=total_bytes(dropped),
@@ -162,17 +164,19 @@ class _BackingUp:
             taken = self._digests.taken
             maybe_changed = [*new, *part, *(segment for segment in self._undigested if segment.id not in taken)]
             with ExitStack() as attempt:
-                filling = attempt.enter_context(self._store.filling([*new, *in_parts]))
+                transfers = attempt.enter_context(self._store.room.tier.transfers())
+                streams, segments = attempt.enter_context(ExitStack()), [*new, *in_parts]
                 with self._workbenches(maybe_changed) as workbenches:
+                    filling = Filling(self._store.catalogue, transfers, streams, self._tuning, segments, workbenches)
                     part = self._with_new(new, part, workbenches)
                     with self._timer("copy"):
                         while part:
-                            transfers = filling.add(part)
-                            while transfers:
-                                for transfer in [*transfers]:
+                            copies = filling.add(part)
+                            while copies:
+                                for transfer in [*copies]:
                                     if not transfer.step():
-                                        transfers.remove(transfer)
-                            filling.encode(part, workbenches)
+                                        copies.remove(transfer)
+                            filling.encode(part)
                             part = self._next_part(workbenches)
                         self._digests.begin_check(filling.in_flight)
                         self.copied = filling.finish()
@@ -188,10 +192,10 @@ class _BackingUp:
             self._was_short = True
             # The old backups of changed segments are worthless, and their memory may be what is missing. Without
             # them everything is planned, and checked, at once.
-            self._store.forget(self._changed)
+            self._store.catalogue.forget(self._changed)
             with self._timer("digest"):
                 rest = self._changed_of(in_parts)
-            self._store.forget(segment.id for segment in rest)
+            self._store.catalogue.forget(segment.id for segment in rest)
         return False
 
     def _found_changed(self, in_parts: Sequence[_core.Segment]) -> tuple[list[_core.Segment], list[_core.Segment]]:
@@ -203,7 +207,8 @@ class _BackingUp:
         others = [segment for segment in self._segments if segment.id not in known]
         if not self._compressor.on:  # otherwise their sizes are not known yet
             with self._timer("host_memory"):
-                self._store.check(self._store.needed_bytes(self._segments, compressed=False), self._segments)
+                room = self._store.room
+                room.check(room.needed_bytes(self._segments, compressed=False), self._segments)
             if others:
                 # While new pages are prefaulted a digest takes long, because its table needs memory.
                 with self._timer("digest"):
@@ -226,7 +231,7 @@ class _BackingUp:
                     part = [segment for segment in part if segment.device not in stuck]
                 encodings = _planned(new, workbenches)
         with self._timer("host_memory"):
-            self._store.take(new, self._segments, encodings)
+            self._store.room.take(new, self._segments, encodings)
         self._put_off(part)
         return new or self._next_part(workbenches)
 
@@ -249,7 +254,7 @@ class _BackingUp:
             if not workbenches:
                 part = [segment for one in self._unplanned for segment in one]
                 self._unplanned.clear()
-                self._store.take(part, self._segments, {})
+                self._store.room.take(part, self._segments, {})
                 return part
             if not self._unplanned:
                 self._plans[-1].count()
@@ -264,36 +269,39 @@ class _BackingUp:
     def _with_memory(self, plan: Plan, workbenches: Mapping[int, Workbench]) -> list[_core.Segment]:
         """Take memory for planned segments: with the codes of their backups, unless their values are very different."""
         encodings = plan.finish()
-        rewritten = [segment for segment in plan.segments if self._store.encoding_of(segment)]
-        unfit = [s for s in rewritten if not self._store.has_room_for(s, encodings.get(s.id))]
+        encoded = [b for b in map(self._store.catalogue.of, plan.segments) if b is not None and b.encoding]
+        unfit = [b.segment for b in encoded if not b.has_room_for(encodings.get(b.segment.id))]
         encodings.update(_planned(unfit, workbenches))
-        self._store.take(plan.segments, self._segments, encodings)
+        self._store.room.take(plan.segments, self._segments, encodings)
         return [*plan.segments]
 
     def _codes(self, part: Iterable[_core.Segment]) -> dict[int, Code]:
         """The codes of the encoded backups that segments of `part` have, by the segments' ids."""
-        return {segment.id: e.code for segment in part if (e := self._store.encoding_of(segment))}
+        return {segment.id: e.code for segment in part if (e := self._store.catalogue.encoding_of(segment))}
 
     def _in_parts(self) -> list[_core.Segment]:
         """The segments whose backups need no memory, or of which the tier has enough free."""
         rewritten = {segment.id for segment in self._segments if self._can_be_rewritten(segment)}
         others = [segment for segment in self._segments if segment.id not in rewritten]
-        if others and not self._was_short and self._store.has_free(others):
+        if others and not self._was_short and self._store.room.tier.has_free(total_bytes(others)):
             return [*self._segments]
         return [segment for segment in self._segments if segment.id in rewritten]
 
     def _can_be_rewritten(self, segment: _core.Segment) -> bool:
-        if self._compressor.on:
-            return self._store.encoding_of(segment) is not None
-        return self._store.has_room_for(segment, None)
+        backup = self._store.catalogue.of(segment)
+        if backup is None:
+            return False
+        return backup.encoding is not None if self._compressor.on else backup.has_room_for(None)
 
     def _changed_of(self, segments: Sequence[_core.Segment]) -> list[_core.Segment]:
         """The segments that do not equal their backups."""
         _core.stop_if_asked()
         self._digests.take(segments)
         taken = self._digests.taken
-        self.found.update((segment.id, segment) for segment in self._store.adopt(segments, taken))
-        changed = [segment for segment in segments if not self._store.is_clean(segment, taken.get(segment.id))]
+        self.found.update((segment.id, segment) for segment in self._store.room.adopt(segments, taken))
+        changed = [
+            segment for segment in segments if not self._store.catalogue.is_clean(segment, taken.get(segment.id))
+        ]
         self._changed.update(segment.id for segment in changed)
         return changed
 
@@ -411,9 +419,9 @@ def _check_unchanged(
 ) -> None:
     """Refuse a sleep whose backups may hold other bytes than the device does by now; the others are complete."""
     changed = digests.changed(lambda: quiesce(segments))
-    layer.store.prove([segment for segment in copied if segment not in changed], digests.taken)
+    layer.store.catalogue.prove([segment for segment in copied if segment not in changed], digests.taken)
     if changed:
-        layer.store.forget(segment.id for segment in changed)
+        layer.store.catalogue.forget(segment.id for segment in changed)
         raise InvalidState(
             f"{describe(changed[0])} was written to while it was backed up ({counted(len(changed), 'segment')} in all):"
             " let no work run on the GPU during sleep, and call again; everything is awake"

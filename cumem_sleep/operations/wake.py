@@ -8,6 +8,8 @@ from contextlib import ExitStack, contextmanager
 from itertools import chain
 
 from .. import _core
+from ..backups.backup import Backup
+from ..backups.tier import Tier
 from ..codec.workbench import Workbench, close_all
 from ..digest.device import DigestRun
 from ..digest.reference import Digest
@@ -49,7 +51,7 @@ def asleep(meant: Group) -> list[_core.Segment]:
 def wanting(layer: Layer, segments: Sequence[_core.Segment]) -> dict[int, int]:
     """How many bytes the segments without memory need, by device, with the page tables of what their wake pins."""
     lacking = [segment for segment in segments if not segment.keeps_memory]
-    tables_bytes = layer.store.device_bytes_to_pin(lacking)
+    tables_bytes = layer.store.room.device_bytes_to_pin(lacking)
     return {device: total_bytes(mine) + tables_bytes for device, mine in by_device(lacking).items()}
 
 
@@ -64,7 +66,8 @@ def check_device_memory(layer: Layer, segments: Sequence[_core.Segment]) -> None
     for device in by_device(segments):
         _core.release_waiter(device)  # whose page counts, too
     if short := _short(layer, segments):
-        layer.store.regain()
+        for tier in layer.store.catalogue.tiers:
+            tier.regain()
         short = _short(layer, segments)
     for device, needed_bytes, free_bytes in short:
         count = sum(segment.device == device and not segment.keeps_memory for segment in segments)
@@ -94,7 +97,7 @@ def wake(layer: Layer, call: Call, meant: Group) -> WakeReport:
         return WakeReport(seconds=timer.seconds, note="nothing to do, no memory of these tags is asleep")
     with _core.HeldSegments(sleeping) as segments:
         restored = [segment for segment in segments if segment.sleep == _Sleep.BACKED_UP]
-        restored.sort(key=lambda segment: layer.store.encoding_of(segment) is not None)  # as they are copied
+        restored.sort(key=lambda segment: layer.store.catalogue.encoding_of(segment) is not None)  # as they are copied
         blank = [segment for segment in segments if segment.sleep == _Sleep.DROPPED]
         expected = _digests_at_sleep(layer, restored) if layer.settings.verify == "wake" else {}
         checked = [segment for segment in restored if segment.id in expected]
@@ -104,8 +107,9 @@ def wake(layer: Layer, call: Call, meant: Group) -> WakeReport:
         # driver to scrub freed memory, and hold a lock of the driver meanwhile that copies need.
         mapping_blank = _core.Ahead(1, {segment.id: [_core.map_task(segment)] for segment in blank})
         try:
-            with mapping, mapping_blank, layer.digester.run(checked) as digests:
-                with layer.store.transfers() as transfers, _workbenches(layer, restored, segments, blank) as benches:
+            with mapping, mapping_blank, DigestRun(layer.digester, checked) as digests:
+                with ExitStack() as ways, _workbenches(layer, restored, segments, blank) as benches:
+                    transfers = {tier: ways.enter_context(tier.transfers()) for tier in layer.store.catalogue.tiers}
                     # What fits into one batch is all mapped before its copy begins: a thread would not get ahead.
                     if benches or total_bytes(restored) > layer.tuning.engine_batch_bytes:
                         mapping.start()
@@ -147,7 +151,7 @@ def wake(layer: Layer, call: Call, meant: Group) -> WakeReport:
         mapped_bytes=total_bytes(segments),
         restored_bytes=total_bytes(restored),
         verified_bytes=total_bytes(checked),
-        stored_bytes=layer.store.stored_bytes(restored),
+        stored_bytes=layer.store.catalogue.stored_bytes(restored),
         seconds=timer.seconds,
         phases=timer.phases,
     )
@@ -156,7 +160,7 @@ def wake(layer: Layer, call: Call, meant: Group) -> WakeReport:
 def _copies(
     layer: Layer,
     restored: Sequence[_core.Segment],
-    transfers: Transfers,
+    transfers: Mapping[Tier, Transfers],
     streams: ExitStack,
     mapping: _core.Ahead,
     digests: DigestRun | None,
@@ -171,18 +175,20 @@ def _copies(
     copies: list[deque[Transfer | Decoding]] = []
     for device, mine in by_device(restored).items():
         line: deque[Transfer | Decoding] = deque()
-        raw = [segment for segment in mine if layer.store.encoding_of(segment) is None]
-        if raw:
-            line.append(_transfer_in(layer, device, raw, transfers, streams, mapping, digests))
-        if device in workbenches:
-            encoded = [segment for segment in mine if layer.store.encoding_of(segment) is not None]
-            runs = chain.from_iterable(map(layer.store.runs, encoded))
-            completed = digests.start if digests is not None else _nothing
-            line.append(
-                Decoding(
-                    device, runs, workbenches[device], transfers, layer.copiers, mapping.wait, completed, layer.tuning
+        backups = [layer.store.catalogue.needed(segment) for segment in mine]
+        for tier in dict.fromkeys(backup.tier for backup in backups):
+            way = transfers[tier]
+            raw = [backup for backup in backups if backup.tier is tier and backup.encoding is None]
+            if raw:
+                line.append(_transfer_in(layer, device, raw, way, streams, mapping, digests))
+            encoded = [backup for backup in backups if backup.tier is tier and backup.encoding is not None]
+            if encoded:
+                runs = chain.from_iterable(backup.runs() for backup in encoded)
+                completed = digests.start if digests is not None else _nothing
+                workbench = workbenches[device]
+                line.append(
+                    Decoding(device, runs, workbench, way, layer.copiers, mapping.wait, completed, layer.tuning)
                 )
-            )
         copies.append(line)
     return copies
 
@@ -190,25 +196,25 @@ def _copies(
 def _transfer_in(
     layer: Layer,
     device: int,
-    segments: Sequence[_core.Segment],
+    backups: Sequence[Backup],
     transfers: Transfers,
     streams: ExitStack,
     mapping: _core.Ahead,
     digests: DigestRun | None,
 ) -> Transfer:
-    tuning, nbytes = layer.tuning, total_bytes(segments)
+    tuning, nbytes = layer.tuning, sum(backup.content_bytes for backup in backups)
     count = min(tuning.batches_in_flight, -(-nbytes // tuning.batch_bytes))
     lanes = [transfers.lane(streams.enter_context(_core.CopyStream(device))) for _ in range(count)]
-    copier = layer.copiers.open(device, lanes, nbytes, tuning.timed_bytes)
+    pace = layer.copiers.pace(device, lanes, nbytes, tuning.timed_bytes)
     begin_digests = _nothing if digests is None else Together(digests.start, nbytes, tuning.digest_together_bytes)
 
     def arrived(some: Sequence[_core.Segment]) -> None:
         begin_digests(some)
         transfers.done_with(segment.address for segment in some)
 
-    transfer = Transfer([LinkIn(lanes, copier, mapping.wait, tuning)], arrived)
-    for segment in segments:
-        transfer.add(segment, layer.store.pieces(segment))
+    transfer = Transfer([LinkIn(lanes, pace, mapping.wait, tuning)], arrived)
+    for backup in backups:
+        transfer.add(backup.segment, backup.pieces())
     return transfer
 
 
@@ -222,7 +228,7 @@ def _workbenches(
 ) -> Iterator[dict[int, Workbench]]:
     """A workbench per device with compressed backups, in memory that `waking` does not need, or lent by `blank`."""
     workbenches: dict[int, Workbench] = {}
-    encoded = [segment for segment in restored if layer.store.encoding_of(segment) is not None]
+    encoded = [segment for segment in restored if layer.store.catalogue.encoding_of(segment) is not None]
     lenders = [segment for segment in blank if not segment.keeps_bytes]
     needed_bytes = wanting(layer, waking)
     try:
@@ -238,7 +244,7 @@ def _workbenches(
 
 def _digests_at_sleep(layer: Layer, segments: Sequence[_core.Segment]) -> dict[int, Digest]:
     """The digests of the segments at sleep, by id; those whose digest was not taken are left out."""
-    backups = [backup for backup in map(layer.store.get, segments) if backup is not None]
+    backups = [backup for backup in map(layer.store.catalogue.get, segments) if backup is not None]
     return {backup.segment.id: backup.digest for backup in backups if backup.digest is not None}
 
 

@@ -21,38 +21,29 @@ from .pacing import BestRate, Pace
 _TIMES_TIMED = 3
 
 
-class Copier:
-    """Copies to one device, by whoever its pace chooses.
-
-    Args:
-        pace: whose choices are followed.
-        without_kernel: takes its place if the driver refuses the kernel.
-    """
-
-    def __init__(self, pace: Pace, without_kernel: Pace) -> None:
-        self.pace = pace
-        self._without_kernel = without_kernel
-
-    def read(self, lane: Lane, pieces: Iterable[Piece], *, by_engine: bool) -> None:
-        """Begin to copy these on a lane; their extents are pinned (`Lane.pin`)."""
-        for piece in pieces:
-            if not by_engine:
-                try:
-                    lane.read(piece.address, piece.extent, piece.offset, piece.bytes, by_kernel=True)
-                    continue
-                except DriverError as error:
-                    log.warning("the copy kernel failed, the copy engine takes over: %s", error)
-                    self.pace, by_engine = self._without_kernel, True
-            lane.read(piece.address, piece.extent, piece.offset, piece.bytes)
+def read_pieces(pace: Pace, lane: Lane, pieces: Iterable[Piece], *, by_engine: bool) -> None:
+    """Begin to copy these to the device, as `pace` chose; their extents are pinned (`Lane.pin`)."""
+    for piece in pieces:
+        if not by_engine:
+            try:
+                lane.read(piece.address, piece.extent, piece.offset, piece.bytes, by_kernel=True)
+                continue
+            except DriverError as error:
+                log.warning("the copy kernel failed, the copy engine takes over: %s", error)
+                pace.best, by_engine = None, True
+        lane.read(piece.address, piece.extent, piece.offset, piece.bytes)
 
 
 class Copiers:
-    """The copiers of all devices, and the best rate seen on the link of each."""
+    """Who can copy to each device.
+
+    Attributes:
+        best_rates: the highest rate seen on the link to each device on which the kernel runs.
+    """
 
     def __init__(self, tuning: Tuning) -> None:
         self._tuning = tuning
-        self._kernel_devices: set[int] = set()
-        self._best_rates: dict[int, BestRate] = {}
+        self.best_rates: dict[int, BestRate] = {}
 
     def warm_up(self, device: int) -> None:
         """Load the kernel on `device`; without this only the copy engine is used there.
@@ -66,10 +57,9 @@ class Copiers:
         except DriverError as error:
             log.warning("copies go by the copy engine alone, because the copy kernel failed: %s", error)
             return
-        self._kernel_devices.add(device)
-        self._time_both(device)
+        self._time_both(device, self.best_rates.setdefault(device, BestRate()))
 
-    def _time_both(self, device: int) -> None:
+    def _time_both(self, device: int, best: BestRate) -> None:
         """Time both before the first wake, which usually comes right after a sleep, when both are slow at first.
 
         Either may be slow now too, because of other copies or the driver's scrubbing, so the better rate counts.
@@ -88,23 +78,15 @@ class Copiers:
                     else:
                         stream.to_device_by_kernel(memory.address, block, 0, nbytes)
                     stream.synchronize()
-                    self.best_rate(device).see(nbytes, time.perf_counter() - start)
+                    best.see(nbytes, time.perf_counter() - start)
         except CumemSleepError as error:  # most likely out of memory; the wakes time them themselves
             log.debug("copies to device %d could not be timed: %s", device, error)
 
-    def open(self, device: int, lanes: Sequence[Lane], total_bytes: int, timed_bytes: int) -> Copier:
+    def pace(self, device: int, lanes: Sequence[Lane], total_bytes: int, timed_bytes: int) -> Pace:
         """For copies on these lanes of `device`; where `total_bytes` are few, the engine makes all of them.
 
         Args:
             timed_bytes: as for `Pace`.
         """
-        both = device in self._kernel_devices and total_bytes >= self._tuning.worth_choosing_bytes
-        has_kernel = both and all(lane.kernels_reach for lane in lanes)
-        best = self.best_rate(device) if has_kernel else None
-        return Copier(
-            Pace(best, timed_bytes, len(lanes), self._tuning), Pace(None, timed_bytes, len(lanes), self._tuning)
-        )
-
-    def best_rate(self, device: int) -> BestRate:
-        """The highest rate seen on the link to `device`."""
-        return self._best_rates.setdefault(device, BestRate())
+        is_worth_it = total_bytes >= self._tuning.worth_choosing_bytes and all(lane.kernels_reach for lane in lanes)
+        return Pace(self.best_rates.get(device) if is_worth_it else None, timed_bytes, len(lanes), self._tuning)

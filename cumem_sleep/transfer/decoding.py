@@ -16,7 +16,7 @@ from ..codec.slots import Slot
 from ..codec.workbench import Workbench
 from ..extents import Transfers
 from ..tuning import Tuning
-from .copiers import Copiers
+from .copiers import Copiers, read_pieces
 
 
 class Decoding:
@@ -41,9 +41,10 @@ class Decoding:
         lanes = workbench.lanes(transfers)
         runs = list(runs)
         nbytes = sum(run.bytes for run in runs) if workbench.has_memory else 0
-        self._copier = copiers.open(device, lanes, nbytes, tuning.slots_timed_bytes)
+        self._pace = copiers.pace(device, lanes, nbytes, tuning.slots_timed_bytes)
         self._workbench = workbench
         self._slots = len(lanes)
+        self._transfers = transfers
         self._batches = workbench.batches(runs)
         self._mapped = mapped
         self._completed = completed
@@ -68,7 +69,7 @@ class Decoding:
         slot = self._workbench.next_slot()
         self._tell_of_decoded()
         begin = time.perf_counter()  # before pinning, because copies in flight go on meanwhile
-        slot.opened_lane.pin(run.extent for run in batch.runs)
+        slot.use(self._transfers).pin(run.extent for run in batch.runs)
         if self._workbench.has_memory:
             self._copy(slot, batch, begin)
         else:
@@ -88,24 +89,24 @@ class Decoding:
         self._tell_of_decoded()
 
     def _copy(self, slot: Slot, batch: Batch, begin: float) -> None:
-        choice = self._copier.pace.next()
+        choice = self._pace.next()
         if choice.alone:
             self._workbench.finish()
             for other, _, _ in self._copied:
                 other.synchronize()
             begin = time.perf_counter()
-        self._copier.read(slot.opened_lane, batch.pieces(slot.chunks_address), by_engine=choice.by_engine)
+        read_pieces(self._pace, slot.opened_lane, batch.pieces(slot.chunks_address), by_engine=choice.by_engine)
         self._copied.append((slot, batch, slot.chunks_address + batch.starts))
         if choice.alone:
             slot.synchronize()
-            self._copier.pace.record(batch.bytes, time.perf_counter() - begin)
+            self._pace.record(batch.bytes, time.perf_counter() - begin)
         # Keep this many copies in flight while the first batch waits for its segment to be mapped.
         if len(self._copied) > self._slots - 2:
             self._decode_next()
         if not choice.alone:
             self._workbench.finish_next_slot()
             self._tell_of_decoded()
-            self._copier.pace.record(batch.bytes, time.perf_counter() - begin)
+            self._pace.record(batch.bytes, time.perf_counter() - begin)
 
     def _decode_next(self) -> None:
         slot, batch, sources = self._copied.popleft()

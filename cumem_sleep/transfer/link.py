@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from .. import _core
 from ..extents import Lane, Piece
 from ..tuning import Tuning
-from .copiers import Copier
+from .copiers import read_pieces
+from .pacing import Pace
 
 
 @dataclass
@@ -28,7 +29,14 @@ class Batch:
 
 
 class Link(ABC):
-    """One direction of a link. A transfer asks its links in turn: whichever is free gets the next batch."""
+    """One direction of a link, with one batch in flight on each of its lanes.
+
+    A transfer asks its links in turn: whichever is free gets the next batch.
+    """
+
+    def __init__(self, lanes: Sequence[Lane]) -> None:
+        self._lanes = deque(lanes)
+        self._in_flight: deque[tuple[Batch, Lane]] = deque()
 
     @abstractmethod
     def most_bytes(self) -> int:
@@ -46,30 +54,13 @@ class Link(ABC):
     def is_free(self) -> bool:
         """Whether `begin` would not wait for a batch."""
 
-    @abstractmethod
     def wait(self) -> list[Batch]:
         """Wait for all batches that are in flight, and return them."""
-
-    @property
-    @abstractmethod
-    def in_flight(self) -> Sequence[Batch]:
-        """What may not have arrived yet, the oldest first."""
-
-
-class _Lanes(Link):
-    """A link with one batch in flight on each of its lanes."""
-
-    def __init__(self, lanes: Sequence[Lane]) -> None:
-        self._lanes = deque(lanes)
-        self._in_flight: deque[tuple[Batch, Lane]] = deque()
-
-    def wait(self) -> list[Batch]:
-        """For all."""
         return self._wait_until(0)
 
     @property
     def in_flight(self) -> Sequence[Batch]:
-        """In the order in which they were begun."""
+        """What may not have arrived yet, the oldest first."""
         return [batch for batch, _ in self._in_flight]
 
     def _next_lane(self) -> Lane:
@@ -88,7 +79,7 @@ class _Lanes(Link):
         return arrived
 
 
-class LinkOut(_Lanes):
+class LinkOut(Link):
     """From a device to extents, by its copy engine. What is added bit by bit goes to one lane until that is full."""
 
     def __init__(self, lanes: Sequence[Lane], tuning: Tuning) -> None:
@@ -122,16 +113,16 @@ class LinkOut(_Lanes):
         return arrived
 
 
-class LinkIn(_Lanes):
-    """From extents to a device, by whoever its copier's pace chooses.
+class LinkIn(Link):
+    """From extents to a device, by whoever its pace chooses.
 
     Args:
         mapped: waits until the segment with that id is mapped.
     """
 
-    def __init__(self, lanes: Sequence[Lane], copier: Copier, mapped: Callable[[int], None], tuning: Tuning) -> None:
+    def __init__(self, lanes: Sequence[Lane], pace: Pace, mapped: Callable[[int], None], tuning: Tuning) -> None:
         super().__init__(lanes)
-        self._copier = copier
+        self._pace = pace
         self._mapped = mapped
         self._tuning = tuning
 
@@ -143,14 +134,14 @@ class LinkIn(_Lanes):
 
     def most_bytes(self) -> int:
         """While the engine is slow, the kernel waits for a trial of it: that is small."""
-        choice = self._copier.pace.next()
+        choice = self._pace.next()
         if choice.alone:
             return self._tuning.batch_bytes if choice.again else self._tuning.trial_bytes
         return self._tuning.engine_batch_bytes if choice.by_engine else self._tuning.batch_bytes
 
     def begin(self, batch: Batch) -> list[Batch]:
         """Then wait until a lane is free for the next batch; nothing stays in flight where this one is timed alone."""
-        choice, arrived = self._copier.pace.next(), []
+        choice, arrived = self._pace.next(), []
         begin = time.perf_counter()  # before mapping and pinning, because copies in flight go on meanwhile
         for segment in batch.segments:
             self._mapped(segment.id)
@@ -160,7 +151,7 @@ class LinkIn(_Lanes):
             arrived += self._wait_until(0)
             begin = time.perf_counter()
         self._in_flight.append((batch, lane))
-        self._copier.read(lane, batch.pieces, by_engine=choice.by_engine)
+        read_pieces(self._pace, lane, batch.pieces, by_engine=choice.by_engine)
         arrived += self._wait_until(0 if choice.alone else len(self._lanes) - 1)
-        self._copier.pace.record(batch.bytes, time.perf_counter() - begin)
+        self._pace.record(batch.bytes, time.perf_counter() - begin)
         return arrived

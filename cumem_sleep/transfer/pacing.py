@@ -57,13 +57,15 @@ class Pace:
     nothing else was in flight: after a stall on our side, batches that finished meanwhile seem to take no time.
 
     Args:
-        best: of the link, from one operation to the next; None: there is no kernel, so there is no choice.
         timed_bytes: how many bytes are timed together for the engine's rate.
         in_flight: how many batches are begun before the first one is waited for.
+
+    Attributes:
+        best: of the link, from one operation to the next; None: there is no kernel (any more), so there is no choice.
     """
 
     def __init__(self, best: BestRate | None, timed_bytes: int, in_flight: int, tuning: Tuning) -> None:
-        self._best = best
+        self.best = best
         self._timed_bytes = timed_bytes
         self._in_flight = in_flight
         self._tuning = tuning
@@ -76,7 +78,7 @@ class Pace:
 
     def next(self) -> Choice:
         """How to copy the next batch."""
-        if self._best is None:
+        if self.best is None:
             return Choice(by_engine=True, alone=False)
         state = self._state
         return Choice(
@@ -89,7 +91,7 @@ class Pace:
         """The batch that `next` was asked for has so many bytes; alone it took so long, and otherwise it took so long
         until another could begin.
         """
-        if self._best is None:
+        if self.best is None:
             return
         if self._state is _State.KERNEL:
             self._left -= 1
@@ -104,9 +106,9 @@ class Pace:
             if max(self._bytes, self._timed_bytes) < self._least_rate * self._seconds:
                 self._use_kernel()  # however fast the rest would be
             elif self._bytes >= self._timed_bytes:
-                self._use_engine(self._best)
+                self._use_engine(self.best)
         elif nbytes >= self._tuning.least_timed_bytes:  # alone; a smaller one tells nothing
-            is_fast = self._best.see(nbytes, seconds) >= _ENGINE_IS_BUSY * self._best.value
+            is_fast = self.best.see(nbytes, seconds) >= _ENGINE_IS_BUSY * self.best.value
             if self._state is _State.KERNEL_TIMED:
                 self._state = _State.TRIAL
             elif not is_fast:
@@ -114,7 +116,7 @@ class Pace:
             elif self._state is _State.TRIAL:
                 self._state = _State.SECOND_TRIAL
             else:
-                self._use_engine(self._best)
+                self._use_engine(self.best)
 
     def _use_engine(self, best: BestRate) -> None:
         self._state, self._left = _State.FILLING, self._in_flight

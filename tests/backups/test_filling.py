@@ -275,12 +275,14 @@ class TestParts:
         allocator.wake_up()
         store, segments = allocator._store, _core.segments()
         digests = {
-            segment.id: backup.digest for segment in segments if (backup := store.get(segment)) and backup.digest
+            segment.id: backup.digest
+            for segment in segments
+            if (backup := store.catalogue.get(segment)) and backup.digest
         }
-        store.require(segments, digests)
+        store.catalogue.require(segments, digests)
         for wrong in ({}, {**digests, segments[3].id: Digest(1, 2)}):
             with pytest.raises(InvalidState, match="no complete backup of its bytes: it stays awake"):
-                store.require(segments, wrong)
+                store.catalogue.require(segments, wrong)
 
     @pytest.mark.slow
     @pytest.mark.parametrize(
@@ -372,7 +374,7 @@ class TestParts:
             with pytest.raises(OutOfHostMemory):
                 allocator.sleep()
         assert events.seen == []
-        assert allocator._store.host_bytes == 0
+        assert allocator._store.room.bytes == 0
         check_bytes(memory, contents)
 
     @pytest.mark.slow
@@ -416,14 +418,14 @@ class TestParts:
         assert_no_threads()
         check_bytes(memory, contents)
         for place, segment in enumerate(_core.segments()):
-            backup = allocator._store.get(segment)
+            backup = allocator._store.catalogue.get(segment)
             if place in events.copied and number < (2 if dirty is None else 3):
                 assert backup is None, "half a sleep's copies are no backup"
             elif dirty is not None and place not in dirty:
                 assert backup is not None, "it was clean"
         memory.close()
         held = sum(host_bytes_of(allocator, segment) for segment in _core.segments())
-        assert allocator._store.host_bytes == held
+        assert allocator._store.room.bytes == held
         if SIMULATED:
             assert sim.stats().registered_bytes == held
         allocator.sleep()

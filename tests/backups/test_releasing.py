@@ -44,7 +44,7 @@ def test_freed_while_another_free_gives_a_backup_back(
     first, second = fill(allocator, memory, [1, 1])
     allocator.sleep()
     allocator.wake_up()
-    forget = allocator._store.forget
+    forget = allocator._store.catalogue.forget
 
     def slow_forget(segment_ids: Iterable[int]) -> None:
         forget(segment_ids)
@@ -53,9 +53,9 @@ def test_freed_while_another_free_gives_a_backup_back(
             thread.start()
             thread.join()
 
-    monkeypatch.setattr(allocator._store, "forget", slow_forget)
+    monkeypatch.setattr(allocator._store.catalogue, "forget", slow_forget)
     allocator.free(first)
-    assert allocator._store.host_bytes == 0
+    assert allocator._store.room.bytes == 0
 
 
 class Gate:
@@ -97,16 +97,16 @@ def threads_giving_back() -> list[str]:
 
 def wait_for_the_end(allocator: CuMemAllocator, host_bytes: int = 0) -> None:
     """Until only so much is held, and the thread has ended."""
-    until(lambda: not allocator._store._tier._releasing.bytes and not threads_giving_back())
-    assert allocator._store.host_bytes == host_bytes
-    assert allocator._store._tier._releasing._worker is None
+    until(lambda: not allocator._store.room.tier._releasing.bytes and not threads_giving_back())
+    assert allocator._store.room.bytes == host_bytes
+    assert allocator._store.room.tier._releasing._worker is None
 
 
 def available_bytes(allocator: CuMemAllocator) -> int:
     """Of a system that is taken to have as much at any time."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(host_facts, "mem_available_bytes", lambda **_: 64 * PAGE)
-        limits = {limit.name: limit.available_bytes for limit in allocator._store.limits()}
+        limits = {limit.name: limit.available_bytes for limit in allocator._store.room.tier.limits()}
     available = limits["MemAvailable"]
     assert available is not None
     return available
@@ -181,13 +181,13 @@ class TestGivingBack:
         fill(allocator, memory, [1] * 4)
         allocator.sleep()
         allocator.wake_up()
-        allocator._store.unpin()
+        allocator._store.room.unpin()
         before = available_bytes(allocator)
         with monkeypatch.context() as patch:
             Gate(patch)
             allocator.sleep(2)
             assert closed_by == []
-            assert allocator._store.host_bytes == 4 * PAGE
+            assert allocator._store.room.bytes == 4 * PAGE
             assert available_bytes(allocator) == before + 4 * PAGE
             assert Gate.latest is not None
             Gate.latest.is_open = True
@@ -209,7 +209,7 @@ class TestGivingBack:
             with pytest.raises(DriverError):
                 allocator.sleep()
             sim.reset()
-            assert allocator._store.host_bytes == 4 * PAGE
+            assert allocator._store.room.bytes == 4 * PAGE
             assert available_bytes(allocator) == before
             assert Gate.latest is not None
             Gate.latest.is_open = True
@@ -220,7 +220,7 @@ class TestGivingBack:
     ) -> None:
         Gate(monkeypatch)
         self.going(unretained, memory, pages=2)
-        assert unretained._store.host_bytes == 0
+        assert unretained._store.room.bytes == 0
         assert closed_by == [OPERATION] * 4
         assert threads_giving_back() == []
 
@@ -235,7 +235,7 @@ class TestGivingBack:
                 gate.is_open = True
                 gate.wait()
                 assert closed_by == []
-                assert store.host_bytes == 4 * PAGE
+                assert store.room.bytes == 4 * PAGE
             wait_for_the_end(unretained)
 
     def test_a_block_at_a_time(
@@ -287,7 +287,7 @@ class TestGivingBack:
         allocator.wake_up()
         gate.wait()
         assert closed_by == []
-        assert allocator._store.host_bytes == 5 * PAGE
+        assert allocator._store.room.bytes == 5 * PAGE
         assert sum(usage.backed_up_bytes for usage in allocator.usage().values()) == PAGE
         gate.is_open = True
         wait_for_the_end(allocator, PAGE)
@@ -343,16 +343,16 @@ class TestGivingBack:
             memory.write(address, contents[address])
         memory.close()
         gate.wait()
-        budget = allocator._store.limits()[0]
+        budget = allocator._store.room.tier.limits()[0]
         assert (budget.name, budget.available_bytes) == ("budget", (4 + spare_pages) * PAGE)
         most = [0]
-        take = allocator._store.take
+        take = allocator._store.room.take
 
         def noted(*arguments: Any, **options: Any) -> None:
             take(*arguments, **options)
-            most[0] = max(most[0], allocator._store.host_bytes)
+            most[0] = max(most[0], allocator._store.room.bytes)
 
-        monkeypatch.setattr(allocator._store, "take", noted)
+        monkeypatch.setattr(allocator._store.room, "take", noted)
         if operation == "prepare":
             assert allocator.prepare().wait(30)
         report = allocator.sleep()
@@ -384,10 +384,10 @@ class TestGivingBack:
 
         monkeypatch.setattr(_core.HostBlock, "pin", noted)
         assert unretained.sleep().copied_bytes == 4 * PAGE
-        assert (closed_by, pinned, unretained._store.host_bytes) == ([], [], 4 * PAGE)
+        assert (closed_by, pinned, unretained._store.room.bytes) == ([], [], 4 * PAGE)
         unretained.wake_up()
         check_bytes(memory, contents)
-        assert (closed_by, pinned, unretained._store.host_bytes) == ([], [], 4 * PAGE)
+        assert (closed_by, pinned, unretained._store.room.bytes) == ([], [], 4 * PAGE)
         memory.close()
         gate.is_open = True
         wait_for_the_end(unretained)
@@ -433,13 +433,13 @@ class TestGivingBack:
         with pytest.raises(OutOfHostMemory) as refused:
             allocator.sleep()
         assert (refused.value.available_bytes, refused.value.limit) == (6 * PAGE, "budget")
-        assert (closed_by, allocator._store.host_bytes) == ([], 4 * PAGE)
+        assert (closed_by, allocator._store.room.bytes) == ([], 4 * PAGE)
         allocator.free(contents.popitem()[0])
         most = [0]
         prefault = _core.HostBlock.prefault
 
         def noted(block: _core.HostBlock, offset: int, nbytes: int) -> None:
-            most[0] = max(most[0], allocator._store.host_bytes)
+            most[0] = max(most[0], allocator._store.room.bytes)
             prefault(block, offset, nbytes)
 
         patch_prefault(monkeypatch, noted)
@@ -459,9 +459,9 @@ class TestGivingBack:
         gate = Gate(monkeypatch)
         contents = self.going(unretained, memory)
         gate.wait()
-        assert unretained._store.host_bytes == 4 * PAGE
+        assert unretained._store.room.bytes == 4 * PAGE
         assert getattr(unretained, call)() == (4 * PAGE if call == "release_backups" else None)
-        assert unretained._store.host_bytes == 0
+        assert unretained._store.room.bytes == 0
         if SIMULATED:
             assert sim.stats().registered_bytes == 0
         gate.is_open = True
@@ -478,10 +478,10 @@ class TestGivingBack:
         until(lambda: len(threads_giving_back()) == 1)  # it names itself when it begins
         with unretained._lock.hold():
             for segment in _core.segments():
-                unretained._store.take([segment], [], {})  # gives back what goes, and then all of it goes again
-            unretained._store.prune()
+                unretained._store.room.take([segment], [], {})  # gives back what goes, and then all of it goes again
+            unretained._store.catalogue.prune()
         until(lambda: len(threads_giving_back()) == 1)
-        assert unretained._store.host_bytes == 6 * PAGE
+        assert unretained._store.room.bytes == 6 * PAGE
         gate.is_open = True
         wait_for_the_end(unretained)
         unretained.sleep()
@@ -498,7 +498,7 @@ class TestGivingBack:
         with monkeypatch.context() as patch:
             patch.setattr(_core.Worker, "start", refuse)
             contents = self.going(unretained, memory)
-            assert unretained._store.host_bytes == 0
+            assert unretained._store.room.bytes == 0
         assert closed_by == [OPERATION] * 8
         unretained.sleep()
         unretained.wake_up()
@@ -515,10 +515,10 @@ class TestGivingBack:
         for address in self.going(allocator, memory):
             allocator.free(address)
         gate.wait()
-        assert allocator._store.host_bytes == 4 * PAGE
+        assert allocator._store.room.bytes == 4 * PAGE
         make_allocator()
         assert_no_threads(GIVING_BACK)
-        assert allocator._store.host_bytes == 0
+        assert allocator._store.room.bytes == 0
         if SIMULATED:
             assert sim.stats().registered_bytes == 0
 
@@ -555,11 +555,11 @@ class TestGivingBack:
             time.sleep(0.02)
             unretained.wake_up()
             assert closed_by == []
-            assert unretained._store._tier._releasing.bytes == 4 * PAGE
+            assert unretained._store.room.tier._releasing.bytes == 4 * PAGE
         finally:
-            unretained._store.stop()
+            unretained._store.room.stop()
         unretained.release_backups()
-        assert unretained._store.host_bytes == 0
+        assert unretained._store.room.bytes == 0
 
     def test_stopping_ends_the_thread(
         self, unretained: CuMemAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch
@@ -568,10 +568,10 @@ class TestGivingBack:
         self.going(unretained, memory)
         gate.wait()
         for _ in range(2):
-            unretained._store.stop()
+            unretained._store.room.stop()
             assert_no_threads(GIVING_BACK)
         unretained.release_backups()
-        assert unretained._store.host_bytes == 0
+        assert unretained._store.room.bytes == 0
 
 
 GOING = """
@@ -589,7 +589,7 @@ GOING = """
     memory.close()
     allocator.sleep()
     allocator.wake_up()
-    going = allocator._store._tier._releasing
+    going = allocator._store.room.tier._releasing
     """
 
 
@@ -619,7 +619,7 @@ class TestProcess:
             tuning.between_releases_s = 0
             while going._worker is not None:
                 time.sleep(0.001)
-            assert allocator._store.host_bytes == 0
+            assert allocator._store.room.bytes == 0
             for address, content in contents.items():
                 assert memory.read(address, 4 * PAGE) == content
             memory.close()

@@ -6,6 +6,7 @@ import pathlib
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,15 +16,20 @@ sys.path.append(str(pathlib.Path(__file__).parents[1] / "vault"))
 
 from running import RunningVault
 
-from cumem_sleep import CuMemAllocator, OutOfHostMemory, Settings, _core, sim
-from cumem_sleep.backups import limits
+from cumem_sleep import CuMemAllocator, OutOfHostMemory, Settings, _core, host_facts, sim
+from cumem_sleep.backups.backup import Backup, extent_sizes
+from cumem_sleep.backups.catalogue import Catalogue
 from cumem_sleep.backups.host import HostTier
-from cumem_sleep.backups.tier import Content, Stored, Tier, Wanted
+from cumem_sleep.backups.tier import Content, Tier
 from cumem_sleep.backups.vault import VaultTier
+from cumem_sleep.digest.device import DeviceDigester, DigestRun
 from cumem_sleep.digest.reference import Digest
 from cumem_sleep.extents import Extent, Lane
+from cumem_sleep.transfer.link import Link, LinkIn, LinkOut
+from cumem_sleep.transfer.pacing import Pace
+from cumem_sleep.transfer.transfer import Transfer
 
-BUDGET = 64 << 20
+BUDGET = 32 << 20
 SIZES = [PAGE, 3 * PAGE, PAGE // 2 + 16]
 
 
@@ -73,8 +79,7 @@ def segment(allocator: CuMemAllocator, memory: Memory) -> tuple[int, bytes]:
 
 
 def reserve(tier: Tier, *sizes: int) -> tuple[Extent, ...]:
-    (extents,) = tier.reserve([Wanted(0, sizes)])
-    return extents
+    return tuple(tier.reserve(0, sizes))
 
 
 @contextmanager
@@ -91,16 +96,17 @@ def write(tier: Tier, extent: Extent, address: int, nbytes: int) -> None:
 
 class TestRoom:
     def test_extents_have_exactly_the_sizes_that_were_asked_for(self, tier: Tier) -> None:
-        reserved = tier.reserve([Wanted(0, SIZES), Wanted(0, [PAGE])])
-        assert [[extent.bytes for extent in extents] for extents in reserved] == [SIZES, [PAGE]]
-        for extents in reserved:
-            tier.release(extents)
+        extents = tier.reserve(0, SIZES)
+        assert [extent.bytes for extent in extents] == SIZES
+        assert tier.bytes == sum(SIZES)
+        tier.release(extents)
+        assert tier.bytes == 0
 
     def test_nothing_is_reserved_for_nothing(self, tier: Tier) -> None:
-        assert tier.reserve([]) == []
+        assert tier.reserve(0, []) == []
 
     def test_beside_work_the_same_is_reserved(self, tier: Tier) -> None:
-        (extents,) = tier.reserve([Wanted(0, SIZES)], beside_work=True)
+        extents = tier.reserve(0, SIZES, beside_work=True)
         assert [extent.bytes for extent in extents] == SIZES
         tier.release(extents)
 
@@ -116,21 +122,23 @@ class TestRoom:
             assert tier.has_free(8 << 20)
 
     def test_the_budget_is_a_limit(self, tier: Tier) -> None:
-        left = {limit.name: limit.available_bytes for limit in tier.limits(BUDGET - PAGE)}
-        assert left["budget"] == PAGE
-        assert {limit.name: limit.available_bytes for limit in tier.limits(BUDGET + PAGE)}["budget"] == 0
+        for held_bytes in (BUDGET - PAGE, BUDGET + PAGE):
+            extents = reserve(tier, held_bytes)
+            left = {limit.name: limit.available_bytes for limit in tier.limits()}
+            assert left["budget"] == max(0, BUDGET - held_bytes)
+            tier.release(extents)
 
     def test_what_was_released_can_be_reserved_again(self, tier: Tier) -> None:
         for _ in range(3):
             extents = reserve(tier, *[8 << 20] * 7)
             tier.release(extents)
         for _ in range(3):
-            tier.release_later(list(reserve(tier, *[8 << 20] * 7)))
+            tier.release(reserve(tier, *[8 << 20] * 7))
             tier.finish_releasing()
-            assert tier.unreleased_bytes == 0
+            assert tier.bytes == 0
 
     def test_what_is_held_is_counted_backup_by_backup(self, tier: Tier) -> None:
-        reserved = tier.reserve([Wanted(0, [PAGE, 3 * PAGE]), Wanted(0, [PAGE // 2 + 16])])
+        reserved = [reserve(tier, PAGE, 3 * PAGE), reserve(tier, PAGE // 2 + 16)]
         whole, odd = tier.footprints(reserved)
         assert (whole.bytes, whole.shared_bytes) == (4 * PAGE, 0)
         assert PAGE // 2 + 16 <= odd.bytes <= PAGE // 2 + (64 << 10)
@@ -247,17 +255,10 @@ class TestCopies:
         extents = reserve(tier, PAGE)
         write(tier, extents[0], address, PAGE)
         tier.unpin(extents)
-        promised = limits.of_this_process
-        seen: list[int] = []
-
-        def note(budget: int | None, held: int, promised_bytes: int, needed: int | None) -> list[limits.HostLimit]:
-            seen.append(promised_bytes)
-            return promised(budget, held, promised_bytes, needed)
-
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(limits, "of_this_process", note)
-            tier.limits(PAGE)
-        assert seen == ([0] if isinstance(tier, HostTier) else [])
+            patch.setattr(host_facts, "cgroup_available_bytes", lambda: 8 * PAGE)
+            left = {limit.name: limit.available_bytes for limit in tier.limits(PAGE)}
+        assert left.get("cgroup", 8 * PAGE) == 8 * PAGE
         tier.release(extents)
 
     @pytest.mark.sim
@@ -277,13 +278,13 @@ class TestCopies:
 
 class TestSharing:
     def content(self, data: bytes) -> Content:
-        return Content(0, digest_of(np.frombuffer(data, np.uint8)), len(data))
+        return Content(digest_of(np.frombuffer(data, np.uint8)), len(data))
 
     def test_what_is_not_sealed_is_not_found(self, tier: Tier, segment: tuple[int, bytes]) -> None:
         address, data = segment
         extents = reserve(tier, PAGE)
         write(tier, extents[0], address, PAGE)
-        assert tier.find_content([self.content(data[:PAGE])]) == [None]
+        assert tier.find(0, [self.content(data[:PAGE])]) == [None]
         assert tier.can_rewrite(extents)
         tier.release(extents)
 
@@ -294,8 +295,8 @@ class TestSharing:
         content = self.content(data[:PAGE])
         extents = reserve(tier, PAGE)
         write(tier, extents[0], address, PAGE)
-        tier.seal([Stored(content, extents, is_encoded=False)])
-        found, other = tier.find_content([content, Content(0, Digest(1, 2), PAGE)])
+        tier.seal([(extents, content)])
+        found, other = tier.find(0, [content, Content(Digest(1, 2), PAGE)])
         assert other is None
         if found is None:  # the tier shares nothing: then its extents can be written again
             assert tier.can_rewrite(extents)
@@ -311,25 +312,76 @@ class TestSharing:
         assert memory.read(target, PAGE) == data[:PAGE]
         tier.release(found)
 
+    def test_two_ranges_of_a_segment_there_and_back(
+        self, tier: Tier, allocator: CuMemAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Copied, digested and proven, found by their content, and copied back. The rest stays as it is."""
+        monkeypatch.setattr(CuMemAllocator.tuning, "slab_bytes", 2 * PAGE)  # an extent may end in the middle of a range
+        address = allocator.malloc(8 * PAGE, "kv_cache")
+        before = memory.fill_random(address, 8 * PAGE)
+        (segment,) = (each for each in _core.segments() if each.address == address)
+        ranges = ((PAGE, PAGE), (5 * PAGE, 2 * PAGE))
+        chosen = b"".join(before[offset : offset + nbytes] for offset, nbytes in ranges)
+        extents = reserve(tier, *extent_sizes(len(chosen), None, tier.extent_bytes(beside_work=False)))
+        backup = Backup(segment, tier, extents, ranges=ranges)
+        catalogue = Catalogue(retain=True)
+        catalogue.tiers.append(tier)
+        catalogue.add(backup)
+
+        def digest() -> Digest:
+            with DigestRun(DeviceDigester(CuMemAllocator.tuning), [segment]) as run:
+                run.start([segment], ranges)
+                return run.finish()[segment.id]
+
+        with lane_of(tier) as lane:
+            self.copy(backup, LinkOut([lane], CuMemAllocator.tuning))
+        assert digest() == self.content(chosen).digest
+        catalogue.prove([segment], {segment.id: digest()}, ranges)
+        assert (catalogue.get(segment, ranges), catalogue.get(segment)) == (backup, None)
+        assert backup.read(5 * PAGE + 16, PAGE).tobytes() == before[5 * PAGE + 16 : 6 * PAGE + 16]
+        if (found := tier.find(0, [self.content(chosen)])[0]) is not None:
+            tier.release(found)
+        after = memory.fill_random(address, 8 * PAGE)
+        assert digest() != backup.digest
+        with lane_of(tier) as lane:
+            pace = Pace(None, CuMemAllocator.tuning.timed_bytes, 1, CuMemAllocator.tuning)
+            self.copy(backup, LinkIn([lane], pace, lambda _: None, CuMemAllocator.tuning))
+        restored = bytearray(after)
+        for offset, nbytes in ranges:
+            restored[offset : offset + nbytes] = before[offset : offset + nbytes]
+        assert memory.read(address, 8 * PAGE) == restored
+        assert digest() == backup.digest
+        catalogue.forget([segment.id])
+        assert (list(catalogue), tier.bytes) == ([], 0)
+
+    def copy(self, backup: Backup, link: Link) -> None:
+        arrived: list[_core.Segment] = []
+        transfer = Transfer([link], arrived.extend)
+        transfer.add(backup.segment, backup.pieces())
+        while transfer.step():
+            pass
+        transfer.finish()
+        assert arrived == [backup.segment]
+
     def test_what_is_encoded_is_not_found(self, tier: Tier, segment: tuple[int, bytes]) -> None:
         """The same bytes can be encoded in several ways, and not everybody can decode them."""
         address, data = segment
         content = self.content(data[:PAGE])
         extents = reserve(tier, PAGE)
         write(tier, extents[0], address, PAGE)
-        tier.seal([Stored(content, extents, is_encoded=True)])
-        assert tier.find_content([content]) == [None]
+        tier.seal([(extents, replace(content, is_encoded=True))])
+        assert tier.find(0, [content]) == [None]
         tier.release(extents)
 
     def test_what_is_needed_is_not_evicted(self, tier: Tier, segment: tuple[int, bytes]) -> None:
         address, data = segment
         extents = reserve(tier, 4 * PAGE)
         write(tier, extents[0], address, 4 * PAGE)
-        tier.seal([Stored(self.content(data), extents, is_encoded=False)])
+        tier.seal([(extents, self.content(data))])
         assert tier.set_needed([extents], needed=False) == []
         assert tier.set_needed([extents], needed=True) == []
         with pytest.raises(OutOfHostMemory):
-            tier.reserve([Wanted(0, [1 << 60])])
+            tier.reserve(0, [1 << 60])
         with lane_of(tier) as lane:
             assert lane.content(extents[0], 0, 4 * PAGE).tobytes() == data
         tier.release(extents)

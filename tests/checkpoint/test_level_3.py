@@ -343,7 +343,7 @@ class TestSleepAndWake:
     ) -> None:
         """It waits until the process is at level 3, and brings it back."""
         goes_down, woken = threading.Event(), threading.Event()
-        ask, unpin = process._Helper.ask, allocator._store.unpin
+        ask, unpin = process._Helper.ask, allocator._store.room.unpin
 
         def until_a_wake_waits() -> None:
             goes_down.set()
@@ -367,7 +367,7 @@ class TestSleepAndWake:
             assert "restore" in report.phases
 
         monkeypatch.setattr(process._Helper, "ask", ask_late)
-        monkeypatch.setattr(allocator._store, "unpin", unpin_late)
+        monkeypatch.setattr(allocator._store.room, "unpin", unpin_late)
         run_together(lambda: allocator.sleep(level=3), wake)
         assert allocator.checkpoint is None
         assert memory.read(weights, PAGE) == BYTES

@@ -119,8 +119,8 @@ def encodings(allocator: CuMemAllocator, addresses: Sequence[int] | Contents) ->
     """The names of the layouts; None for what is stored as it is. All must have a complete backup."""
     found = []
     for address in addresses:
-        assert allocator._store.get(at(address)) is not None
-        encoding = allocator._store.encoding_of(at(address))
+        assert allocator._store.catalogue.get(at(address)) is not None
+        encoding = allocator._store.catalogue.encoding_of(at(address))
         found.append(encoding.code.layout.name if encoding is not None else None)
     return found
 
@@ -129,7 +129,7 @@ def check_host_bytes(allocator: CuMemAllocator) -> None:
     """Not more than the bytes that are stored need: by what we say, and what the driver says."""
     stored = 0
     for segment in _core.segments():
-        backup = allocator._store.get(segment)
+        backup = allocator._store.catalogue.get(segment)
         if backup is not None:
             mine = backup.encoding.bytes if backup.encoding else segment.bytes
             assert mine <= backup.bytes <= EXACT * mine

@@ -74,7 +74,7 @@ class TestChanges:
     ) -> None:
         contents = fill(allocator, bf16, bf16)
         cycle(allocator, contents)
-        before = [allocator._store._backups[at(address).id] for address in contents]
+        before = [allocator._store.catalogue.of(at(address)) for address in contents]
         sizes = [backup.encoding.sizes for backup in before if backup.encoding]
         random = np.random.default_rng(7)
         for address in contents:
@@ -84,7 +84,7 @@ class TestChanges:
             patch.setattr(Samples, "begin", None)
             report = allocator.sleep()
         assert report.copied_bytes == 2 * 2 * PAGE
-        after = [allocator._store._backups[at(address).id] for address in contents]
+        after = [allocator._store.catalogue.of(at(address)) for address in contents]
         for old, new, old_sizes in zip(before, after, sizes, strict=True):
             assert new is old
             assert new.encoding is not None
@@ -288,7 +288,7 @@ class TestChanges:
         cycle(allocator, contents)
         self.change_all(contents)
         start, calls = DigestRun.start, list[int]()
-        forget, forgotten = allocator._store.forget, list[int]()
+        forget, forgotten = allocator._store.catalogue.forget, list[int]()
 
         def refuse_at_first(run: DigestRun, segments: Sequence[_core.Segment]) -> None:
             calls.append(len(segments))
@@ -301,7 +301,7 @@ class TestChanges:
             forget(ids)
 
         with monkeypatch.context() as patch:
-            patch.setattr(allocator._store, "forget", noted_forget)
+            patch.setattr(allocator._store.catalogue, "forget", noted_forget)
             patch.setattr(DigestRun, "start", refuse_at_first)
             assert allocator.sleep().copied_bytes == 10 * PAGE
         allocator.wake_up()
@@ -444,4 +444,4 @@ class TestChanges:
         with pytest.raises(InvalidState, match=f"0x{address:x}.* written to"):
             allocator.sleep()
         assert states() == {AWAKE}
-        assert allocator._store.host_bytes == 0
+        assert allocator._store.room.bytes == 0

@@ -46,7 +46,7 @@ class TestDamage:
         contents = fill(allocator, bf16, some_noise) | fill(allocator, noise, tag="lora")
         allocator.sleep()
         address = list(contents)[1]
-        backup = allocator._store.get(at(address))
+        backup = allocator._store.catalogue.get(at(address))
         assert backup is not None
         assert backup.encoding is not None
         layout, sizes = backup.encoding.code.layout, backup.encoding.sizes

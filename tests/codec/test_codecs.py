@@ -156,7 +156,7 @@ class TestTogether:
         contents = fill(allocator, bf16, small_numbers, noise, bf16, small_numbers)
         cycle(allocator, contents)
         assert encodings(allocator, contents) == ["bf16", "even_bytes", None, "bf16", "even_bytes"]
-        numbers = [allocator._store.encoding_of(at(address)) for address in list(contents)[1::3]]
+        numbers = [allocator._store.catalogue.encoding_of(at(address)) for address in list(contents)[1::3]]
         assert all(n is not None and n.bytes == 2 * even_bytes.LAYOUTS[0].smallest_chunk_bytes for n in numbers)
 
     def test_a_segment_changes_from_one_to_the_other(self, allocator: CuMemAllocator) -> None:

@@ -15,7 +15,7 @@ from support import PAGE, free_everything, reset_simulation
 from world import Phase, World, check_every_call, phases
 
 from cumem_sleep import CuMemAllocator
-from cumem_sleep.backups import filling, store
+from cumem_sleep.backups import catalogue, filling, room
 from cumem_sleep.codec.memory import LentMemory
 from cumem_sleep.codec.plan import Plan, parts_to_plan
 from cumem_sleep.codec.workbench import Workbench
@@ -49,9 +49,9 @@ COMPRESSED = phases("first sleep", "sleep of changed", "wake of weights", "wake 
 
 def all_compressed(world: World) -> bool:
     return all(
-        world.allocator._store.encoding_of(segment) is not None
+        world.allocator._store.catalogue.encoding_of(segment) is not None
         for segment in world.segments
-        if world.allocator._store.get(segment) is not None
+        if world.allocator._store.catalogue.get(segment) is not None
     )
 
 
@@ -95,7 +95,7 @@ def test_interrupt_of_a_sleep_of_changed(world: World, monkeypatch: pytest.Monke
     (phase,) = phases("sleep of changed")
     bench = (Workbench.encode, Workbench.begin_plan, Plan._count, Workbench.finish, parts_to_plan)
     backing_up = (sleep._BackingUp.attempt, sleep._BackingUp._next_part, sleep._BackingUp._with_memory)
-    check_interrupts(world, phase, (*bench, store, filling, *backing_up), only_there=True)
+    check_interrupts(world, phase, (*bench, catalogue, room, filling, *backing_up), only_there=True)
 
 
 @pytest.mark.slow

@@ -257,8 +257,8 @@ class TestPrepare:
                 finished(allocator.prepare())
             sim.reset()
             _core.synchronize(0)  # fails if work on the device found its memory gone
-            ready = [s for s in _core.segments() if allocator._store.get(s) is not None]
-            if allocator._store.host_bytes != sum(host_bytes_of(allocator, segment) for segment in ready):
+            ready = [s for s in _core.segments() if allocator._store.catalogue.get(s) is not None]
+            if allocator._store.room.bytes != sum(host_bytes_of(allocator, segment) for segment in ready):
                 problems.append(f"{call} number {position + 1}: half a backup is left")
             if allocator.sleep().clean_bytes != 2 * PAGE * len(ready):
                 problems.append(f"{call} number {position + 1}: a backup is not of the segment's bytes")
@@ -302,7 +302,7 @@ class TestPrepare:
                     preparation = allocator.prepare()
                     allocator.release_backups() if act == "release" else allocator.close()
                     assert not preparation.running
-                    assert allocator._store.host_bytes == 0
+                    assert allocator._store.room.bytes == 0
                 else:
                     preparation = Turns(patch, change, turn).prepare(allocator)
             assert preparation.error is None
@@ -334,7 +334,7 @@ class TestPrepare:
         error = finished(allocator.prepare()).error
         assert isinstance(error, OutOfHostMemory)
         assert (error.needed_bytes, error.limit) == (4 * PAGE, "budget")
-        assert allocator._store.host_bytes == 0
+        assert allocator._store.room.bytes == 0
         cycle(allocator, contents)
         assert encodings(allocator, contents) == ["bf16", "bf16"]
 
@@ -345,16 +345,16 @@ class TestPrepare:
         contents = fill(allocator, *[bf16] * 4)
         fill(allocator, zeros, nbytes=8 * PAGE, tag="kv_cache")
         cycle(allocator, contents)
-        held = allocator._store.host_bytes
+        held = allocator._store.room.bytes
         random = np.random.default_rng(5)
         for address in contents:
             contents[address] = bf16(2 * PAGE, random)
             write(address, contents[address])
         leave_free(0)
         assert finished(allocator.prepare()).error is None
-        assert allocator._store.host_bytes == held
+        assert allocator._store.room.bytes == held
         allocator.sleep()
-        assert allocator._store.host_bytes == held
+        assert allocator._store.room.bytes == held
         allocator.wake_up()
         check_bytes(contents)
 
@@ -388,7 +388,7 @@ class TestPrepare:
             sim.configure(device_bytes=2 * 2 * PAGE)
 
         assert Turns(monkeypatch, write_and_fill, 1).prepare(allocator).error is None
-        assert allocator._store.get(at(first)) is None
+        assert allocator._store.catalogue.get(at(first)) is None
         assert encodings(allocator, [second]) == [None]
         sim.configure(device_bytes=DEVICE_BYTES)
         cycle(allocator, contents)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cold_tier import moved
 from compression import (
     BENCH_BYTES,
     KINDS,
@@ -39,7 +40,7 @@ from cumem_sleep.codec.kernels import SimulatedKernels
 from cumem_sleep.codec.slots import Slot
 from cumem_sleep.digest.device import DigestRun
 from cumem_sleep.transfer.decoding import Decoding
-from cumem_sleep.transfer.pacing import Choice, Pace
+from cumem_sleep.transfer.pacing import BestRate, Choice, Pace
 from cumem_sleep.transfer.transfer import Transfer
 
 pytestmark = pytest.mark.sim
@@ -87,7 +88,20 @@ class TestRoundTrips:
             check_host_bytes(allocator)
             allocator.wake_up()
             check_bytes(contents)
-            assert (allocator._store.host_bytes > 0) is retained
+            assert (allocator._store.room.bytes > 0) is retained
+
+    def test_what_has_moved_to_other_tiers(self, allocator: CuMemAllocator) -> None:
+        contents = fill(allocator, bf16, noise, bf16, some_noise)
+        allocator.sleep()
+        stored = encodings(allocator, contents)
+        for backup in [*allocator._store.catalogue][:3]:
+            moved(allocator, backup)
+        assert encodings(allocator, contents) == stored == ["bf16", None, "bf16", "bf16"]
+        assert allocator.wake_up().verified_bytes == 4 * 2 * PAGE
+        check_bytes(contents)
+        assert allocator.sleep().clean_bytes == 4 * 2 * PAGE
+        allocator.wake_up()
+        check_bytes(contents)
 
     @pytest.mark.parametrize("nbytes", [1, PAGE - 1, PAGE + 1, 5 * MIB])
     def test_odd_sizes(self, allocator: CuMemAllocator, nbytes: int) -> None:
@@ -148,18 +162,18 @@ class TestRoundTrips:
         monkeypatch.setattr(_core.CopyStream, "to_device_by_kernel", by_kernel)
         monkeypatch.setattr(Pace, "next", next_choice)
         monkeypatch.setattr(Pace, "record", record)
-        allocator._copiers._kernel_devices.add(0)
+        allocator._copiers.best_rates[0] = BestRate()
         contents = fill(allocator, *KINDS, nbytes=12 * PAGE)
         contents |= fill(allocator, bf16, fp16, nbytes=PAGE)
         allocator.sleep()
         if is_unpinned:
-            allocator._store.unpin()
+            allocator._store.room.unpin()
         if tight:
             leave_free(sum(map(len, contents.values())) + BENCH_BYTES[0])
         allocator.wake_up()
         check_bytes(contents)
         assert len(started) >= 6
-        encoded = sum(e.bytes for s in _core.segments() if (e := allocator._store.encoding_of(s)))
+        encoded = sum(e.bytes for s in _core.segments() if (e := allocator._store.catalogue.encoding_of(s)))
         assert sum(nbytes for nbytes, _ in took if nbytes) == encoded + 12 * PAGE, "and what is stored as it is"
         assert all(seconds > 0 for _, seconds in took)
 
@@ -224,7 +238,7 @@ class TestRoundTrips:
         monkeypatch.setattr(_core.Scratch, "close", freed)
         monkeypatch.setattr(Pace, "next", lambda _: Choice(by_engine=False, alone=False))
         monkeypatch.setattr(Pace, "record", lambda *_: None)
-        allocator._copiers._kernel_devices.add(0)
+        allocator._copiers.best_rates[0] = BestRate()
         contents = fill(allocator, *[bf16] * 6, nbytes=4 * PAGE)
         allocator.sleep()
         sim.fail("cuMemCreate", after=4, error="CUDA_ERROR_UNKNOWN", times=100)

@@ -174,9 +174,9 @@ class TestFullDevice:
         contents, _ = self.fill(allocator, cache=False)
         allocator.sleep()
         registered = sim.stats().registered_bytes
-        allocator._store.unpin()
+        allocator._store.room.unpin()
         assert sim.stats().registered_bytes < registered
-        tables_bytes = allocator._store.device_bytes_to_pin(_core.segments())
+        tables_bytes = allocator._store.room.device_bytes_to_pin(_core.segments())
         assert tables_bytes > 0
         sim.configure(device_bytes=sum(segment.bytes for segment in _core.segments()) + tables_bytes)
         allocator.wake_up()

@@ -12,7 +12,7 @@ from support import PAGE, Memory, assert_clean_exit, digest_by_the_kernel, diges
 
 from cumem_sleep import CuMemAllocator, DriverError, _core, sim
 from cumem_sleep.digest import device as digest
-from cumem_sleep.digest.device import DeviceDigester
+from cumem_sleep.digest.device import DeviceDigester, DigestRun
 from cumem_sleep.digest.reference import CHUNK_BYTES, LANES, ROWS, Digest, sums_of
 from cumem_sleep.tuning import Tuning
 
@@ -295,7 +295,7 @@ class TestDevice:
         digest_by_the_kernel(allocator)
         digester = allocator._digester
         expected = {s.id: digest_of(np.frombuffer(c, np.uint8)) for s, c in zip(segments, contents, strict=True)}
-        with digester.run(segments) as run:
+        with DigestRun(digester, segments) as run:
             sim.fail("cuLaunchKernel", after=launches, error=error)
             for segment in segments:
                 run.start([segment])
@@ -325,7 +325,7 @@ class TestDevice:
             import logging, types
             import numpy as np
             from cumem_sleep.digest import device as digest
-            from cumem_sleep.digest.device import DeviceDigester
+            from cumem_sleep.digest.device import DeviceDigester, DigestRun
             from cumem_sleep.tuning import Tuning
 
             def never(*_):

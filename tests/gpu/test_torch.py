@@ -230,7 +230,7 @@ def test_a_wake_by_the_copy_kernel(
     monkeypatch.setattr(CuMemAllocator.tuning, "engine_batch_bytes", 10 * MIB)
     with allocator.use_memory_pool("weights"):
         weights = [random_tensor(nbytes) for nbytes in (2 * MIB, 64 * MIB, 22 * MIB, 150 * MIB)]
-    assert 0 in allocator._copiers._kernel_devices
+    assert 0 in allocator._copiers.best_rates
     ways = itertools.cycle(by_engine)
     monkeypatch.setattr(Pace, "record", lambda pace, *_: setattr(pace, "way", next(ways)))
     monkeypatch.setattr(Pace, "next", lambda pace: Choice(getattr(pace, "way", by_engine[0]), alone=False))
@@ -238,7 +238,7 @@ def test_a_wake_by_the_copy_kernel(
     for is_unpinned in (False, True, False):  # as after level 3
         allocator.sleep()
         if is_unpinned:
-            allocator._store.unpin()
+            allocator._store.room.unpin()
         assert allocator.wake_up().verified_bytes >= 238 * MIB
         for tensor, before in zip(weights, expected, strict=True):
             assert torch.equal(tensor.cpu(), before)

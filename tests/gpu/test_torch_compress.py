@@ -105,8 +105,8 @@ def layouts(allocator: CuMemAllocator, tensors: Iterable[Any]) -> list[str | Non
     """The names of the layouts of their backups; None for what is stored as it is."""
     found = []
     for segment in map(segment_of, tensors):
-        assert allocator._store.get(segment) is not None
-        encoding = allocator._store.encoding_of(segment)
+        assert allocator._store.catalogue.get(segment) is not None
+        encoding = allocator._store.catalogue.encoding_of(segment)
         found.append(encoding.code.layout.name if encoding is not None else None)
     return found
 
@@ -380,7 +380,7 @@ def test_of_all_kinds_at_once(allocator: CuMemAllocator, monkeypatch: pytest.Mon
     expected = bytes_of(weights + buffers)
     del large, odd, half
     names = [*DTYPES, None]
-    assert 0 in allocator._copiers._kernel_devices
+    assert 0 in allocator._copiers.best_rates
     for by_kernel in (False, True):
         slept = allocator.sleep(1)
         assert DROPPED not in states()
@@ -391,7 +391,7 @@ def test_of_all_kinds_at_once(allocator: CuMemAllocator, monkeypatch: pytest.Mon
         if by_kernel:
             monkeypatch.setattr(Pace, "next", lambda _: Choice(by_engine=False, alone=False))
             monkeypatch.setattr(Pace, "record", lambda *_: None)
-            allocator._store.unpin()
+            allocator._store.room.unpin()
         woke = allocator.wake_up()
         assert woke.verified_bytes == slept.copied_bytes + slept.clean_bytes == allocator.get_current_usage()
         assert woke.stored_bytes <= host_bytes(allocator) <= EXACT * woke.stored_bytes
@@ -420,7 +420,7 @@ def test_only_what_changed_is_encoded_again(allocator: CuMemAllocator) -> None:
         woke = allocator.wake_up()
         assert woke.stored_bytes <= host_bytes(allocator) <= EXACT * woke.stored_bytes
         check_bytes(weights, expected)
-        return [allocator._store._backups[segment_of(weight).id] for weight in weights]
+        return [allocator._store.catalogue.of(segment_of(weight)) for weight in weights]
 
     first = cycle(copied=4)
     sizes = [backup.encoding.sizes.tolist() for backup in first]
@@ -596,7 +596,7 @@ assert torch.equal(results[1], x * 3 + 1)
 report = allocator.sleep()
 assert report.copied_bytes == 0, report
 (segment,) = _core.segments()
-encoding = allocator._store.encoding_of(segment)
+encoding = allocator._store.catalogue.encoding_of(segment)
 assert encoding is not None and encoding.code.layout.name == "fp16", encoding
 allocator.wake_up()
 assert torch.equal(weights.cpu().view(torch.int16), expected.view(torch.int16))
@@ -660,7 +660,7 @@ def test_on_a_full_device_who_lent_memory_has_its_bytes_when_sleep_fails(
     encoded: list[bool] = []
 
     def refuse(*_: object) -> None:
-        backups = [allocator._store._backups[segment_of(weight).id] for weight in weights]
+        backups = [allocator._store.catalogue.of(segment_of(weight)) for weight in weights]
         encoded.extend(backup.encoding is not None for backup in backups)
         raise InvalidState("not now")
 
@@ -700,7 +700,7 @@ def test_wake_with_room_for_the_weights_alone(allocator: CuMemAllocator) -> None
     expected = bytes_of(weights)
     allocator.sleep()
     assert layouts(allocator, weights) == ["bf16", None, "fp16"]
-    allocator._store.unpin()  # as for level 3
+    allocator._store.room.unpin()  # as for level 3
     taken = fill_device(leave_bytes=total_bytes(*weights) + 8 * MIB)
     assert free_bytes() < total_bytes(*weights) + BENCH_BYTES
     assert allocator.wake_up().verified_bytes == total_bytes(*weights)
@@ -717,7 +717,7 @@ def test_a_flipped_bit_in_a_backup_is_found(allocator: CuMemAllocator) -> None:
     allocator.sleep()
     asleep = free_bytes()
     damaged = segment_of(weights[1])
-    backup = allocator._store.get(damaged)
+    backup = allocator._store.catalogue.get(damaged)
     assert backup is not None
     assert backup.encoding is not None
     layout, sizes = backup.encoding.code.layout, backup.encoding.sizes
@@ -807,7 +807,7 @@ def test_ten_cycles_leave_gpu_and_host_memory_flat(allocator: CuMemAllocator) ->
     check_bytes(weights, [as_bytes(content) for content in expected])
     for name, values in zip(("asleep", "awake", "resident", "host"), zip(*levels[3:], strict=True), strict=True):
         assert max(values) - min(values) < SLACK, f"{name}: {values}"
-    held = allocator._store.host_bytes
+    held = allocator._store.room.bytes
     resident = resident_bytes()
     assert allocator.release_backups() == held
     assert resident - resident_bytes() >= held - SLACK

@@ -180,7 +180,7 @@ class TestRegions:
     def test_errors_are_exceptions_and_change_nothing(self, saver: TorchMemorySaver, memory: Memory) -> None:
         address = malloc(saver, enable_cpu_backup=True)
         content = memory.fill_random(address, PAGE)
-        object.__setattr__(CuMemAllocator.get_instance()._store._tier._settings, "host_budget_bytes", 1)  # type: ignore[attr-defined]
+        object.__setattr__(CuMemAllocator.get_instance()._store.room.tier._settings, "host_budget_bytes", 1)  # type: ignore[attr-defined]
         with pytest.raises(OutOfHostMemory):
             saver.pause()
         assert states() == {address: AWAKE}
@@ -193,9 +193,9 @@ class TestRetention:
         malloc(saver, enable_cpu_backup=True)
         assert saver.retain_cpu_backup is False
         saver.pause()
-        assert allocator._store.host_bytes == PAGE
+        assert allocator._store.room.bytes == PAGE
         saver.resume()
-        assert allocator._store.host_bytes == 0
+        assert allocator._store.room.bytes == 0
 
     def test_with_unchanged_bytes_are_not_copied_again(self, saver: TorchMemorySaver, memory: Memory) -> None:
         allocator = CuMemAllocator.get_instance()
@@ -220,10 +220,10 @@ class TestRetention:
         saver.resume()
         saver.retain_cpu_backup = False
         allocator.usage()
-        assert allocator._store.host_bytes == PAGE
+        assert allocator._store.room.bytes == PAGE
         saver.pause()
         saver.resume()
-        assert allocator._store.host_bytes == 0
+        assert allocator._store.room.bytes == 0
 
     def test_the_variable_switches_it_on(self, saver: TorchMemorySaver, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("TMS_RETAIN_CPU_BACKUP", "1")
@@ -316,14 +316,14 @@ class TestTheRestOfTheInterface:
         try:
             for tag, goes in (("other", False), ("x", at_once)):
                 saver.pause(tag)
-                assert allocator._store.host_bytes >= PAGE
+                assert allocator._store.room.bytes >= PAGE
                 saver.resume(tag)
-                assert (allocator._store.host_bytes == 0) is goes, tag
+                assert (allocator._store.room.bytes == 0) is goes, tag
             saver.pause()
             saver.resume()
-            assert (allocator._store.host_bytes == 0) is at_once
+            assert (allocator._store.room.bytes == 0) is at_once
         finally:  # or later tests would wait for that thread
-            allocator._store.stop()
+            allocator._store.room.stop()
         assert_no_threads("cumem-give-back")
 
     def test_what_is_retained_stays_with_mmap_too(self, saver: TorchMemorySaver, allocator: CuMemAllocator) -> None:
@@ -331,7 +331,7 @@ class TestTheRestOfTheInterface:
         malloc(saver, enable_cpu_backup=True, cpu_backup_backend="mmap")
         saver.pause()
         saver.resume()
-        assert allocator._store.host_bytes == PAGE
+        assert allocator._store.room.bytes == PAGE
 
     def test_other_backends_are_refused(self, saver: TorchMemorySaver, monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(ValueError, match="enable_cpu_backup"), saver.region(cpu_backup_backend="mmap"):

@@ -12,7 +12,7 @@ import pytest
 from support import MIB, PAGE, digest_by_the_kernel, forget_devices, fresh_allocator
 
 from cumem_sleep import CuMemAllocator, DriverError, InvalidState, _core, sim
-from cumem_sleep.backups.store import BackupStore
+from cumem_sleep.backups.catalogue import Catalogue
 from cumem_sleep.codec.memory import LentMemory
 from cumem_sleep.pinned import pinned_block, pinned_table
 
@@ -62,13 +62,13 @@ class Region:
 def test_all_backups_are_looked_through_once_unless_some_were_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     region = Region(2, backup=True)
     looked_at: list[int] = []
-    prune = BackupStore.prune
+    prune = Catalogue.prune
 
-    def noted(store: BackupStore) -> None:
-        looked_at.append(store.host_bytes)
-        prune(store)
+    def noted(catalogue: Catalogue) -> None:
+        looked_at.append(region.allocator._store.room.bytes)
+        prune(catalogue)
 
-    monkeypatch.setattr(BackupStore, "prune", noted)
+    monkeypatch.setattr(Catalogue, "prune", noted)
     for operate in (region.sleep, region.wake):
         looked_at.clear()
         operate()

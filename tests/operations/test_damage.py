@@ -21,7 +21,7 @@ class TestDamage:
         world.allocator.sleep()
         world.note_drops()
         segment = next(segment for segment in world.segments if segment.tag == tag)
-        backup = world.allocator._store.get(segment)
+        backup = world.allocator._store.catalogue.get(segment)
         assert backup is not None
         content = np.frombuffer(memoryview(backup.extents[place]), np.uint8)
         before = world.state()
@@ -43,7 +43,7 @@ class TestDamage:
         world.__init__(verify="off")  # type: ignore[misc]
         world.allocator.sleep()
         segment = world.segments[0]
-        backup = world.allocator._store.get(segment)
+        backup = world.allocator._store.catalogue.get(segment)
         assert backup is not None
         np.frombuffer(memoryview(backup.extents[0]), np.uint8)[7] ^= 1
         world.allocator.wake_up()
@@ -54,7 +54,7 @@ class TestDamage:
         world.allocator.sleep()
         world.note_drops()
         weights = world.segments[0]
-        backup = world.allocator._store.get(weights)
+        backup = world.allocator._store.catalogue.get(weights)
         assert backup is not None
         np.frombuffer(memoryview(backup.extents[0]), np.uint8)[0] ^= 1
         del backup

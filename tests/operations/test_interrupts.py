@@ -52,7 +52,7 @@ def test_interrupt_of_prepare(world: World) -> None:
     free_everything()
     world.__init__(prepare_bytes_per_second=1)  # type: ignore[misc]  # else it would end by itself
     allocator = world.allocator
-    assert allocator._store.host_bytes == 0  # the tier is opened once, which is not to shift the places
+    assert allocator._store.room.tier.bytes == 0  # the tier is opened once, which is not to shift the places
     with Signals() as clean:
         allocator.prepare()
     assert_reached(clean.positions, PREPARE)
@@ -70,7 +70,7 @@ def test_interrupt_of_prepare(world: World) -> None:
         allocator.release_backups()
         try:
             assert_no_threads()
-            assert allocator._store.host_bytes == 0
+            assert allocator._store.room.bytes == 0
         except AssertionError:
             problems.append(f"{event} at line {line} of {file}: it goes on")
     world.check_bytes()

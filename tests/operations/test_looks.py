@@ -22,7 +22,7 @@ LOOKS = {
         "operations/layer.py:quiesce",
         "operations/sleep.py:_changed_of",
         "digest/device.py:finish",
-        "digest/device.py:_sums_of_memory",
+        "digest/device.py:_through_host",
         "transfer/transfer.py:step",
         "transfer/link.py:begin",
         "transfer/link.py:_wait_until",
@@ -32,7 +32,7 @@ LOOKS = {
         "transfer/transfer.py:step",
         "transfer/link.py:_wait_until",
         "digest/device.py:finish",
-        "digest/device.py:_sums_of_memory",
+        "digest/device.py:_through_host",
     },
 }
 

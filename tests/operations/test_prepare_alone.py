@@ -71,7 +71,7 @@ class TestAlone:
         first, second, _ = contents
         contents[second] = changed(contents[second], -1)
         memory.write(second, contents[second])
-        before = [allocator._store.get(segment) for segment in _core.segments()]
+        before = [allocator._store.catalogue.get(segment) for segment in _core.segments()]
         assert all(before)
         digests = [backup.digest for backup in before if backup]
         copied = []
@@ -86,7 +86,7 @@ class TestAlone:
             patch.setattr(_core.CopyStream, "to_host", noted)
             assert finished(allocator.prepare()).error is None
         assert set(copied) == set(range(second, second + PAGE, MIB))
-        after = [allocator._store.get(segment) for segment in _core.segments()]
+        after = [allocator._store.catalogue.get(segment) for segment in _core.segments()]
         assert after == before, "host memory was taken anew"
         assert [old == new.digest for old, new in zip(digests, after, strict=True) if new] == [True, False, True]
         assert first in contents
@@ -255,7 +255,7 @@ class TestRefused:
         with pytest.raises(InvalidState, match="retain_backups"):
             allocator.prepare()
         assert allocator._preparation is None
-        assert allocator._store.host_bytes == 0
+        assert allocator._store.room.bytes == 0
 
     def test_while_this_thread_captures(self, allocator: CuMemAllocator, memory: Memory) -> None:
         """As PyTorch tells it."""
@@ -281,7 +281,7 @@ class TestRefused:
             with pytest.raises(InvalidState, match="no thread can be started"):
                 allocator.prepare()
             allocator.release_backups()  # has nothing to wait for
-        assert allocator._store.host_bytes == 0
+        assert allocator._store.room.bytes == 0
         assert finished(allocator.prepare()).error is None
         assert allocator.sleep().copied_bytes == 0
         allocator.wake_up()
@@ -329,4 +329,4 @@ class TestSetting:
         assert len(caplog.records) == 1
         assert "prepare did not begin" in caplog.text
         assert words in caplog.text
-        assert allocator._store.host_bytes == 0
+        assert allocator._store.room.bytes == 0

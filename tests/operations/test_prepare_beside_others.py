@@ -109,12 +109,12 @@ class TestBesideOthers:
         preparation = turns.prepare(allocator)
         assert preparation.error is None
         for segment in _core.segments():
-            backup = allocator._store.get(segment)
+            backup = allocator._store.catalogue.get(segment)
             assert host_bytes_of(allocator, segment) == (0 if backup is None else PAGE), "half a backup is left"
-        assert not any(backup.being_prepared for backup in allocator._store._backups.values())
+        assert not any(backup.being_prepared for backup in allocator._store.catalogue)
         if act in ("look", "allocate"):
             assert backed_up_bytes(allocator) == 2 * PAGE
-        ready = [s.id for s in _core.segments() if s.sleep == AWAKE and allocator._store.get(s) is not None]
+        ready = [s.id for s in _core.segments() if s.sleep == AWAKE and allocator._store.catalogue.get(s) is not None]
         awake = [s.id for s in _core.segments() if s.sleep == AWAKE]
         report = allocator.sleep()
         if not act.startswith("write"):
@@ -193,7 +193,7 @@ class TestBesideOthers:
         _core.synchronize(0)
         if SIMULATED:
             assert sim.stats().reserved_bytes == PAGE
-        assert allocator._store.host_bytes == PAGE
+        assert allocator._store.room.bytes == PAGE
         del contents[address]
         assert allocator.sleep().copied_bytes == 0
         allocator.wake_up()
@@ -212,7 +212,7 @@ class TestBesideOthers:
         in_thread(lambda: allocator.free(min(contents, key=lambda address: address == gate.address)))
         gate.open()
         finished(preparation)
-        assert allocator._store.host_bytes == PAGE
+        assert allocator._store.room.bytes == PAGE
 
     @pytest.mark.parametrize("through_hook", [False, True])
     def test_a_backup_of_what_is_freed_goes_after_the_piece(
@@ -228,10 +228,10 @@ class TestBesideOthers:
         preparation = allocator.prepare()
         gate.wait()
         in_thread(lambda: hooks().cumem_sleep_free(freed, PAGE, 0, None) if through_hook else allocator.free(freed))
-        assert allocator._store.host_bytes == 2 * PAGE
+        assert allocator._store.room.bytes == 2 * PAGE
         gate.open()
         deadline = time.monotonic() + 30
-        while allocator._store.host_bytes != PAGE:
+        while allocator._store.room.bytes != PAGE:
             assert time.monotonic() < deadline
             time.sleep(0.001)
         assert preparation.running
@@ -263,7 +263,7 @@ class TestBesideOthers:
         finished(preparation)
         assert preparation.error is None
         if operation in ("release_backups", "close"):
-            assert allocator._store.host_bytes == 0
+            assert allocator._store.room.bytes == 0
         allocator.wake_up()
         if operation == "discard":
             del contents[next(iter(contents))]
@@ -297,7 +297,7 @@ class TestBesideOthers:
             assert finished(second).error is None
             assert backed_up_bytes(allocator) == 2 * PAGE
         else:
-            assert allocator._store.host_bytes == 0
+            assert allocator._store.room.bytes == 0
         assert allocator.sleep().copied_bytes == (0 if operation == "prepare" else 2 * PAGE)
         allocator.wake_up()
         check_bytes(memory, contents)
@@ -318,7 +318,7 @@ class TestBesideOthers:
         preparation = turns.prepare(allocator)
         assert preparation.error is None
         complete = sum(at >= last for last in (3, 7))
-        assert backed_up_bytes(allocator) == allocator._store.host_bytes == complete * PAGE
+        assert backed_up_bytes(allocator) == allocator._store.room.bytes == complete * PAGE
         preparation.stop()
         preparation.stop()
         assert allocator.sleep().clean_bytes == complete * PAGE
@@ -337,7 +337,7 @@ class TestBesideOthers:
         gate.open()
         assert finished(preparation).error is None
         assert preparation.wait(0)
-        assert allocator._store.host_bytes == 0
+        assert allocator._store.room.bytes == 0
 
     @pytest.mark.slow
     def test_through_many_sleeps(self, allocator: CuMemAllocator, memory: Memory) -> None:
@@ -372,7 +372,7 @@ class TestBesideOthers:
         make_allocator()
         assert not preparation.running
         assert preparation.error is None
-        assert allocator._store.host_bytes == 0
+        assert allocator._store.room.bytes == 0
 
     def test_a_sleep_takes_the_backup_over(
         self, allocator: CuMemAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch
@@ -458,4 +458,4 @@ class TestBesideCaptures:
         assert result == 0
         assert (preparation.error is not None) == (ends == "short")
         expected = {"": 2, "stop": 0, "free": 1, "short": 1}[ends] * PAGE
-        assert allocator._store.host_bytes == sim.stats().registered_bytes == expected
+        assert allocator._store.room.bytes == sim.stats().registered_bytes == expected

@@ -31,7 +31,7 @@ from cumem_sleep import (
     host_facts,
     sim,
 )
-from cumem_sleep.backups import limits as host_limits
+from cumem_sleep.backups.tier import HostLimit
 
 MakeAllocator = Callable[..., CuMemAllocator]
 MANY = 1_000_000
@@ -85,7 +85,7 @@ class TestHostMemoryIsShort:
         error = raised.value
         assert (error.needed_bytes, error.available_bytes, error.limit) == (2 * PAGE, short, limit)
         assert allocator._preparation is None
-        assert allocator._store.host_bytes == 0
+        assert allocator._store.room.bytes == 0
         check_bytes(memory, contents)
 
     def test_what_is_backed_up_already_is_not_counted(self, make_allocator: MakeAllocator, memory: Memory) -> None:
@@ -93,7 +93,7 @@ class TestHostMemoryIsShort:
         fill(allocator, memory, *TAGS)
         for _ in range(2):
             assert finished(allocator.prepare()).error is None
-        assert allocator._store.host_bytes == 2 * PAGE
+        assert allocator._store.room.bytes == 2 * PAGE
 
     def test_backups_that_no_sleep_would_use_give_way(self, make_allocator: MakeAllocator, memory: Memory) -> None:
         allocator = make_allocator(host_budget_bytes=2 * PAGE)
@@ -131,8 +131,8 @@ class TestHostMemoryIsShort:
                     if stage == "cgroup":
                         patch.setattr(host_facts, "cgroup_available_bytes", lambda: PAGE - 1)
                     else:  # of another sort: settings do not change, but other backups may fill the budget
-                        limit = host_limits.HostLimit("budget", PAGE - 1)
-                        patch.setattr(allocator._store, "limits", lambda needed=None: [limit])
+                        limit = HostLimit("budget", PAGE - 1)
+                        patch.setattr(allocator._store.room.tier, "limits", lambda needed=None: [limit])
 
                 turns._act, turns._at = shrink, 4 * complete
             else:
@@ -146,7 +146,7 @@ class TestHostMemoryIsShort:
         assert "prepare ended early" in caplog.text
         assert limit in caplog.text
         assert all(segment.sleep == AWAKE for segment in _core.segments())
-        assert backed_up_bytes(allocator) == allocator._store.host_bytes == complete * PAGE
+        assert backed_up_bytes(allocator) == allocator._store.room.bytes == complete * PAGE
         report = allocator.sleep()
         assert (report.clean_bytes, report.copied_bytes) == (complete * PAGE, (2 - complete) * PAGE)
         allocator.wake_up()
@@ -159,7 +159,7 @@ class TestDamage:
         finished(allocator.prepare())
         assert allocator.sleep().copied_bytes == 0
         segment = _core.segments()[1]
-        backup = allocator._store.get(segment)
+        backup = allocator._store.catalogue.get(segment)
         assert backup is not None
         content = np.frombuffer(memoryview(backup.extents[1]), np.uint8)
         content[5] ^= 1
@@ -189,7 +189,7 @@ class TestDriverErrors:
         assert reached
         assert all(segment.sleep == AWAKE for segment in _core.segments())
         ready_bytes = backed_up_bytes(allocator)
-        assert allocator._store.host_bytes == ready_bytes
+        assert allocator._store.room.bytes == ready_bytes
         report = allocator.sleep()
         assert (report.clean_bytes, report.copied_bytes) == (ready_bytes, 2 * PAGE - ready_bytes)
         allocator.wake_up()
@@ -262,7 +262,7 @@ class TestForeignErrorsAndPromisedMemory:
             preparation = finished(allocator.prepare())
         assert isinstance(preparation.error, InvalidState)
         assert "no more" in str(preparation.error)
-        assert allocator._store.host_bytes == 0
+        assert allocator._store.room.bytes == 0
         allocator.sleep()
         allocator.wake_up()
         check_bytes(memory, contents)
@@ -273,9 +273,9 @@ class TestForeignErrorsAndPromisedMemory:
         contents = fill(allocator, memory, *TAGS)
         first, second = _core.segments()
         monkeypatch.setattr(host_facts, "mem_available_bytes", lambda enough=None: 2 * PAGE - 1)
-        allocator._store.take([first], [first, second], {})
+        allocator._store.room.take([first], [first, second], {})
         with pytest.raises(OutOfHostMemory, match="MemAvailable"):
-            allocator._store.take([second], [first, second], {})
-        allocator._store.clear()
+            allocator._store.room.take([second], [first, second], {})
+        allocator._store.room.clear()
         monkeypatch.undo()
         check_bytes(memory, contents)

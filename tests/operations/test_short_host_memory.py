@@ -110,7 +110,7 @@ class TestHostMemoryIsShort:
             with raises(OutOfHostMemory, "needed 64.00 MiB", "limit: mmap"):
                 allocator.sleep()
             assert {{segment.sleep for segment in _core.segments()}} == {{AWAKE}}
-            assert allocator._store.host_bytes == 0
+            assert allocator._store.room.bytes == 0
             resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
             allocator.sleep()
             allocator.wake_up()

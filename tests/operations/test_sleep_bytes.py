@@ -54,7 +54,7 @@ class TestBytes:
         address = allocator.malloc(5 * PAGE, "weights")
         content = memory.fill_random(address, 5 * PAGE)
         allocator.sleep()
-        (backup,) = allocator._store._backups.values()
+        (backup,) = allocator._store.catalogue
         assert [extent.bytes for extent in backup.extents] == [2 * PAGE, 2 * PAGE, PAGE]
         allocator.wake_up()
         assert memory.read(address, 5 * PAGE) == content

@@ -187,7 +187,7 @@ class TestBlankSegments:
     ) -> None:
         allocator.sleep()
         (first, *_) = [segment for segment in _core.segments() if segment.tag == "weights"]
-        backup = allocator._store.get(first)
+        backup = allocator._store.catalogue.get(first)
         assert backup is not None
         content = np.frombuffer(memoryview(backup.extents[0]), np.uint8)
         content[5] ^= 1

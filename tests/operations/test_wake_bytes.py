@@ -37,7 +37,7 @@ class TestWake:
         contents = fill(allocator, memory, [2 * PAGE] * 5)
         allocator.sleep()
         segment = _core.segments()[place]
-        backup = allocator._store.get(segment)
+        backup = allocator._store.catalogue.get(segment)
         assert backup is not None
         content = np.frombuffer(memoryview(backup.extents[block]), np.uint8)
         content[-7] ^= 0x10

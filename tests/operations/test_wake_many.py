@@ -35,7 +35,7 @@ class TestManySegments:
         for left in reversed(range(count)):
             address = addresses.pop(left // 2)
             allocator.free(address)
-            assert allocator._store.host_bytes == left * PAGE
+            assert allocator._store.room.bytes == left * PAGE
             if SIMULATED:
                 assert sim.stats().registered_bytes == left * PAGE
 
@@ -50,7 +50,7 @@ class TestManySegments:
         del contents[addresses[1]]
         assert allocator.sleep().copied_bytes == 0
         allocator.free(addresses[2])
-        assert allocator._store.host_bytes == PAGE
+        assert allocator._store.room.bytes == PAGE
         del contents[addresses[2]]
         allocator.wake_up()
         check_bytes(memory, contents)

@@ -355,7 +355,7 @@ def test_damaged_backup_is_1(verify: str, monkeypatch: pytest.MonkeyPatch, capsy
 
     def damaging(self: CuMemAllocator, level: Any = None) -> SleepReport:
         done = sleep(self, level)
-        backup = list(self._store._backups.values())[2]
+        backup = list(self._store.catalogue)[2]
         np.frombuffer(memoryview(backup.extents[0]), np.uint8)[1234] ^= 1
         return done
 

@@ -32,7 +32,7 @@ from cumem_sleep import (
     _core,
     variables,
 )
-from cumem_sleep.backups.store import BackupStore
+from cumem_sleep.backups.catalogue import Catalogue
 from cumem_sleep.tools import cli, demo, layout, simulated
 from cumem_sleep.tools.demo.report import DemoReport, Step, short
 from cumem_sleep.tools.demo.run import _Demo
@@ -392,7 +392,7 @@ def test_changed_address_is_1(
 def test_copy_of_unchanged_bytes_is_1(
     model: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(BackupStore, "is_clean", lambda *_: False)
+    monkeypatch.setattr(Catalogue, "is_clean", lambda *_: False)
     code, report = run_json(capsys, "demo", str(model), *KV)
     assert code == 1
     assert "was copied, though nothing had changed" in report["steps"][-1]["result"]

@@ -36,6 +36,7 @@ class Store:
         self.backups = {
             part.id: Backup(
                 part,  # type: ignore[arg-type]
+                None,  # type: ignore[arg-type]
                 tuple(Block(min(block_bytes, part.bytes - at)) for at in range(0, part.bytes, block_bytes)),  # type: ignore[misc]
             )
             for part in parts

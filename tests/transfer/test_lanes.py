@@ -12,7 +12,7 @@ from ways import BATCHES_TIMED, ENGINE, ENGINE_FOR_A_WHILE
 from cumem_sleep import CuMemAllocator, DriverError
 from cumem_sleep.extents import Piece
 from cumem_sleep.transfer import link as link_module
-from cumem_sleep.transfer.copiers import Copier
+from cumem_sleep.transfer.copiers import read_pieces
 from cumem_sleep.transfer.link import Link, LinkIn, LinkOut
 from cumem_sleep.transfer.pacing import BestRate, Pace
 from cumem_sleep.transfer.transfer import Together, Transfer
@@ -46,10 +46,9 @@ def test_together_in_parts_that_become_smaller_at_the_end() -> None:
     assert [number for some in begun for number in some] == [part.id for part in parts]
 
 
-def copier(has_kernel: bool, in_flight: int = 2) -> Copier:
+def pace(has_kernel: bool, in_flight: int = 2) -> Pace:
     tuning = CuMemAllocator.tuning
-    paces = [Pace(best, tuning.timed_bytes, in_flight, tuning) for best in (BestRate() if has_kernel else None, None)]
-    return Copier(*paces)
+    return Pace(BestRate() if has_kernel else None, tuning.timed_bytes, in_flight, tuning)
 
 
 @pytest.mark.usefixtures("one_segment_each")
@@ -62,7 +61,7 @@ class TestLinkIn:
 
         streams = [FakeStream(number, log) for number in range(lanes)]
         tuning = CuMemAllocator.tuning
-        link = LinkIn(streams, copier(kernels, tuning.batches_in_flight), mapped, tuning)  # type: ignore[arg-type]
+        link = LinkIn(streams, pace(kernels, tuning.batches_in_flight), mapped, tuning)  # type: ignore[arg-type]
         transfer = Transfer([link], FakeDigests(log).start if digests else list)  # type: ignore[arg-type]
         parts = parts_of(*[4] * count)
         return Store(parts, 4).add_all(transfer, parts), streams
@@ -221,7 +220,7 @@ class TestLinkIn:
     def test_a_link_is_free_while_a_lane_is(self) -> None:
         log = Log()
         _, streams = self.transfer(log, lanes=3)
-        link = LinkIn(streams, copier(False), lambda _: None, CuMemAllocator.tuning)  # type: ignore[arg-type]
+        link = LinkIn(streams, pace(False), lambda _: None, CuMemAllocator.tuning)  # type: ignore[arg-type]
         assert link.is_free()
         transfer = Transfer([link], list)  # type: ignore[arg-type]
         parts = parts_of(*[4] * 3)
@@ -254,7 +253,7 @@ class TestLinkOut:
         assert arrived == [1, 2, 3, 4, 5]
 
 
-class TestCopier:
+class TestReading:
     def pieces(self) -> list[Piece]:
         parts = parts_of(4)
         return list(Store(parts, 4).backups[1].pieces())
@@ -263,7 +262,7 @@ class TestCopier:
     def test_by_the_kernel_where_it_is_chosen(self, has_kernel: bool) -> None:
         log = Log()
         for by_engine in (True, False):
-            copier(has_kernel).read(FakeStream(0, log), self.pieces(), by_engine=by_engine)  # type: ignore[arg-type]
+            read_pieces(pace(has_kernel), FakeStream(0, log), self.pieces(), by_engine=by_engine)  # type: ignore[arg-type]
         assert log.events == [("engine", 1), ("kernel", 1)]
 
     def test_a_kernel_that_fails_is_done_without(
@@ -280,10 +279,10 @@ class TestCopier:
 
         read = FakeStream.read
         monkeypatch.setattr(FakeStream, "read", refuse)
-        mine = copier(has_kernel=True)
+        mine = pace(has_kernel=True)
         for stream in streams:
-            mine.read(stream, self.pieces(), by_engine=mine.pace.next().by_engine)  # type: ignore[arg-type]
-            assert mine.pace.next() == ENGINE
+            read_pieces(mine, stream, self.pieces(), by_engine=mine.next().by_engine)  # type: ignore[arg-type]
+            assert mine.next() == ENGINE
         assert log.events == [("engine", 1)] * 2
         assert ["cuLaunchKernel" in record.getMessage() for record in caplog.records] == [True]
 
@@ -292,5 +291,5 @@ class TestCopier:
         stream = FakeStream(0, log)
         stream.fails_at = 1
         with pytest.raises(DriverError):
-            copier(has_kernel=True).read(stream, self.pieces(), by_engine=False)  # type: ignore[arg-type]
+            read_pieces(pace(has_kernel=True), stream, self.pieces(), by_engine=False)  # type: ignore[arg-type]
         assert log.events == []

@@ -186,11 +186,11 @@ def test_each_lane_has_one_batch_in_flight(lanes: int) -> None:
     """So many batches fill the queue before the engine's rate counts."""
     tuning = CuMemAllocator.tuning
     copiers = Copiers(tuning)
-    copiers._kernel_devices.add(0)
-    copiers.best_rate(0).see(int(FREE * 1e9), 1)
+    copiers.best_rates[0] = BestRate()
+    copiers.best_rates[0].see(int(FREE * 1e9), 1)
     timed_bytes = tuning.least_timed_bytes
     some = [types.SimpleNamespace(kernels_reach=True)] * lanes
-    pace = copiers.open(0, some, tuning.worth_choosing_bytes, timed_bytes).pace  # type: ignore[arg-type]
+    pace = copiers.pace(0, some, tuning.worth_choosing_bytes, timed_bytes)  # type: ignore[arg-type]
     chosen = [pace.next()]
     while len(chosen) < 3 or chosen[-1] == ENGINE:
         pace.record(timed_bytes, timed_bytes / (FREE * 1e9) if len(chosen) < 3 else 1.0)

@@ -24,7 +24,7 @@ class TestWarmUp:
         return made
 
     def test_makes_the_kernel_a_choice(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        assert self.warm_up(monkeypatch)._kernel_devices == {0}
+        assert set(self.warm_up(monkeypatch).best_rates) == {0}
 
     def test_times_both_ways_alone(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """A process that wakes right after its first sleep has no other way to know what the link can do."""
@@ -49,7 +49,7 @@ class TestWarmUp:
         monkeypatch.setattr(_core.CopyStream, "to_device_by_kernel", by_kernel)
         monkeypatch.setattr(_core.CopyStream, "synchronize", waited)
         before = sim.stats() if SIMULATED else None
-        best = self.warm_up(monkeypatch).best_rate(0)
+        best = self.warm_up(monkeypatch).best_rates[0]
         assert log == ["engine, 2 MiB", "wait", "kernel, 2 MiB", "wait"] * 3
         assert 0 < best.value < 1e15
         if before is not None:
@@ -65,13 +65,13 @@ class TestWarmUp:
 
         monkeypatch.setattr(copiers if what == "pinned_block" else _core, what, refuse)
         made = self.warm_up(monkeypatch)
-        assert made._kernel_devices == {0}
-        assert made.best_rate(0).value == 0
+        assert set(made.best_rates) == {0}
+        assert made.best_rates[0].value == 0
 
     def test_not_where_kernels_do_not_reach_pinned_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(_core, "device_info", lambda device: types.SimpleNamespace(host_pointers=False))
         warmed: list[int] = []
-        assert self.warm_up(monkeypatch, warmed.append)._kernel_devices == set()
+        assert self.warm_up(monkeypatch, warmed.append).best_rates == {}
         assert warmed == []
 
     def test_a_kernel_that_cannot_be_loaded(
@@ -80,7 +80,7 @@ class TestWarmUp:
         def fail(_: int) -> None:
             raise DriverError("cuModuleLoadData", "CUDA_ERROR_INVALID_PTX", "", "")
 
-        assert self.warm_up(monkeypatch, fail)._kernel_devices == set()
+        assert self.warm_up(monkeypatch, fail).best_rates == {}
         assert "copy engine alone" in caplog.text
         assert "CUDA_ERROR_INVALID_PTX" in caplog.text
 

@@ -181,7 +181,7 @@ class Storm:
             self.fragments.close()
         self.memory.close()
         free_everything()
-        tier = self.allocator._store._tier
+        tier = self.allocator._store.room.tier
         assert isinstance(tier, VaultTier)
         eventually(lambda: succeeds(lambda: tier.client().release([])) and not tier.client().lost, "a vault is there")
         tier.release([])

@@ -40,7 +40,7 @@ class VaultWorld(World):
 
     def forget_devices(self) -> None:
         super().forget_devices()
-        self.allocator._store._tier._gpus.clear()  # type: ignore[attr-defined]
+        self.allocator._store.room.tier._gpus.clear()  # type: ignore[attr-defined]
 
 
 THROUGH_IT = ("first sleep", "sleep of changed", "wake of all", "release backups")
@@ -49,7 +49,7 @@ THROUGH_IT = ("first sleep", "sleep of changed", "wake of all", "release backups
 @pytest.mark.parametrize("phase", phases(*THROUGH_IT), ids=str)
 def test_every_driver_call_may_fail_once(vault: RunningVault, phase: Phase) -> None:
     world = VaultWorld(vault=str(vault.socket))
-    world.allocator._store._tier.client()  # type: ignore[attr-defined]  # whose calls are not the phase's
+    world.allocator._store.room.tier.client()  # type: ignore[attr-defined]  # whose calls are not the phase's
     try:
         check_every_call(world, phase, "CUDA_ERROR_UNKNOWN", False)
         world.wake()
@@ -122,7 +122,7 @@ def test_no_more_files_can_be_opened(through: MakeAllocator, memory: Memory, vau
     allocator = through()
     contents = fill(allocator, memory, "weights", "default", "weights")
     memory.close()
-    allocator._store._tier.client()  # type: ignore[attr-defined]
+    allocator._store.room.tier.client()  # type: ignore[attr-defined]
     pid = os.getpid() if whose == "client" else vault.process.pid
     refused = {"sleep": 0, "wake": 0}
     for operation, count in ((operation, count) for operation in refused for count in range(12)):
@@ -167,7 +167,7 @@ def test_what_cannot_all_be_shown_to_a_new_vault_leaves_no_file_open(
     vault.kill()
     start_vault("32MiB", "--slab-size", str(PAGE)).wait_until_ready()
     before = len(os.listdir("/proc/self/fd"))
-    tier = allocator._store._tier
+    tier = allocator._store.room.tier
     with descriptors_left(os.getpid(), 4), pytest.raises(VaultError, match="this process can open no more files"):
         tier.client()  # type: ignore[attr-defined]
     assert len(os.listdir("/proc/self/fd")) <= before + 1, "no more than the connection"
@@ -195,7 +195,7 @@ def test_a_new_vault_adopts_more_slabs_than_a_message_has_descriptors(
     vault = start_vault("800MiB", "--slab-size", str(PAGE))
     late = allocator.malloc(PAGE, "default")
     contents[late] = memory.fill_random(late, PAGE)
-    assert len(allocator._store._tier._client.slabs) > protocol.MAX_DESCRIPTORS  # type: ignore[attr-defined]
+    assert len(allocator._store.room.tier._client.slabs) > protocol.MAX_DESCRIPTORS  # type: ignore[attr-defined]
     assert allocator.sleep().copied_bytes == PAGE
     assert vault.status()["asleep_bytes"] == 351 * PAGE
     allocator.wake_up()
@@ -253,7 +253,7 @@ def test_a_wake_that_cannot_map_the_slabs_is_undone(vault: RunningVault) -> None
         content = memory.fill_random(address, 4 * PAGE)
         allocator.sleep()
         os.kill({vault.process.pid}, signal.SIGKILL)
-        while allocator._store._tier._client.lost is None:
+        while allocator._store.room.tier._client.lost is None:
             pass
         refused = 0
         for mib in range(2, 40, 4):

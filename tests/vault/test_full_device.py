@@ -28,7 +28,7 @@ def through(vault: RunningVault, make_allocator: MakeAllocator) -> Iterator[CuMe
     yield allocator
     for segment in _core.segments():
         allocator.free(segment.address)
-    tier = allocator._store._tier
+    tier = allocator._store.room.tier
     assert isinstance(tier, VaultTier)
     if tier._client is not None:
         tier._client.close()
@@ -62,7 +62,9 @@ def check(contents: dict[int, bytes]) -> None:
 
 def are_compressed(allocator: CuMemAllocator, contents: dict[int, bytes]) -> bool:
     return all(
-        allocator._store.encoding_of(segment) is not None for segment in _core.segments() if segment.address in contents
+        allocator._store.catalogue.encoding_of(segment) is not None
+        for segment in _core.segments()
+        if segment.address in contents
     )
 
 

@@ -196,13 +196,14 @@ class TestBorrowed:
     ) -> None:
         allocator, contents, cache = asleep
         lent: list[int] = []
-        let_fill = VaultTransfers.let_fill
+        note_loan = VaultTransfers.note_loan
 
-        def noted(transfers: VaultTransfers, base: int) -> None:
-            lent.append(base)
-            let_fill(transfers, base)
+        def noted(transfers: VaultTransfers, base: int, *, filled: bool) -> None:
+            if filled:
+                lent.append(base)
+            note_loan(transfers, base, filled=filled)
 
-        monkeypatch.setattr(VaultTransfers, "let_fill", noted)
+        monkeypatch.setattr(VaultTransfers, "note_loan", noted)
         allocator.wake_up()
         check(memory, contents)
         assert cache in lent

@@ -46,7 +46,7 @@ def through(make_allocator: MakeAllocator, vault: RunningVault) -> Iterator[Make
 
 
 def tier_of(allocator: CuMemAllocator) -> VaultTier:
-    tier = allocator._store._tier
+    tier = allocator._store.room.tier
     assert isinstance(tier, VaultTier)
     return tier
 

@@ -26,8 +26,8 @@ from support import (
 
 import cumem_sleep
 from cumem_sleep import CodecError, CuMemAllocator, InvalidState, OutOfHostMemory, _core, sim
+from cumem_sleep.backups.catalogue import Catalogue
 from cumem_sleep.backups.filling import Filling
-from cumem_sleep.backups.store import BackupStore
 from cumem_sleep.backups.vault import VaultTier, VaultTransfers, name_of
 from cumem_sleep.digest.device import DigestRun
 from cumem_sleep.errors import VaultError, VaultLost, VaultUnavailable
@@ -63,9 +63,9 @@ def leave() -> None:
     if allocator is not None:
         for segment in _core.segments():
             allocator.free(segment.address)
-        tier = allocator._store.__dict__.get("_tier")
-        if isinstance(tier, VaultTier) and tier._client is not None:
-            tier._client.close()
+        for tier in allocator._store.catalogue.tiers:
+            if isinstance(tier, VaultTier) and tier._client is not None:
+                tier._client.close()
 
 
 def fill(allocator: CuMemAllocator, memory: Memory, *tags: str, pages: int = 2) -> dict[int, bytes]:
@@ -140,7 +140,7 @@ def test_regions_sleep_and_their_backups_are_read(through: MakeAllocator, memory
     allocator.regions.wake(retain_backups=False)
     assert memory.read(address, 2 * PAGE) == content
     assert allocator.read_backup(address, 1) is None
-    assert allocator._store.host_bytes == 0
+    assert allocator._store.room.bytes == 0
 
 
 class TestCycles:
@@ -277,7 +277,7 @@ class TestCycles:
         assert raised.value.needed_bytes == 40 * PAGE
         assert sum(added) == (8 if free else 0)
         assert {segment.sleep for segment in _core.segments()} == {AWAKE}
-        assert allocator._store.host_bytes == 0
+        assert allocator._store.room.bytes == 0
         check(memory, contents)
         for address in list(contents)[5:]:
             allocator.free(address)
@@ -433,7 +433,7 @@ class TestGivingBack:
         allocator = through(compress=compress)
         contents = fill(allocator, memory, *TAGS)
         steps: list[str] = []
-        put_to_sleep, proven = _core.put_to_sleep, BackupStore.prove
+        put_to_sleep, proven = _core.put_to_sleep, Catalogue.prove
         done_with, leave_transfers = VaultTransfers.done_with, VaultTransfers.__exit__
 
         def noted_done(transfers: VaultTransfers, addresses: Iterable[int]) -> None:
@@ -449,9 +449,9 @@ class TestGivingBack:
                 assert not set(transfers._returning) & set(transfers._client._answers), "it did not wait"
                 steps.append("ended")
 
-        def noted_proof(store: BackupStore, *arguments: Any) -> None:
+        def noted_proof(catalogue: Catalogue, *arguments: Any) -> None:
             steps.append("checked")
-            proven(store, *arguments)
+            proven(catalogue, *arguments)
 
         def looked_at(backed_up: Any, dropped: Any, last_check: Callable[[], None]) -> int:
             def check_and_look() -> None:
@@ -463,7 +463,7 @@ class TestGivingBack:
         with monkeypatch.context() as patch:
             patch.setattr(VaultTransfers, "done_with", noted_done)
             patch.setattr(VaultTransfers, "__exit__", noted_exit)
-            patch.setattr(BackupStore, "prove", noted_proof)
+            patch.setattr(Catalogue, "prove", noted_proof)
             patch.setattr(_core, "put_to_sleep", looked_at)
             allocator.sleep()
         assert steps == ["begun", "checked", "ended", "0 bytes lent"]
@@ -660,7 +660,7 @@ class TestVaultIsGone:
         allocator = through()
         contents = fill(allocator, memory, "weights", "default")
         allocator.sleep()
-        tier = allocator._store._tier
+        tier = allocator._store.room.tier
         assert isinstance(tier, VaultTier)
         assert tier._client is not None
         tier._client.deadline_s = 0.5
@@ -708,7 +708,7 @@ class TestNoVault:
         allocator = make_allocator(vault="auto")
         contents = fill(allocator, memory, "weights")
         allocator.sleep()
-        assert not isinstance(allocator._store._tier, VaultTier)
+        assert not isinstance(allocator._store.room.tier, VaultTier)
         allocator.wake_up()
         check(memory, contents)
 
@@ -785,17 +785,16 @@ class TestWhatOnceBroke:
         fill(allocator, memory, "weights", pages=8)
         (segment,) = _core.segments()
         with allocator._lock.hold():
-            allocator._store.take([segment], [], {})
-            allocator._store.begin_preparing(segment)
-            allocator._store.prune()
+            allocator._store.room.take([segment], [], {}, beside_work=True)
+            allocator._store.catalogue.prune()
         assert vault.status()["asleep_bytes"] == 16 * PAGE // 2
         allocator.release_backups()
 
     def test_clearing_a_store_opens_no_tier(self, through: MakeAllocator) -> None:
         allocator = through()
-        allocator._store.clear()
-        allocator._store.stop()
-        assert "_tier" not in allocator._store.__dict__
+        allocator._store.room.clear()
+        allocator._store.room.stop()
+        assert allocator._store.catalogue.tiers == []
 
     def test_an_error_of_the_codec_ends_where_nothing_is_left_to_give_up(
         self, through: MakeAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch
@@ -807,7 +806,7 @@ class TestWhatOnceBroke:
             raise CodecError("no such code")
 
         with monkeypatch.context() as patch:
-            patch.setattr(allocator._store, "adopt", fail)
+            patch.setattr(allocator._store.room, "adopt", fail)
             with pytest.raises(CodecError):
                 allocator.sleep()
         check(memory, contents)
@@ -855,7 +854,7 @@ class TestWhatOnceBroke:
             with pytest.raises(VaultLost):
                 allocator.sleep()
         assert {segment.sleep for segment in _core.segments()} == {AWAKE}
-        assert allocator._store.host_bytes == 0
+        assert allocator._store.room.bytes == 0
         assert allocator.sleep().copied_bytes == 2 * PAGE
         allocator.wake_up()
         check(memory, contents)

@@ -1,0 +1,172 @@
+"""The room for backups: the limits on host memory, what is reserved, and who has to give way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from itertools import islice
+
+from .. import _core
+from ..codec.codecs import least_bytes
+from ..codec.encoding import Encoding
+from ..digest.reference import Digest
+from ..errors import OutOfHostMemory
+from ..report import BackupPlace
+from ..segments import by_device, total_bytes
+from ..settings import Settings
+from ..tuning import Tuning
+from .backup import Backup, extent_sizes
+from .catalogue import Catalogue
+from .tier import Content, Tier
+from .tiers import open_tier
+from .turns import Turns
+
+_Sleep = _core.Segment.Sleep
+
+
+class BackupRoom:
+    """Memory for backups of whole segments. Not thread safe: the allocator's lock guards it."""
+
+    def __init__(self, settings: Settings, tuning: Tuning, turns: Turns, catalogue: Catalogue) -> None:
+        self._settings = settings
+        self._tuning = tuning
+        self._turns = turns
+        self._catalogue = catalogue
+
+    @cached_property
+    def tier(self) -> Tier:
+        """Where new backups go. Opened at the first use: making a store takes no memory and contacts no vault."""
+        tier = open_tier(self._settings, self._tuning, self._turns.if_free)
+        self._catalogue.tiers.append(tier)
+        return tier
+
+    @property
+    def bytes(self) -> int:
+        """How much of the tiers' memory all backups take."""
+        return sum(tier.bytes for tier in self._catalogue.tiers)
+
+    def place(self) -> BackupPlace:
+        """Where new backups go."""
+        return self.tier.place()
+
+    def needed_bytes(self, segments: Iterable[_core.Segment], *, compressed: bool) -> int:
+        """The least that `take` would need for those of `segments` that have no backup yet."""
+        nbytes = total_bytes(segment for segment in segments if self._catalogue.of(segment) is None)
+        return least_bytes(nbytes) if compressed else nbytes
+
+    def check(self, needed: int, keep: Iterable[_core.Segment]) -> None:
+        """Raise if a limit leaves too little room, or evict as many retained backups as needed, oldest first.
+
+        Raises:
+            OutOfHostMemory: a limit leaves too little; nothing was evicted.
+        """
+        limits = self.tier.limits(needed) if needed else []
+        short = [limit for limit in limits if limit.available_bytes < needed]
+        if not short:
+            return
+        kept = {segment.id for segment in keep}
+        awake = [backup for backup in self._catalogue if backup.segment.sleep == _Sleep.AWAKE]
+        retained = [b for b in awake if b.segment.id not in kept and b.tier is self.tier]
+        for limit in short:
+            if limit.available_bytes + sum(backup.bytes for backup in retained) < needed:
+                raise OutOfHostMemory(needed, limit.available_bytes, limit.name)
+        missing = needed - min(limit.available_bytes for limit in short)
+        for backup in retained:
+            if missing > 0:
+                missing -= backup.bytes
+                self._catalogue.forget([backup.segment.id])
+
+    def take(
+        self,
+        segments: Sequence[_core.Segment],
+        keep: Iterable[_core.Segment],
+        encodings: Mapping[int, Encoding],
+        *,
+        beside_work: bool = False,
+    ) -> None:
+        """Make room for backups of `segments`, all of which are about to be rewritten.
+
+        The total need is checked first. A backup keeps its extents if they have room for the segment as it will be
+        stored now; otherwise they are released. Backups that are merely retained (of awake segments that are not in
+        `keep`) are evicted if necessary.
+
+        Args:
+            encodings: how segments are compressed, by segment id; all others are stored uncompressed.
+            beside_work: the model runs meanwhile, and the backups are being prepared.
+
+        Raises:
+            OutOfHostMemory: a limit leaves too little; nothing was taken, or only for some devices.
+            NotYet: beside work, the tier is still taking that memory; likewise.
+        """
+        tier = self.tier
+        unfit: list[int] = []
+        for backup in filter(None, map(self._catalogue.of, segments)):
+            encoding = encodings.get(backup.segment.id)
+            if backup.tier is tier and backup.has_room_for(encoding) and tier.can_rewrite(backup.extents):
+                backup.begin(encoding, being_prepared=beside_work)
+            else:
+                unfit.append(backup.segment.id)
+        self._catalogue.forget(unfit)
+        new = [segment for segment in segments if self._catalogue.of(segment) is None]
+        most_bytes = tier.extent_bytes(beside_work=beside_work)
+        sizes = {segment.id: extent_sizes(segment.bytes, encodings.get(segment.id), most_bytes) for segment in new}
+        self.check(sum(map(sum, sizes.values())), keep)
+        for device, mine in by_device(new).items():
+            wanted = [nbytes for segment in mine for nbytes in sizes[segment.id]]
+            reserved = iter(tier.reserve(device, wanted, beside_work=beside_work))
+            for segment in mine:
+                extents = tuple(islice(reserved, len(sizes[segment.id])))
+                encoding = encodings.get(segment.id)
+                self._catalogue.add(Backup(segment, tier, extents, encoding, being_prepared=beside_work))
+
+    def adopt(self, segments: Iterable[_core.Segment], digests: Mapping[int, Digest]) -> list[_core.Segment]:
+        """Where the tier already stores the present bytes of `segments`, use that as their backup; returns these.
+
+        Args:
+            digests: of the bytes, by segment id, for those segments that were digested.
+        """
+        adopted: list[_core.Segment] = []
+        clean, tier = self._catalogue.is_clean, self.tier
+        lacking = [s for s in segments if s.id in digests and not clean(s, digests[s.id])]
+        for device, mine in by_device(lacking).items():
+            contents = [Content(digests[segment.id], segment.bytes) for segment in mine]
+            for segment, extents in zip(mine, tier.find(device, contents), strict=True):
+                if extents is not None:
+                    self._catalogue.forget([segment.id])
+                    backup = Backup(segment, tier, extents)
+                    backup.prove(digests[segment.id])
+                    self._catalogue.add(backup)
+                    adopted.append(segment)
+        return adopted
+
+    def unpin(self) -> None:
+        """Let the tiers unpin all backups; each is pinned again when it is next copied."""
+        for backup in self._catalogue:
+            backup.tier.unpin(backup.extents)
+
+    def device_bytes_to_pin(self, segments: Iterable[_core.Segment]) -> int:
+        """How much memory of each GPU it takes to pin those backups of `segments` that are not."""
+        backups = filter(None, map(self._catalogue.of, segments))
+        return sum(backup.tier.device_bytes_to_pin(backup.extents) for backup in backups)
+
+    def settle(self) -> None:
+        """Forget backups that nobody can need, and return when all that was released has gone back to the system."""
+        self._catalogue.prune()
+        for tier in self._catalogue.tiers:
+            tier.finish_releasing()
+
+    def clear(self) -> None:
+        """Forget every backup of an awake segment; returns when the memory has gone back to the system."""
+        self._catalogue.forget({b.segment.id for b in self._catalogue if b.segment.sleep != _Sleep.BACKED_UP})
+        self.settle()
+
+    def leave(self) -> None:
+        """Forget all backups, of which no segment needs any, and let go of whoever keeps them."""
+        self.clear()
+        for tier in self._catalogue.tiers:
+            tier.leave()
+
+    def stop(self) -> None:
+        """End background work. May be called without the lock."""
+        for tier in self._catalogue.tiers:
+            tier.stop()
