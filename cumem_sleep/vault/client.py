@@ -14,21 +14,23 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from ..errors import CumemSleepError, InvalidState, VaultError, VaultLost, VaultUnavailable
 from . import protocol
-from .ledger import Extent, Key
+from .ledger import Extent, Key, needed_bytes
 from .protocol import Channel, Message, Nonsense, OtherVersion
 
 DEADLINE_S = 5.0  # of silence: the vault says every second that it is at work
 _NO_MORE_FILES = "this process can open no more files: raise the limit of its open files (ulimit -n)"
 _BRIEFLY_S = 1.0  # how long a question of no consequence waits for its answer
-# So that a message stays within its bounds. Of what is shown, backups and extents count.
-_RELEASED_AT_ONCE, _SEALED_AT_ONCE, _FOUND_AT_ONCE, _SHOWN_AT_ONCE = 10_000, 64, 10_000, 10_000
+_SEALED_AT_ONCE = 64  # with their notes
+_SHOWN_AT_ONCE = 10_000  # extents
 _HAND_OUT = ("reserve", "find", "show")  # backups
 _TAKE_LONG = ("reserve", "show")  # as long as memory is still being taken
 _LOOK_INTERVAL_S = 0.02
+
+_Item = TypeVar("_Item")
 
 _clients: weakref.WeakSet[VaultClient] = weakref.WeakSet()
 
@@ -278,8 +280,11 @@ class VaultClient:
             before._connections = []
             before._lost = VaultLost(f"{before._lost}; another connection has taken its place")
             try:
-                numbers = [each.number for each in backups]
-                facts = self._readable(self._ask("resume", numbers=numbers, slabs=self.slabs.numbers)["backups"])
+                held = self._ask("resume", slabs=self.slabs.numbers)["numbers"]
+                facts = []
+                for some in _parts(backups):
+                    said = self._ask("look", numbers=_numbers(some))["backups"]
+                    facts += self._readable(said)
             except BaseException as error:
                 self._unclaimed = []  # they are to stay
                 self._lost = self._lost or VaultLost(f"backups could not be taken over: {error}", may_go_on=True)
@@ -290,6 +295,8 @@ class VaultClient:
                     self._fill(each, said)
             while len(self._connections) > 1:
                 self._connections.pop().close()
+            self._unclaimed += set(held).difference(_numbers(backups))
+            self.release([])
             return [each for each, said in zip(backups, facts, strict=True) if said is None]
 
     # Backups
@@ -300,15 +307,30 @@ class VaultClient:
         Raises:
             OutOfHostMemory: the vault has too little; the message says who holds what. Nothing has changed.
         """
-        with self._turn():
-            facts = self._ask("reserve", gpu=gpu, sizes=list(sizes), wait=True)["backups"]
-            return [self._backup(each) for each in self._readable(facts)]
+        return self._reserve(gpu, sizes, wait=True) or []
 
     def reserve_now(self, gpu: str, sizes: Sequence[int]) -> list[Backup] | None:
         """As `reserve`; None where the vault is still taking the memory for that."""
+        return self._reserve(gpu, sizes, wait=False)
+
+    def _reserve(self, gpu: str, sizes: Sequence[int], wait: bool) -> list[Backup] | None:
+        """Part by part; with the first one the vault sets aside what the others need."""
+        reserved: list[Backup] = []
+        more_bytes = needed_bytes(sizes)
         with self._turn():
-            facts = self._ask("reserve", gpu=gpu, sizes=list(sizes), wait=False)["backups"]
-            return None if facts is None else [self._backup(each) for each in self._readable(facts)]
+            try:
+                for some in _parts(sizes):
+                    more_bytes -= needed_bytes(some)
+                    facts = self._ask("reserve", gpu=gpu, sizes=some, more_bytes=more_bytes, wait=wait)["backups"]
+                    if facts is None:
+                        self.release(reserved)
+                        return None
+                    reserved += [self._backup(each) for each in self._readable(facts)]
+            except BaseException:
+                if reserved:
+                    self.release(reserved)
+                raise
+            return reserved
 
     def free_bytes(self) -> int:
         """What could be reserved without evicting anything, with what the vault is still taking."""
@@ -319,9 +341,8 @@ class VaultClient:
         """For each, a share in the backup that has these bytes, if there is one."""
         with self._turn():
             found: list[Backup | None] = []
-            for start in range(0, max(1, len(keys)), _FOUND_AT_ONCE):
-                some = [_described(key) for key in keys[start : start + _FOUND_AT_ONCE]]
-                facts = self._ask("find", gpu=gpu, keys=some)["backups"]
+            for some in _parts(keys):
+                facts = self._ask("find", gpu=gpu, keys=[_described(key) for key in some])["backups"]
                 found += [None if each is None else self._backup(each) for each in self._readable(facts)]
             return found
 
@@ -330,19 +351,20 @@ class VaultClient:
 
         Where another process sealed the same bytes before, both share that backup: `extents` and `note` change.
         """
-        described = [{"number": each.backup.number, **_described(each.key), "note": each.note} for each in sealed]
         with self._turn():
-            for start in range(0, len(sealed), _SEALED_AT_ONCE):
-                end = start + _SEALED_AT_ONCE
-                facts = self._readable(self._ask("seal", backups=described[start:end])["backups"])
-                for each, said in zip(sealed[start:end], facts, strict=True):
+            for some in _parts(sealed, _SEALED_AT_ONCE):
+                said = [{"number": each.backup.number, **_described(each.key), "note": each.note} for each in some]
+                facts = self._readable(self._ask("seal", backups=said)["backups"])
+                for each, now in zip(some, facts, strict=True):
                     self.slabs.leave(each.backup.extents)
-                    self._fill(each.backup, said)
+                    self._fill(each.backup, now)
 
     def mark(self, backups: Sequence[Backup], needed: bool) -> list[Backup]:
         """Say whether these are needed, because their segments sleep, or may be evicted; returns what has been."""
         with self._turn():
-            gone = set(self._ask("mark", numbers=[each.number for each in backups], needed=needed)["gone"])
+            gone: set[int] = set()
+            for some in _parts(backups):
+                gone.update(self._ask("mark", numbers=_numbers(some), needed=needed)["gone"])
             evicted = [each for each in backups if each.number in gone]
             for each in evicted:
                 self._leave(each)
@@ -354,8 +376,12 @@ class VaultClient:
         A mere look: a vault that is silent is not lost for that.
         """
         with self._turn():
-            facts = self._ask_briefly("owners", numbers=[each.number for each in backups])
-            owners: list[int] | None = facts["owners"] if facts else None
+            owners: list[int] = []
+            for some in _parts(backups):
+                facts = self._ask_briefly("owners", numbers=_numbers(some))
+                if facts is None:
+                    return None
+                owners += facts["owners"]
             return owners
 
     def release(self, backups: Sequence[Backup]) -> None:
@@ -363,14 +389,13 @@ class VaultClient:
         with self._turn():
             for each in backups:
                 self._leave(each)
-            self._unclaimed += [each.number for each in backups]
+            self._unclaimed += _numbers(backups)
             self._closed_slabs += self.slabs.close_unused()
             with suppress(VaultLost):
                 self._wait_until(lambda: not any(self._given_up.values()))  # these may have handed out more
                 while self._unclaimed or self._closed_slabs:
-                    numbers = self._unclaimed[:_RELEASED_AT_ONCE]
-                    self._ask("release", numbers=numbers, slabs=self._closed_slabs)
-                    self._unclaimed, self._closed_slabs = self._unclaimed[_RELEASED_AT_ONCE:], []
+                    self._ask("release", numbers=self._unclaimed[: protocol.MAX_BACKUPS], slabs=self._closed_slabs)
+                    self._unclaimed, self._closed_slabs = self._unclaimed[protocol.MAX_BACKUPS :], []
 
     def show(self, gpu: str, shown: Sequence[Shown]) -> list[Backup]:
         """Let this vault adopt what another one has left behind, without a copy: all, or none.
@@ -651,6 +676,15 @@ class VaultClient:
         self.slabs.close()
 
 
+def _parts(items: Sequence[_Item], at_once: int = protocol.MAX_BACKUPS) -> list[Sequence[_Item]]:
+    """So that one request is about each; there is one at least."""
+    return [items[start : start + at_once] for start in range(0, max(1, len(items)), at_once)]
+
+
+def _numbers(backups: Iterable[Backup]) -> list[int]:
+    return [each.number for each in backups]
+
+
 def _shown_at_once(shown: Sequence[Shown]) -> Iterator[list[Shown]]:
     """In parts that one message can carry. That is more than one backup can need: no vault has so many slabs."""
     part: list[Shown] = []
@@ -659,7 +693,8 @@ def _shown_at_once(shown: Sequence[Shown]) -> Iterator[list[Shown]]:
     for each in shown:
         places.update(_places([each]))
         extents += len(each.backup.extents)
-        if part and (len(places) > protocol.MAX_DESCRIPTORS or len(part) + extents > _SHOWN_AT_ONCE):
+        is_full = len(part) == protocol.MAX_BACKUPS or extents > _SHOWN_AT_ONCE
+        if part and (is_full or len(places) > protocol.MAX_DESCRIPTORS):
             yield part
             part, places, extents = [], set(_places([each])), len(each.backup.extents)
         part.append(each)

@@ -26,11 +26,12 @@ from typing import Any, NamedTuple
 
 from ..errors import DriverError, InvalidArgument, InvalidState, OutOfHostMemory, VaultError
 
-VERSION = 2
+VERSION = 3
 MAX_REQUEST_BYTES = 2 << 20
 MAX_REQUEST_VALUES = 1 << 17  # numbers, strings and so on: parsing them takes the vault 15 to 35 ms
 MAX_ANSWER_BYTES = 64 << 20
 MAX_AT_ONCE = 1 << 16  # of one list in a request
+MAX_BACKUPS = 1 << 9  # that a request is about: the vault needs about 15 µs for each
 MAX_DESCRIPTORS = 253  # of one message: SCM_MAX_FD
 BUSY_INTERVAL_S = 1.0
 
@@ -95,14 +96,14 @@ class Channel:
             close_all(self._batches.popleft()[0])
         self._drop_unsent()
 
-    def send(self, body: Mapping[str, Any] | str, descriptors: Sequence[int] = (), version: int = VERSION) -> None:
-        """Send it now or with later calls of `flush`; a str is JSON. The descriptors are the channel's from here on.
+    def send(self, body: Mapping[str, Any], descriptors: Sequence[int] = (), version: int = VERSION) -> None:
+        """Send it now or with later calls of `flush`. The descriptors are the channel's from here on.
 
         Raises:
             InvalidArgument: it is longer than the other side takes; nothing was sent.
             OSError: the connection has ended.
         """
-        text = (body if isinstance(body, str) else json.dumps(body, separators=(",", ":"))).encode()
+        text = json.dumps(body, separators=(",", ":")).encode()
         if len(text) > self._max_sent_bytes or len(descriptors) > MAX_DESCRIPTORS:
             close_all(descriptors)
             raise InvalidArgument(
@@ -264,25 +265,25 @@ def boolean(body: Mapping[str, Any], name: str) -> bool:
     return value
 
 
-def integers(body: Mapping[str, Any], name: str) -> list[int]:
+def integers(body: Mapping[str, Any], name: str, most: int = MAX_AT_ONCE) -> list[int]:
     """The list of whole numbers of that name, none negative. Raises Nonsense: there is none."""
-    value = _list(body, name)
+    value = _list(body, name, most)
     _check_numbers(name, value)
     return value
 
 
 def rows(body: Mapping[str, Any], name: str, columns: int) -> list[list[int]]:
     """The list of that name, of rows of so many whole numbers. Raises Nonsense: there is none."""
-    value = _list(body, name)
+    value = _list(body, name, MAX_AT_ONCE)
     if not all(isinstance(row, list) and len(row) == columns for row in value):
         raise Nonsense(f"{name}: expected rows of {columns} numbers")
     _check_numbers(name, chain.from_iterable(value))
     return value
 
 
-def objects(body: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
+def objects(body: Mapping[str, Any], name: str, most: int) -> list[dict[str, Any]]:
     """The list of objects of that name. Raises Nonsense: there is none."""
-    value = _list(body, name)
+    value = _list(body, name, most)
     if not all(isinstance(each, dict) for each in value):
         raise Nonsense(f"{name}: expected objects")
     return value
@@ -293,12 +294,12 @@ def _check_numbers(name: str, values: Iterable[object]) -> None:
         raise Nonsense(f"{name}: expected whole numbers")
 
 
-def _list(body: Mapping[str, Any], name: str) -> list[Any]:
+def _list(body: Mapping[str, Any], name: str, most: int) -> list[Any]:
     value = body.get(name)
     if not isinstance(value, list):
         raise Nonsense(f"{name}: expected a list")
-    if len(value) > MAX_AT_ONCE:
-        raise InvalidArgument(f"{name}: {len(value)} at once: expected at most {MAX_AT_ONCE}")
+    if len(value) > most:
+        raise InvalidArgument(f"{name}: {len(value)} at once: expected at most {most}")
     return value
 
 

@@ -1,22 +1,23 @@
 """What clients may ask the vault for. Nothing here waits: what takes time is answered when it has ended.
 
-Nor does a large request hold up others: its work is done in steps, a few at a time (`Service._go_on`). What calls the
-driver is done by threads of the GPU that it is about, because the driver may need seconds for a new context there.
+A request is about a few hundred backups at most (`protocol.MAX_BACKUPS`), so it takes the vault a few milliseconds; a
+client with more asks again. What else has to be done to many backups, evicting them above all, is done so many at a
+time, and posted for the rest. What calls the driver is done by threads of the GPU that it is about, because the driver
+may need seconds for a new context there.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import time
 import uuid
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from .. import __version__, _core
 from ..errors import CumemSleepError, DriverError, InvalidArgument, InvalidState, VaultError
@@ -28,8 +29,9 @@ from .protocol import Message, Nonsense, boolean, integer, integers, objects, ro
 from .session import Session
 
 _NOTE_BYTES, _NOTE_SHARE = 4096, 1024  # a note may have so many, and one for so many of its backup
-_STEPS = 256  # of one request before others have their turn: a few milliseconds
-_EXTENTS = 64  # that are put into words in one step
+_AT_ONCE = 256  # holds that are evicted or dropped before others have their turn: two milliseconds or three
+_MAX_PIECES = 1 << 14  # of one copy: 64 MiB each, or an extent
+_MAX_SAID, _EXTENT_CHARACTERS = 16 << 20, 24  # of one answer, about; a single backup has less
 
 
 @dataclass(frozen=True)
@@ -43,10 +45,7 @@ class Gpu:
 
 
 _Answer = dict[str, Any]
-_Result = _Answer | str | None  # str: JSON, of what was put into words in steps; None: the answer comes later
-_Work = Generator[None, None, _Result]
-_Item = TypeVar("_Item")
-_Made = TypeVar("_Made")
+_Shown = tuple[Key, str, int, list[list[int]]]  # with the note, the size and the extents of a backup
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,8 +65,13 @@ class _Reservation:
     asked: _Request
     gpu: Gpu
     sizes: Sequence[int]
-    needed_bytes: int
+    more_bytes: int  # that the client will ask for right after these
     waits: bool
+
+    @property
+    def needed_bytes(self) -> int:
+        """All that has to be there before it gets the first part."""
+        return needed_bytes(self.sizes) + self.more_bytes
 
 
 class Service:
@@ -101,9 +105,9 @@ class Service:
         self._links: dict[tuple[str, bool], Link] = {}
         self._givers: dict[int, ThreadPoolExecutor] = {}  # give back what was lent of each GPU
         self._waiting: deque[_Reservation] = deque()
+        self._is_evicting = False  # for the first of those who wait
         self._leaving: set[Session] = set()  # have gone, and copies of theirs are under way still
-        self._resuming: dict[_Request, list[int]] = {}  # who waits for these, and which backups are wanted
-        self._showing = 0  # how many requests are about to show backups in adopted slabs
+        self._resuming: list[_Request] = []  # who wait for these
         self._counts: Counter[str] = Counter()
         self._is_ending = False
 
@@ -134,53 +138,20 @@ class Service:
         except Nonsense:
             protocol.close_all(descriptors)
             raise
-        self._begin(asked, self._work(handler, asked, message.descriptors_lost))
+        self._do(asked, partial(handler, self, asked) if not message.descriptors_lost else _no_more_files)
+        protocol.close_all(asked.descriptors)
 
-    def _work(self, handler: _Handler, asked: _Request, descriptors_lost: bool) -> _Work:
-        if descriptors_lost:
-            raise VaultError(memory.NO_MORE_FILES)
-        result = handler(self, asked)
-        if isinstance(result, Generator):
-            result = yield from result
-        return result
-
-    def _begin(self, asked: _Request, work: _Work) -> None:
-        """Its client is not heard before this work has ended: requests of one client are done in order."""
-        asked.session.at_work += 1
-        self._go_on(asked, work)
-
-    def _go_on(self, asked: _Request, work: _Work) -> None:
-        """A few steps; the rest when all others have had their turn."""
-        session = asked.session
-        result: _Result | Exception = None
+    def _do(self, asked: _Request, work: Callable[[], _Answer | None]) -> None:
+        """Answer with what this gives, or later if that is None. If the vault fails at it, its client alone notices."""
         try:
-            for _ in range(_STEPS if session.is_served else 0):
-                next(work)
-            if session.is_served:
-                self._post(partial(self._go_on, asked, work))
-                return
-            work.close()
-        except StopIteration as end:
-            result = end.value
-        except CumemSleepError as error:
+            result: _Answer | Exception | None = work()
+        except (CumemSleepError, OSError) as error:
             result = error
         except Exception as error:
-            self._fail(session, error)
-        protocol.close_all(asked.descriptors)
-        asked.descriptors.clear()
-        session.at_work -= 1
-        if result is None:
-            session.go_on()
-        else:
+            self._fail(asked.session, error)
+            return
+        if result is not None:
             self._answer(asked, result)
-
-    def _in_background(self, steps: Iterator[None], then: Callable[[], None]) -> None:
-        """Work that no client waits for."""
-        for at, _ in enumerate(steps, 1):
-            if at == _STEPS:
-                self._post(partial(self._in_background, steps, then))
-                return
-        then()
 
     def cancel(self, session: Session) -> None:
         """Drop its pending requests. What it lent goes back to it when none of its copies is in flight any more."""
@@ -194,7 +165,13 @@ class Service:
         self.cancel(session)
         if session.is_copying:
             self._leaving.add(session)
-        self._in_background(self._pool.ledger.dropping_owner(session), self._memory_came_back)
+        self._drop(session.owner)
+
+    def _drop(self, owner: object) -> None:
+        """Give back what it has: some now, the rest when others have had their turn."""
+        if not self._pool.ledger.drop_owner(owner, _AT_ONCE):
+            self._post(partial(self._drop, owner))
+        self._memory_came_back()
 
     def count_cut_off(self) -> None:
         """One client more was cut off."""
@@ -202,7 +179,7 @@ class Service:
 
     def held(self, session: Session) -> Held:
         """Its backups."""
-        return self._pool.ledger.held_by(session)
+        return self._pool.ledger.held(session.owner)
 
     def take_no_more(self) -> None:
         """Refuse new backups, and those who wait for memory: the vault is about to end."""
@@ -236,14 +213,17 @@ class Service:
         }
 
     def _reserve(self, asked: _Request) -> None:
-        gpu, sizes = self._gpu(asked.body), integers(asked.body, "sizes")
+        """Backups. Who says that there will be more has that set aside, and the next parts at once."""
+        gpu, sizes = self._gpu(asked.body), integers(asked.body, "sizes", protocol.MAX_BACKUPS)
         if self._is_ending:
             raise InvalidState("the vault is shutting down and accepts no new backups")
-        self._waiting.append(_Reservation(asked, gpu, sizes, needed_bytes(sizes), boolean(asked.body, "wait")))
+        needed_bytes(sizes)  # makes sense
+        more_bytes = integer(asked.body, "more_bytes")
+        self._waiting.append(_Reservation(asked, gpu, sizes, more_bytes, boolean(asked.body, "wait")))
         self.serve_waiting()
 
     def _room(self, asked: _Request) -> _Answer:
-        return {"free_bytes": max(0, self._pool.ledger.free_bytes) + self._pool.bytes_to_come()}
+        return {"free_bytes": self._pool.ledger.unclaimed_bytes + self._pool.bytes_to_come()}
 
     def _withdraw(self, asked: _Request) -> _Answer:
         """The client does not wait any more for the memory that it asked for."""
@@ -257,109 +237,105 @@ class Service:
 
     def serve_waiting(self) -> None:
         """Give memory to those who wait for it, in order, until there is too little; refuse what can never be had."""
+        if self._is_evicting:
+            return
+        ledger = self._pool.ledger
         goes_on = True
         waiting, self._waiting = self._waiting, deque()
-        for each in waiting:
-            available = self._pool.ledger.available_bytes()
-            if each.needed_bytes <= available and goes_on:
-                self._begin(each.asked, self._reserved(each))
+        while waiting:
+            each = waiting.popleft()
+            owner = each.asked.session.owner
+            available = ledger.available_bytes(owner)
+            if each.needed_bytes <= available and (goes_on or ledger.claimed_by(owner)):
+                if not ledger.make_room(needed_bytes(each.sizes), _AT_ONCE):
+                    self._waiting += [each, *waiting]
+                    self._is_evicting = True
+                    self._post(self._evict_on)
+                    return
+                self._do(each.asked, partial(self._reserved, each))
             elif each.needed_bytes > available + self._pool.bytes_to_come():
-                self._answer(each.asked, self._pool.out_of_memory(each.needed_bytes, self._names()))
+                self._answer(each.asked, self._pool.out_of_memory(each.needed_bytes, available, self._names()))
             elif each.waits:
                 goes_on = False
                 self._waiting.append(each)
             else:
                 self._answer(each.asked, {"backups": None})
 
-    def _reserved(self, each: _Reservation) -> _Work:
-        session = each.asked.session
-        gpu, ledger = each.gpu, self._pool.ledger
-        holds = yield from ledger.reserving(session, gpu.uuid, each.sizes, gpu.node, self._names())
-        return (yield from self._handed_out(session, holds))
+    def _evict_on(self) -> None:
+        self._is_evicting = False
+        self.serve_waiting()
 
-    def _find(self, asked: _Request) -> _Work:
-        gpu = self._gpu(asked.body)
-        keys = yield from _each(_key, objects(asked.body, "keys"))
-        holds = yield from _each(partial(self._pool.ledger.find, asked.session, gpu.uuid), keys)
-        return (yield from self._handed_out(asked.session, holds))
+    def _reserved(self, each: _Reservation) -> _Answer:
+        session, gpu, ledger = each.asked.session, each.gpu, self._pool.ledger
+        holds = ledger.reserve(session.owner, gpu.uuid, each.sizes, gpu.node)
+        ledger.claim(session.owner, each.more_bytes)
+        return self._handed_out(session, holds)
 
-    def _seal(self, asked: _Request) -> _Work:
-        ledger, session = self._pool.ledger, asked.session
-        backups = objects(asked.body, "backups")
-        sealed = yield from _each(lambda each: (integer(each, "number"), _key(each), each), backups)
-        for number, _, _ in sealed:
-            if ledger.writable(session, number).entry.copies:
-                raise InvalidState(f"backup {number} is still being written: it cannot be sealed yet")
-            yield
-        holds = []
-        for number, key, each in sealed:
-            note = _note(each, ledger.hold(session, number).entry.nbytes)
-            holds.append(ledger.seal(session, number, key, note))
-            yield
+    def _find(self, asked: _Request) -> _Answer:
+        gpu, owner = self._gpu(asked.body), asked.session.owner
+        keys = [_key(each) for each in objects(asked.body, "keys", protocol.MAX_BACKUPS)]
+        holds = [self._pool.ledger.find(owner, gpu.uuid, key) for key in keys]
+        return self._handed_out(asked.session, holds)
+
+    def _seal(self, asked: _Request) -> _Answer:
+        ledger, owner = self._pool.ledger, asked.session.owner
+        backups = objects(asked.body, "backups", protocol.MAX_BACKUPS)
+        holds = [ledger.sealable(owner, integer(each, "number")) for each in backups]
+        notes = [_note(each, hold.entry.nbytes) for each, hold in zip(backups, holds, strict=True)]
+        keys = [_key(each) for each in backups]
+        for hold, key, note in zip(holds, keys, notes, strict=True):
+            ledger.seal(owner, hold.number, key, note)
         self._memory_came_back()
-        return (yield from self._handed_out(session, holds))
+        return self._handed_out(asked.session, holds)
 
-    def _mark(self, asked: _Request) -> _Work:
-        needed = boolean(asked.body, "needed")
-        gone: list[int] = []
-        for number in integers(asked.body, "numbers"):
-            gone += self._pool.ledger.mark(asked.session, [number], needed)
-            yield
+    def _mark(self, asked: _Request) -> _Answer:
+        numbers = integers(asked.body, "numbers", protocol.MAX_BACKUPS)
+        gone = self._pool.ledger.mark(asked.session.owner, numbers, boolean(asked.body, "needed"))
         self._memory_came_back()
         return {"gone": gone}
 
-    def _owners(self, asked: _Request) -> _Work:
-        owners: list[int] = []
-        for number in integers(asked.body, "numbers"):
-            owners += self._pool.ledger.owners(asked.session, [number])
-            yield
-        return {"owners": owners}
+    def _owners(self, asked: _Request) -> _Answer:
+        numbers = integers(asked.body, "numbers", protocol.MAX_BACKUPS)
+        return {"owners": self._pool.ledger.owners(asked.session.owner, numbers)}
 
-    def _release(self, asked: _Request) -> _Work:
-        numbers = integers(asked.body, "numbers")
+    def _release(self, asked: _Request) -> _Answer:
+        """Backups, and what was set aside for others."""
+        numbers = integers(asked.body, "numbers", protocol.MAX_BACKUPS)
         asked.session.known_slabs -= set(integers(asked.body, "slabs"))  # which it has closed
-        yield from self._released(asked.session, numbers)
+        self._pool.ledger.claim(asked.session.owner, 0)
+        self._pool.ledger.release(asked.session.owner, numbers)
+        self._memory_came_back()
         return {}
 
-    def _released(self, session: Session, numbers: Iterable[int]) -> Iterator[None]:
-        for number in numbers:
-            self._pool.ledger.release(session, [number])
-            yield
-        self._memory_came_back()
-
-    def _copy(self, asked: _Request) -> _Work:
+    def _copy(self, asked: _Request) -> _Answer | None:
         """Between a client's memory and its backups."""
         gpu, to_host, ranges = self._gpu(asked.body), boolean(asked.body, "out"), rows(asked.body, "ranges", 4)
         lent = self._lent(asked, gpu)
-        ledger = self._pool.ledger
+        ledger, owner = self._pool.ledger, asked.session.owner
+        may = ledger.writable if to_host else ledger.hold
         entries: dict[int, Entry] = {}
         pieces: deque[Piece] = deque()
-        may = ledger.writable if to_host else ledger.hold
-        link: Link | None = None
-        try:
-            for hold, offset, lent_offset, size in ranges:
-                if hold not in entries:
-                    entry = may(asked.session, hold).entry
-                    ledger.begin_copy(entry)
-                    entries[hold] = entry
-                entry = entries[hold]
-                if offset + size > entry.nbytes or lent_offset + size > lent.nbytes or lent.device != gpu.ordinal:
-                    raise InvalidArgument(
-                        f"range of {size} bytes at {offset} of backup {hold}, at {lent_offset} of lent memory: it lies"
-                        f" beyond their {entry.nbytes} and {lent.nbytes} bytes, or on another GPU"
-                    )
-                for piece in self._pieces(entry.ranges(offset, size), lent_offset):
-                    pieces.append(piece)
-                    yield
-                yield
-            if not pieces:
-                return {}
-            link = self._link(gpu, to_host)  # its thread may not start
-        finally:
-            if link is None:
-                for entry in entries.values():
-                    ledger.end_copy(entry)
+        for number, offset, lent_at, size in ranges:
+            entry = entries.setdefault(number, may(owner, number).entry)
+            if offset + size > entry.nbytes or lent_at + size > lent.nbytes or lent.device != gpu.ordinal:
+                raise InvalidArgument(
+                    f"range of {size} bytes at {offset} of backup {number}, at {lent_at} of lent memory: it lies"
+                    f" beyond their {entry.nbytes} and {lent.nbytes} bytes, or on another GPU"
+                )
+            copied = 0
+            for slab, start, nbytes in entry.ranges(offset, size):
+                block = self._pool.slab(slab).block
+                for at in range(0, nbytes, PIECE_BYTES):
+                    pieces.append(Piece(block, start + at, lent_at + copied + at, min(PIECE_BYTES, nbytes - at)))
+                copied += nbytes
+            if len(pieces) > _MAX_PIECES:
+                raise InvalidArgument(f"a copy of over {_MAX_PIECES} pieces: ask for less at once")
+        if not pieces:
+            return {}
+        link = self._link(gpu, to_host)  # its thread may not start
         lent.jobs += 1
+        for entry in entries.values():
+            ledger.begin_copy(entry)
 
         def over(error: Exception | None, gpu_is_lost: bool) -> None:
             if isinstance(error, InvalidState):
@@ -395,14 +371,6 @@ class Service:
             raise InvalidState(f"memory {number} was not sent, or did not arrive")
         return mine[number]
 
-    def _pieces(self, extents: Iterable[Extent], lent_offset: int) -> Iterator[Piece]:
-        for slab, offset, nbytes in extents:
-            block = self._pool.block(slab)
-            for start in range(0, nbytes, PIECE_BYTES):
-                size = min(PIECE_BYTES, nbytes - start)
-                yield Piece(block, offset + start, lent_offset, size)
-                lent_offset += size
-
     def _take_back(self, asked: _Request) -> _Answer | None:
         """The client has no copy of these memories open any more: they go back."""
         mine = asked.session.lent
@@ -434,98 +402,90 @@ class Service:
             future = self._givers[device].submit(_close_all, some)
             future.add_done_callback(lambda _: self._post(given_back))
 
-    def _resume(self, asked: _Request) -> _Work:
+    def _resume(self, asked: _Request) -> None:
         """The client goes on over a new connection; what it held over those before is held over this one."""
-        session, wanted = asked.session, integers(asked.body, "numbers")
+        session = asked.session
         session.known_slabs = set(integers(asked.body, "slabs"))
         for before in [each for each in self._sessions if each.identity == session.identity and each is not session]:
-            for number in wanted:
-                self._pool.ledger.move(before, session, [number])
-                yield
+            if self._pool.ledger.numbers(before.owner):
+                session.owner, before.owner = before.owner, session.owner
             self._end(before)
-        self._resuming[asked] = wanted
+        self._resuming.append(asked)
         self._answer_resuming()
-        return None
 
     def _answer_resuming(self) -> None:
         """Those who resume, once nothing is under way that they asked for over earlier connections."""
         self._leaving = {session for session in self._leaving if session.is_copying}
         leaving = {session.identity for session in self._leaving}
         for asked in [each for each in self._resuming if each.session.identity not in leaving]:
-            self._begin(asked, self._resumed(asked.session, self._resuming.pop(asked)))
+            self._resuming.remove(asked)
+            self._answer(asked, {"numbers": self._pool.ledger.numbers(asked.session.owner)})
 
-    def _resumed(self, session: Session, numbers: Sequence[int]) -> _Work:
-        holds = yield from _each(partial(self._pool.ledger.find_hold, session), numbers)
-        return (yield from self._handed_out(session, holds))
+    def _look(self, asked: _Request) -> _Answer:
+        """Where backups are that the client holds."""
+        numbers = integers(asked.body, "numbers", protocol.MAX_BACKUPS)
+        return self._said(asked.session, [self._pool.ledger.find_hold(asked.session.owner, each) for each in numbers])
 
-    def _show(self, asked: _Request) -> _Work:
+    def _show(self, asked: _Request) -> None:
         """Backups in slabs that another vault has left behind. They are looked at by the thread that takes memory."""
         gpu = self._gpu(asked.body)
-        shown: list[tuple[Key, str, _Answer]] = []
-        for each in objects(asked.body, "backups"):
-            shown.append((_key(each), _note(each, integer(each, "bytes", 1)), each))
-            if any(row[0] >= len(asked.descriptors) for row in rows(each, "extents", 3)):
+        shown: list[_Shown] = []
+        for each in objects(asked.body, "backups", protocol.MAX_BACKUPS):
+            nbytes, extents = integer(each, "bytes", 1), rows(each, "extents", 3)
+            if any(slab >= len(asked.descriptors) for slab, _, _ in extents):
                 raise Nonsense("extents: they lie in a slab whose descriptor is not there")
-            yield
-
-        def looked_at(found: Future[list[memory.Slab]]) -> None:
-            self._in_background(self._pool.making_room(found), partial(self._adopt, asked, gpu, shown, found))
-
-        self._pool.look_at(asked.descriptors.copy(), looked_at)
-        asked.descriptors.clear()
-        return None
+            shown.append((_key(each), _note(each, nbytes), nbytes, extents))
+        descriptors, asked.descriptors[:] = asked.descriptors[:], []
+        self._pool.look_at(descriptors, partial(self._adopt, asked, gpu, shown))
 
     def _adopt(
         self,
         asked: _Request,
         gpu: Gpu,
-        shown: Sequence[tuple[Key, str, _Answer]],
+        shown: Sequence[_Shown],
         looked_at: Future[list[memory.Slab]],
     ) -> None:
-        try:
-            slabs = self._pool.adopt(looked_at.result(), self._names())
-        except (CumemSleepError, OSError) as error:
-            self._answer(asked, error)
-        else:
-            self._begin(asked, self._shown(asked.session, gpu, shown, slabs))
+        """They were looked at."""
+        if looked_at.exception() is None and not self._pool.make_room(looked_at.result(), _AT_ONCE):
+            self._post(partial(self._adopt, asked, gpu, shown, looked_at))
+            return
+        self._do(asked, lambda: self._shown(asked.session, gpu, shown, looked_at))
         self._memory_came_back()
 
     def _shown(
-        self, session: Session, gpu: Gpu, shown: Sequence[tuple[Key, str, _Answer]], slabs: Sequence[int]
-    ) -> _Work:
-        ledger = self._pool.ledger
+        self,
+        session: Session,
+        gpu: Gpu,
+        shown: Sequence[_Shown],
+        looked_at: Future[list[memory.Slab]],
+    ) -> _Answer:
+        slabs, ledger = self._pool.adopt(looked_at.result(), self._names()), self._pool.ledger
         holds: list[Hold] = []
-        self._showing += 1
         try:
-            for key, note, each in shown:
-                extents = [Extent(slabs[slab], offset, size) for slab, offset, size in each["extents"]]
-                holds.append(ledger.show(session, gpu.uuid, key, note, each["bytes"], extents))
-                yield
+            for key, note, nbytes, rows_ in shown:
+                extents = [Extent(slabs[slab], offset, size) for slab, offset, size in rows_]
+                holds.append(ledger.show(session.owner, gpu.uuid, key, note, nbytes, extents))
         except CumemSleepError:
-            yield from self._released(session, [hold.number for hold in holds])
+            ledger.release(session.owner, [hold.number for hold in holds])
             raise
-        finally:
-            self._showing -= 1
-            self._memory_came_back()
-        return (yield from self._handed_out(session, holds))
+        return self._handed_out(session, holds)
 
     def _status(self, asked: _Request) -> _Answer:
         return self.status(asked.session)
 
     # What requests share
 
-    def _answer(self, asked: _Request, result: _Answer | str | Exception) -> None:
+    def _answer(self, asked: _Request, result: _Answer | Exception) -> None:
         self._counts["refused"] += isinstance(result, Exception)
         asked.session.answer(asked.number, result)
 
     def _memory_came_back(self) -> None:
         """Adopted slabs without backups go; whoever waits for memory may have it now."""
-        if not self._showing:  # some may be about to have backups
-            self._pool.tidy()
+        self._pool.tidy()
         self.serve_waiting()
 
     def _names(self) -> dict[Hashable, str]:
-        return {session: str(session) for session in self._sessions}
+        return {session.owner: str(session) for session in self._sessions}
 
     def _gpu(self, body: Mapping[str, Any]) -> Gpu:
         uuid = text(body, "gpu")
@@ -540,27 +500,22 @@ class Service:
                 self._link(gpu, False)
         return self._links[gpu.uuid, to_host]
 
-    def _handed_out(self, session: Session, holds: Sequence[Hold | None]) -> _Work:
-        """The answer that gives these to the client, after descriptors of the slabs that it has none of."""
-        said: list[str] = []
-        size = 0
+    def _handed_out(self, session: Session, holds: Sequence[Hold | None]) -> _Answer:
+        """The answer that gives these to the client. If that cannot be said, they go back."""
         try:
-            for at, hold in enumerate(holds):
-                is_there = hold is not None and self._pool.ledger.find_hold(session, hold.number) is hold
-                said.append(("," if at else "") + ("" if is_there else "null"))
-                if hold is not None and is_there:
-                    self._send_slabs(session, hold.entry.slabs - session.known_slabs)
-                    for words in _described(hold):
-                        said.append(words)
-                        size += len(words)
-                        yield
-                if size > protocol.MAX_ANSWER_BYTES // 2:
-                    raise InvalidArgument(f"the answer has over {size} bytes: ask for less at once")
-                yield
+            return self._said(session, holds)
         except CumemSleepError:
-            yield from self._released(session, [hold.number for hold in holds if hold is not None])
+            self._pool.ledger.release(session.owner, [hold.number for hold in holds if hold is not None])
+            self._memory_came_back()
             raise
-        return f'{{"backups":[{"".join(said)}]}}'
+
+    def _said(self, session: Session, holds: Sequence[Hold | None]) -> _Answer:
+        """Where they are, after descriptors of the slabs that the client has none of."""
+        there = [hold for hold in holds if hold is not None]
+        if sum(len(hold.entry.note) + _EXTENT_CHARACTERS * len(hold.entry.extents) for hold in there) > _MAX_SAID:
+            raise InvalidArgument(f"the answer has over {_MAX_SAID} bytes: ask for less at once")
+        self._send_slabs(session, set().union(*(hold.entry.slabs for hold in there)) - session.known_slabs)
+        return {"backups": [None if hold is None else _described(hold) for hold in holds]}
 
     def _send_slabs(self, session: Session, slabs: Iterable[int]) -> None:
         """Descriptors of these. Raises VaultError: this process can open no more files."""
@@ -592,10 +547,10 @@ class Service:
             "touched_bytes": self._pool.prefaulted_bytes,
             "adopted_bytes": self._pool.ledger.adopted_bytes,
             "short": self._pool.short,
-            "free_bytes": max(0, self._pool.ledger.free_bytes),
+            "free_bytes": self._pool.ledger.free_bytes,
             "left_bytes": self._pool.ledger.available_bytes() + self._pool.bytes_to_come(),
             **_held(held),
-            "saved_bytes": self._pool.ledger.saved_bytes(),
+            "saved_bytes": self._pool.ledger.saved_bytes,
             "evicted_bytes": self._pool.ledger.evicted_bytes,
             "waiting": len(self._waiting),
             "refused": self._counts["refused"],
@@ -609,7 +564,7 @@ class Service:
         }
 
     def _gpu_status(self, gpu: Gpu) -> dict[str, Any]:
-        held = self._pool.ledger.held_for(gpu.uuid)
+        held = self._pool.ledger.held(gpu=gpu.uuid)
         facts: dict[str, Any] = {
             "uuid": gpu.uuid,
             "ordinal": gpu.ordinal,
@@ -634,14 +589,14 @@ class Service:
             "gpus": [
                 {"uuid": uuid, **_held(on_gpu)}
                 for uuid in self._gpus
-                if (on_gpu := self._pool.ledger.held_by(session, uuid)) != Held()
+                if (on_gpu := self._pool.ledger.held(session.owner, uuid)) != Held()
             ],
             "lent_bytes": sum(lent.nbytes for lent in session.lent.values()),
             "open_requests": session.open_requests,
         }
 
 
-_Handler = Callable[[Service, _Request], _Result | _Work]
+_Handler = Callable[[Service, _Request], _Answer | None]
 _REQUESTS: Mapping[str, _Handler] = {
     "hello": Service._hello,
     "reserve": Service._reserve,
@@ -653,6 +608,7 @@ _REQUESTS: Mapping[str, _Handler] = {
     "copy": Service._copy,
     "forget": Service._take_back,
     "resume": Service._resume,
+    "look": Service._look,
     "room": Service._room,
     "withdraw": Service._withdraw,
     "show": Service._show,
@@ -660,23 +616,13 @@ _REQUESTS: Mapping[str, _Handler] = {
 }
 
 
-def _each(make: Callable[[_Item], _Made], items: Iterable[_Item]) -> Generator[None, None, list[_Made]]:
-    """What `make` makes of each, in steps."""
-    made = []
-    for item in items:
-        made.append(make(item))
-        yield
-    return made
+def _no_more_files() -> None:
+    raise VaultError(memory.NO_MORE_FILES)
 
 
-def _described(hold: Hold) -> Iterator[str]:
-    """As an answer says it, in parts."""
+def _described(hold: Hold) -> _Answer:
     entry = hold.entry
-    yield f'{{"number":{hold.number},"bytes":{entry.nbytes},"note":{json.dumps(entry.note)},"extents":['
-    for start in range(0, len(entry.extents), _EXTENTS):
-        some = json.dumps(entry.extents[start : start + _EXTENTS], separators=(",", ":"))
-        yield ("," if start else "") + some[1:-1]
-    yield "]}"
+    return {"number": hold.number, "bytes": entry.nbytes, "note": entry.note, "extents": entry.extents}
 
 
 def _close_all(lent: Iterable[Lent]) -> None:

@@ -192,11 +192,11 @@ def test_a_request_with_too_many_values_is_not_sent(many: Many) -> None:
 
 
 def test_an_answer_that_would_be_too_long_is_an_error(many: Many) -> None:
-    (backup,) = many.reserve(1)
-    key = Key("x", UNIT_BYTES, "")
-    many.client.seal([Sealed(backup, key, "n" * 4096)])
+    (backup,) = many.client.reserve(many.gpu, [64 << 20])
+    key = Key("x", 64 << 20, "")
+    many.client.seal([Sealed(backup, key, "n" * 65536)])
     with pytest.raises(InvalidArgument, match="ask for less at once"):
-        many.client.find(many.gpu, [key] * 10_000)
+        many.client.find(many.gpu, [key] * 500)
     many.client.release([backup])
     eventually(lambda: many.client.status()["free_bytes"] == MEMORY, "what was found is given back")
 
