@@ -35,6 +35,10 @@ _Item = TypeVar("_Item")
 _clients: weakref.WeakSet[VaultClient] = weakref.WeakSet()
 
 
+class _NoAnswer(Exception):
+    """Within the time of a mere look."""
+
+
 class Range(NamedTuple):
     """What is copied: `nbytes` of a backup from `offset` on, and of lent memory from `lent_offset` on."""
 
@@ -96,9 +100,6 @@ class SlabTable:
     def descriptor(self, slab: int) -> tuple[int, int]:
         """(descriptor, bytes); the descriptor stays the table's."""
         return self._slabs[slab]
-
-    def __len__(self) -> int:
-        return len(self._slabs)
 
     @property
     def numbers(self) -> list[int]:
@@ -173,7 +174,7 @@ class VaultClient:
         self._lock = threading.RLock()
         self._process = os.getpid()
         self._lost: VaultLost | None = None
-        self._last_request = self._last_brief = self._last_lent = 0
+        self._last_request = self._last_lent = 0
         self._answers: dict[int, dict[str, Any]] = {}
         self._given_up: dict[int, bool] = {}  # requests that nobody waits for any more: do they hand out backups
         self._unclaimed: list[int] = []  # backups that were handed out to nobody
@@ -504,14 +505,16 @@ class VaultClient:
             facts = {"gpu": lent.gpu, "memory": lent.number, "bytes": lent.nbytes, "out": to_host, "ranges": numbers}
             return self._begin("copy", descriptors, **facts)
 
-    def _ask(self, verb: str, descriptors: Sequence[int] = (), **facts: Any) -> dict[str, Any]:
+    def _ask(
+        self, verb: str, descriptors: Sequence[int] = (), look: Callable[[], None] | None = None, **facts: Any
+    ) -> dict[str, Any]:
         with self._turn():
             request = self._begin(verb, descriptors, **facts)
             try:
-                return self._answer_to(request, self._look if verb in _TAKE_LONG else None)
+                return self._answer_to(request, look or (self._look if verb in _TAKE_LONG else None))
             except CumemSleepError:
                 raise
-            except BaseException:  # of a signal handler: the answer comes later
+            except BaseException:  # of a signal handler, or of a look: the answer comes later
                 self._give_up(request, verb)
                 raise
 
@@ -519,25 +522,17 @@ class VaultClient:
         """The answer, if it comes at once. No second question is sent before the first was answered: none piles up."""
         if self._lost is not None:
             return None
-        request = 0
+        ends = time.monotonic() + min(_BRIEFLY_S, self.deadline_s)
+
+        def look() -> None:
+            if time.monotonic() >= ends:
+                raise _NoAnswer
+
         try:
             self._take_in(self._channel.receive)
-            if self._last_brief in self._given_up:
-                return None
-            request = self._last_brief = self._begin(verb, **facts)
-            deadline = time.monotonic() + min(_BRIEFLY_S, self.deadline_s)
-            while not self._answers[request]:
-                if not self._channel.wait(deadline):
-                    self._given_up[request] = False
-                    return None
-                self._take_in(self._channel.receive)
-            return self._answer_to(request)
-        except VaultLost:
+            return None if self._given_up else self._ask(verb, look=look, **facts)
+        except (VaultLost, _NoAnswer):
             return None
-        except BaseException:  # of a signal handler: the answer comes later
-            if request in self._answers:
-                self._given_up[request] = False
-            raise
 
     def _give_up(self, request: int, verb: str) -> None:
         self._given_up[request] = verb in _HAND_OUT

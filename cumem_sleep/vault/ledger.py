@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 from bisect import bisect_left, bisect_right
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, islice
@@ -207,8 +207,7 @@ class Ledger:
         self._held: dict[_Group, list[int]] = {}  # bytes, as in `Held`
         self._by_key: dict[Key, Entry] = {}
         self._last_number = self._clock = 0
-        self._claims: dict[Hashable, int] = {}  # by owner
-        self.claimed_bytes = 0  # the sum of these
+        self.claims: Counter[Hashable] = Counter()  # bytes that are set aside for what an owner reserves next
         self.free_bytes = 0
         self.own_bytes = 0  # the size of all slabs but adopted ones
         self.adopted_bytes = 0  # the size of these
@@ -268,22 +267,8 @@ class Ledger:
 
     def available_bytes(self, owner: Hashable = None) -> int:
         """What the owner could reserve now: what is free or may be evicted, and not set aside for others."""
-        return max(0, self.free_bytes + self._evictable_bytes - self.claimed_bytes + self.claimed_by(owner))
-
-    def claim(self, owner: Hashable, nbytes: int) -> None:
-        """Set so much aside for what the owner reserves next, instead of what it was before."""
-        self.claimed_bytes += nbytes - self._claims.pop(owner, 0)
-        if nbytes:
-            self._claims[owner] = nbytes
-
-    @property
-    def unclaimed_bytes(self) -> int:
-        """What is free, and set aside for nobody."""
-        return max(0, self.free_bytes - self.claimed_bytes)
-
-    def claimed_by(self, owner: Hashable) -> int:
-        """How much is set aside for the owner."""
-        return self._claims.get(owner, 0)
+        others = self.claims.total() - self.claims[owner]
+        return max(0, self.free_bytes + self._evictable_bytes - others)
 
     def make_room(self, nbytes: int, most: int = sys.maxsize) -> bool:
         """Evict until so much is free, at most so many holds; returns whether it is."""
@@ -398,7 +383,7 @@ class Ledger:
 
     def drop_owner(self, owner: Hashable, most: int = sys.maxsize) -> bool:
         """Give back what the owner has, at most so many holds; returns whether that was all."""
-        self.claim(owner, 0)
+        del self.claims[owner]
         self.release(owner, list(islice(self._holds_of.get(owner, ()), most)))
         return owner not in self._holds_of
 

@@ -279,7 +279,7 @@ class Vault:
         """Do no more for it. It keeps its backups until it ends the connection: it can read them itself."""
         if session.is_cut_off:
             return
-        self._service.count_cut_off()
+        self._service.cut_off += 1
         self._say(f"{session} is cut off: {reason}")
         session.send({"cut": reason})
         session.is_cut_off = True

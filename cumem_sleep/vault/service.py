@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import time
 import uuid
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -65,13 +65,9 @@ class _Reservation:
     asked: _Request
     gpu: Gpu
     sizes: Sequence[int]
-    more_bytes: int  # that the client will ask for right after these
+    needed_bytes: int  # with what the client will ask for next: all of it has to be there before it gets any
+    more_bytes: int  # how much that is
     waits: bool
-
-    @property
-    def needed_bytes(self) -> int:
-        """All that has to be there before it gets the first part."""
-        return needed_bytes(self.sizes) + self.more_bytes
 
 
 class Service:
@@ -108,7 +104,7 @@ class Service:
         self._is_evicting = False  # for the first of those who wait
         self._leaving: set[Session] = set()  # have gone, and copies of theirs are under way still
         self._resuming: list[_Request] = []  # who wait for these
-        self._counts: Counter[str] = Counter()
+        self._refused = self.cut_off = 0  # requests, and clients (by `Vault`)
         self._is_ending = False
 
     def begin(self, gpus: Iterable[Gpu]) -> None:
@@ -138,8 +134,11 @@ class Service:
         except Nonsense:
             protocol.close_all(descriptors)
             raise
-        self._do(asked, partial(handler, self, asked) if not message.descriptors_lost else _no_more_files)
-        protocol.close_all(asked.descriptors)
+        if message.descriptors_lost:
+            self._answer(asked, VaultError(memory.NO_MORE_FILES))
+        else:
+            self._do(asked, partial(handler, self, asked))
+        protocol.close_all(descriptors)
 
     def _do(self, asked: _Request, work: Callable[[], _Answer | None]) -> None:
         """Answer with what this gives, or later if that is None. If the vault fails at it, its client alone notices."""
@@ -172,10 +171,6 @@ class Service:
         if not self._pool.ledger.drop_owner(owner, _AT_ONCE):
             self._post(partial(self._drop, owner))
         self._memory_came_back()
-
-    def count_cut_off(self) -> None:
-        """One client more was cut off."""
-        self._counts["cut off"] += 1
 
     def held(self, session: Session) -> Held:
         """Its backups."""
@@ -217,13 +212,14 @@ class Service:
         gpu, sizes = self._gpu(asked.body), integers(asked.body, "sizes", protocol.MAX_BACKUPS)
         if self._is_ending:
             raise InvalidState("the vault is shutting down and accepts no new backups")
-        needed_bytes(sizes)  # makes sense
-        more_bytes = integer(asked.body, "more_bytes")
-        self._waiting.append(_Reservation(asked, gpu, sizes, more_bytes, boolean(asked.body, "wait")))
+        more_bytes, waits = integer(asked.body, "more_bytes"), boolean(asked.body, "wait")
+        needed = needed_bytes(sizes) + more_bytes
+        self._waiting.append(_Reservation(asked, gpu, sizes, needed, more_bytes, waits))
         self.serve_waiting()
 
-    def _room(self, asked: _Request) -> _Answer:
-        return {"free_bytes": self._pool.ledger.unclaimed_bytes + self._pool.bytes_to_come()}
+    def _room(self, _asked: _Request) -> _Answer:
+        ledger = self._pool.ledger
+        return {"free_bytes": max(0, ledger.free_bytes - ledger.claims.total()) + self._pool.bytes_to_come()}
 
     def _withdraw(self, asked: _Request) -> _Answer:
         """The client does not wait any more for the memory that it asked for."""
@@ -246,8 +242,8 @@ class Service:
             each = waiting.popleft()
             owner = each.asked.session.owner
             available = ledger.available_bytes(owner)
-            if each.needed_bytes <= available and (goes_on or ledger.claimed_by(owner)):
-                if not ledger.make_room(needed_bytes(each.sizes), _AT_ONCE):
+            if each.needed_bytes <= available and (goes_on or ledger.claims[owner]):
+                if not ledger.make_room(each.needed_bytes - each.more_bytes, _AT_ONCE):
                     self._waiting += [each, *waiting]
                     self._is_evicting = True
                     self._post(self._evict_on)
@@ -268,7 +264,7 @@ class Service:
     def _reserved(self, each: _Reservation) -> _Answer:
         session, gpu, ledger = each.asked.session, each.gpu, self._pool.ledger
         holds = ledger.reserve(session.owner, gpu.uuid, each.sizes, gpu.node)
-        ledger.claim(session.owner, each.more_bytes)
+        ledger.claims[session.owner] = each.more_bytes
         return self._handed_out(session, holds)
 
     def _find(self, asked: _Request) -> _Answer:
@@ -302,7 +298,7 @@ class Service:
         """Backups, and what was set aside for others."""
         numbers = integers(asked.body, "numbers", protocol.MAX_BACKUPS)
         asked.session.known_slabs -= set(integers(asked.body, "slabs"))  # which it has closed
-        self._pool.ledger.claim(asked.session.owner, 0)
+        self._pool.ledger.claims[asked.session.owner] = 0
         self._pool.ledger.release(asked.session.owner, numbers)
         self._memory_came_back()
         return {}
@@ -460,6 +456,8 @@ class Service:
         looked_at: Future[list[memory.Slab]],
     ) -> _Answer:
         slabs, ledger = self._pool.adopt(looked_at.result(), self._names()), self._pool.ledger
+        if not session.is_served:  # nobody would give these back
+            return {}
         holds: list[Hold] = []
         try:
             for key, note, nbytes, rows_ in shown:
@@ -470,13 +468,10 @@ class Service:
             raise
         return self._handed_out(session, holds)
 
-    def _status(self, asked: _Request) -> _Answer:
-        return self.status(asked.session)
-
     # What requests share
 
     def _answer(self, asked: _Request, result: _Answer | Exception) -> None:
-        self._counts["refused"] += isinstance(result, Exception)
+        self._refused += isinstance(result, Exception)
         asked.session.answer(asked.number, result)
 
     def _memory_came_back(self) -> None:
@@ -534,7 +529,7 @@ class Service:
 
     # What there is to know
 
-    def status(self, asking: Session) -> dict[str, Any]:
+    def _status(self, asked: _Request) -> _Answer:
         """All that the vault knows, for people and programs; a client that asks and holds nothing is left out."""
         held = self._pool.ledger.held()
         return {
@@ -553,13 +548,13 @@ class Service:
             "saved_bytes": self._pool.ledger.saved_bytes,
             "evicted_bytes": self._pool.ledger.evicted_bytes,
             "waiting": len(self._waiting),
-            "refused": self._counts["refused"],
-            "cut_off": self._counts["cut off"],
+            "refused": self._refused,
+            "cut_off": self.cut_off,
             "gpus": [self._gpu_status(gpu) for gpu in self._gpus.values()],
             "clients": [
                 self._client_status(session)
                 for session in self._sessions
-                if session.is_greeted and (session is not asking or self.held(session) != Held())
+                if session.is_greeted and (session is not asked.session or self.held(session) != Held())
             ],
         }
 
@@ -614,10 +609,6 @@ _REQUESTS: Mapping[str, _Handler] = {
     "show": Service._show,
     "status": Service._status,
 }
-
-
-def _no_more_files() -> None:
-    raise VaultError(memory.NO_MORE_FILES)
 
 
 def _described(hold: Hold) -> _Answer:

@@ -82,13 +82,13 @@ def test_slabs_are_read_only(segment: MakeSegment, client: VaultClient) -> None:
 
 def test_slabs_without_backups_are_closed(segment: MakeSegment, client: VaultClient) -> None:
     first, second = segment(PAGE).back_up(), segment(PAGE).back_up()
-    assert len(client.slabs) == 1
+    assert len(client.slabs.numbers) == 1
     client.release([first])
-    assert len(client.slabs) == 1
+    assert len(client.slabs.numbers) == 1
     client.release([second])
-    assert len(client.slabs) == 0
+    assert len(client.slabs.numbers) == 0
     segment(PAGE).back_up()
-    assert len(client.slabs) == 1
+    assert len(client.slabs.numbers) == 1
 
 
 # Sharing

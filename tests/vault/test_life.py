@@ -66,7 +66,7 @@ def test_a_killed_vault_is_noticed_at_once_and_its_slabs_are_read(vault: Running
             call()
     assert from_slabs(client, sleeper.backup) == sleeper.content
     client.release([sleeper.backup])
-    assert len(client.slabs) == 0
+    assert len(client.slabs.numbers) == 0
 
 
 @pytest.mark.parametrize("copying", ["write", "read"])

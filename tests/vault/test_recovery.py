@@ -22,7 +22,7 @@ from cumem_sleep.backups.vault import VaultTier
 from cumem_sleep.errors import OutOfHostMemory, VaultError, VaultLost
 from cumem_sleep.vault import protocol
 from cumem_sleep.vault.address import Address
-from cumem_sleep.vault.client import Backup, Key, Range, VaultClient
+from cumem_sleep.vault.client import Backup, Range, VaultClient
 from cumem_sleep.vault.pool import Host
 from cumem_sleep.vault.server import Vault, visible_gpus
 
@@ -240,7 +240,7 @@ class TestStopped:
         """It answers nothing that it has not heard to its end."""
         client = vault.client()
         with Stopped(vault, client), pytest.raises(VaultLost):
-            client.find(client.gpus[0], [Key("x" * 64, 1, "")] * 10_000)
+            client._ask("find", gpu=client.gpus[0], keys=["x" * 64] * 10_000)
         assert client._channel.unsent_bytes
         eventually(lambda: client.lost is not None and not client.is_silent, "it has said something")
         client.close()
