@@ -18,8 +18,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from ..errors import CumemSleepError, InvalidState, VaultError, VaultLost, VaultUnavailable
 from . import protocol
-from .ledger import Extent, Key, needed_bytes
-from .protocol import Channel, Message, Nonsense, OtherVersion
+from .ledger import Key, SlabRange, needed_bytes
+from .protocol import Channel, Nonsense, OtherVersion, VaultMessage
 
 DEADLINE_S = 5.0  # of silence: the vault says every second that it is at work
 _NO_MORE_FILES = "this process can open no more files: raise the limit of its open files (ulimit -n)"
@@ -42,14 +42,14 @@ class _NoAnswer(Exception):
 class Range(NamedTuple):
     """What is copied: `nbytes` of a backup from `offset` on, and of lent memory from `lent_offset` on."""
 
-    backup: Backup
+    backup: VaultBackup
     offset: int
     lent_offset: int
     nbytes: int
 
 
 @dataclass(eq=False)
-class Backup:
+class VaultBackup:
     """A backup that the vault keeps for this process.
 
     Attributes:
@@ -60,14 +60,14 @@ class Backup:
 
     number: int
     nbytes: int
-    extents: tuple[Extent, ...]
+    extents: tuple[SlabRange, ...]
     note: str
 
 
 class Sealed(NamedTuple):
     """What a backup turned out to hold: its bytes were proven. `note`: for those that will share it."""
 
-    backup: Backup
+    backup: VaultBackup
     key: Key
     note: str = ""
 
@@ -75,13 +75,13 @@ class Sealed(NamedTuple):
 class Shown(NamedTuple):
     """A backup that another vault has left behind: its extents lie in `slabs`, by their numbers there."""
 
-    backup: Backup
+    backup: VaultBackup
     key: Key
     slabs: SlabTable
 
 
 @dataclass(eq=False)
-class Lent:
+class LentMemory:
     """Physical memory of this process that the vault may map, until `VaultClient.begin_to_take_back`."""
 
     number: int
@@ -110,11 +110,11 @@ class SlabTable:
         """Keep it as long as backups lie there."""
         self._slabs[slab] = (descriptor, nbytes)
 
-    def use(self, extents: Iterable[Extent]) -> None:
+    def use(self, extents: Iterable[SlabRange]) -> None:
         """A backup lies there."""
         self._backups.update({extent.slab for extent in extents})
 
-    def leave(self, extents: Iterable[Extent]) -> None:
+    def leave(self, extents: Iterable[SlabRange]) -> None:
         """That backup is gone."""
         self._backups.subtract({extent.slab for extent in extents})
 
@@ -261,7 +261,7 @@ class VaultClient:
 
     # After a loss
 
-    def succeed(self, before: VaultClient, backups: Sequence[Backup]) -> list[Backup]:
+    def succeed(self, before: VaultClient, backups: Sequence[VaultBackup]) -> list[VaultBackup]:
         """Take over what the vault keeps for `before`, a client of the same vault that was lost; `before` is closed.
 
         Returns when the vault does nothing more that it was asked before, and has given back all memory that was lent
@@ -302,7 +302,7 @@ class VaultClient:
 
     # Backups
 
-    def reserve(self, gpu: str, sizes: Sequence[int]) -> list[Backup]:
+    def reserve(self, gpu: str, sizes: Sequence[int]) -> list[VaultBackup]:
         """A backup of each size, to be written: all, or none.
 
         Raises:
@@ -310,13 +310,13 @@ class VaultClient:
         """
         return self._reserve(gpu, sizes, wait=True) or []
 
-    def reserve_now(self, gpu: str, sizes: Sequence[int]) -> list[Backup] | None:
+    def reserve_now(self, gpu: str, sizes: Sequence[int]) -> list[VaultBackup] | None:
         """As `reserve`; None where the vault is still taking the memory for that."""
         return self._reserve(gpu, sizes, wait=False)
 
-    def _reserve(self, gpu: str, sizes: Sequence[int], wait: bool) -> list[Backup] | None:
+    def _reserve(self, gpu: str, sizes: Sequence[int], wait: bool) -> list[VaultBackup] | None:
         """Part by part; with the first one the vault sets aside what the others need."""
-        reserved: list[Backup] = []
+        reserved: list[VaultBackup] = []
         more_bytes = needed_bytes(sizes)
         with self._turn():
             try:
@@ -338,10 +338,10 @@ class VaultClient:
         nbytes: int = self._ask("room")["free_bytes"]
         return nbytes
 
-    def find(self, gpu: str, keys: Sequence[Key]) -> list[Backup | None]:
+    def find(self, gpu: str, keys: Sequence[Key]) -> list[VaultBackup | None]:
         """For each, a share in the backup that has these bytes, if there is one."""
         with self._turn():
-            found: list[Backup | None] = []
+            found: list[VaultBackup | None] = []
             for some in _parts(keys):
                 facts = self._ask("find", gpu=gpu, keys=[_described(key) for key in some])["backups"]
                 found += [None if each is None else self._backup(each) for each in self._readable(facts)]
@@ -360,7 +360,7 @@ class VaultClient:
                     self.slabs.leave(each.backup.extents)
                     self._fill(each.backup, now)
 
-    def mark(self, backups: Sequence[Backup], needed: bool) -> list[Backup]:
+    def mark(self, backups: Sequence[VaultBackup], needed: bool) -> list[VaultBackup]:
         """Say whether these are needed, because their segments sleep, or may be evicted; returns what has been."""
         with self._turn():
             gone: set[int] = set()
@@ -371,7 +371,7 @@ class VaultClient:
                 self._leave(each)
             return evicted
 
-    def owners(self, backups: Sequence[Backup]) -> list[int] | None:
+    def owners(self, backups: Sequence[VaultBackup]) -> list[int] | None:
         """How many processes share each of these, 0 if it was evicted; None if the vault does not answer at once.
 
         A mere look: a vault that is silent is not lost for that.
@@ -385,7 +385,7 @@ class VaultClient:
                 owners += facts["owners"]
             return owners
 
-    def release(self, backups: Sequence[Backup]) -> None:
+    def release(self, backups: Sequence[VaultBackup]) -> None:
         """Give these back. Never fails for a vault that is gone: then they are, too."""
         with self._turn():
             for each in backups:
@@ -398,7 +398,7 @@ class VaultClient:
                     self._ask("release", numbers=self._unclaimed[: protocol.MAX_BACKUPS], slabs=self._closed_slabs)
                     self._unclaimed, self._closed_slabs = self._unclaimed[protocol.MAX_BACKUPS :], []
 
-    def show(self, gpu: str, shown: Sequence[Shown]) -> list[Backup]:
+    def show(self, gpu: str, shown: Sequence[Shown]) -> list[VaultBackup]:
         """Let this vault adopt what another one has left behind, without a copy: all, or none.
 
         The slabs become unwritable for everybody, so the other vault must have ended.
@@ -408,7 +408,7 @@ class VaultClient:
             OutOfHostMemory: with these this vault would have more than it may.
         """
         with self._turn():
-            adopted: list[Backup] = []
+            adopted: list[VaultBackup] = []
             try:
                 for part in _shown_at_once(shown):
                     adopted += self._show(gpu, part)
@@ -417,7 +417,7 @@ class VaultClient:
                 raise
             return adopted
 
-    def _show(self, gpu: str, shown: Sequence[Shown]) -> list[Backup]:
+    def _show(self, gpu: str, shown: Sequence[Shown]) -> list[VaultBackup]:
         places = _places(shown)
         at = {place: number for number, place in enumerate(places)}
         backups = [
@@ -441,17 +441,17 @@ class VaultClient:
 
     # Copies
 
-    def lend(self, gpu: str, descriptor: int, nbytes: int) -> Lent:
+    def lend(self, gpu: str, descriptor: int, nbytes: int) -> LentMemory:
         """Physical memory for copies, by the descriptor that the driver exports, which is the client's from here on."""
         with self._turn():
             self._last_lent += 1
-            return Lent(self._last_lent, gpu, nbytes, descriptor)
+            return LentMemory(self._last_lent, gpu, nbytes, descriptor)
 
-    def write(self, lent: Lent, ranges: Sequence[Range]) -> int:
+    def write(self, lent: LentMemory, ranges: Sequence[Range]) -> int:
         """Begin to copy from lent memory to backups. What was to be there must be there. Returns what to `wait` for."""
         return self._copy(lent, ranges, to_host=True)
 
-    def read(self, lent: Lent, ranges: Sequence[Range]) -> int:
+    def read(self, lent: LentMemory, ranges: Sequence[Range]) -> int:
         """Begin to copy from backups to lent memory. Returns what to `wait` for.
 
         If the vault is lost before that has ended, it may be carried out later: give the memory back to the driver.
@@ -476,7 +476,7 @@ class VaultClient:
         if failure is not None:
             raise failure
 
-    def begin_to_take_back(self, lent: Sequence[Lent]) -> int | None:
+    def begin_to_take_back(self, lent: Sequence[LentMemory]) -> int | None:
         """Let the vault give this memory back; its copies have ended. Returns what to `wait` for, if it has any of it.
 
         Raises:
@@ -495,7 +495,7 @@ class VaultClient:
 
     # How it is said
 
-    def _copy(self, lent: Lent, ranges: Sequence[Range], to_host: bool) -> int:
+    def _copy(self, lent: LentMemory, ranges: Sequence[Range], to_host: bool) -> int:
         if not ranges:
             raise InvalidState("no ranges: there is nothing to copy")
         with self._turn():
@@ -608,7 +608,7 @@ class VaultClient:
             self._lose(ended)
         return count
 
-    def _understand(self, message: Message) -> None:
+    def _understand(self, message: VaultMessage) -> None:
         body = message.body
         if "slabs" in body:
             if message.descriptors_lost:
@@ -651,17 +651,17 @@ class VaultClient:
             raise VaultError(_NO_MORE_FILES)
         return facts
 
-    def _backup(self, facts: dict[str, Any]) -> Backup:
-        backup = Backup(facts["number"], 0, (), "")
+    def _backup(self, facts: dict[str, Any]) -> VaultBackup:
+        backup = VaultBackup(facts["number"], 0, (), "")
         self._fill(backup, facts)
         return backup
 
-    def _fill(self, backup: Backup, facts: dict[str, Any]) -> None:
+    def _fill(self, backup: VaultBackup, facts: dict[str, Any]) -> None:
         backup.nbytes, backup.note = facts["bytes"], facts["note"]
-        backup.extents = tuple(Extent(*extent) for extent in facts["extents"])
+        backup.extents = tuple(SlabRange(*extent) for extent in facts["extents"])
         self.slabs.use(backup.extents)
 
-    def _leave(self, backup: Backup) -> None:
+    def _leave(self, backup: VaultBackup) -> None:
         self.slabs.leave(backup.extents)
         backup.extents = ()
 
@@ -676,7 +676,7 @@ def _parts(items: Sequence[_Item], at_once: int = protocol.MAX_BACKUPS) -> list[
     return [items[start : start + at_once] for start in range(0, max(1, len(items)), at_once)]
 
 
-def _numbers(backups: Iterable[Backup]) -> list[int]:
+def _numbers(backups: Iterable[VaultBackup]) -> list[int]:
     return [each.number for each in backups]
 
 

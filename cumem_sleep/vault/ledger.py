@@ -25,7 +25,7 @@ UNIT_BYTES = 64 << 10  # what an extent's size is rounded up to: small beside a 
 _HOLDERS_NAMED = 5  # when memory is short
 
 
-class Extent(NamedTuple):
+class SlabRange(NamedTuple):
     """A range of a slab: `nbytes` from `offset` on."""
 
     slab: int
@@ -79,7 +79,7 @@ class Entry:
 
     nbytes: int
     taken_bytes: int
-    extents: list[Extent] = field(default_factory=list)
+    extents: list[SlabRange] = field(default_factory=list)
     key: Key | None = None
     note: str = ""
     is_adopted: bool = False
@@ -96,7 +96,7 @@ class Entry:
         """Whether it has to stay."""
         return self.counts.get(_ALL, (0, 0))[1] > 0
 
-    def ranges(self, offset: int, nbytes: int) -> Iterator[Extent]:
+    def ranges(self, offset: int, nbytes: int) -> Iterator[SlabRange]:
         """Where `nbytes` of the backup, from `offset` on, lie, in order."""
         if len(self._ends) != len(self.extents):
             self._ends = list(accumulate(extent.nbytes for extent in self.extents))
@@ -105,12 +105,12 @@ class Entry:
             extent = self.extents[at]
             skipped = offset - (self._ends[at] - extent.nbytes)
             size = min(nbytes, extent.nbytes - skipped)
-            yield Extent(extent.slab, extent.offset + skipped, size)
+            yield SlabRange(extent.slab, extent.offset + skipped, size)
             offset, nbytes, at = offset + size, nbytes - size, at + 1
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldBytes:
     """What an owner, a GPU or the whole vault holds, in bytes.
 
     Attributes:
@@ -144,8 +144,8 @@ class _FreeRuns:
         self._sizes_at: dict[tuple[int, int], int] = {}  # by slab and offset
         self._starts: dict[tuple[int, int], int] = {}  # by slab and end
 
-    def __iter__(self) -> Iterator[Extent]:
-        return (Extent(slab, offset, nbytes) for (slab, offset), nbytes in self._sizes_at.items())
+    def __iter__(self) -> Iterator[SlabRange]:
+        return (SlabRange(slab, offset, nbytes) for (slab, offset), nbytes in self._sizes_at.items())
 
     def smallest(self, nbytes: int) -> int:
         """The size of the smallest run of at least so many bytes; 0 if there is none."""
@@ -156,13 +156,13 @@ class _FreeRuns:
         """The size of the largest run; 0 if there is none."""
         return self._sizes[-1] if self._sizes else 0
 
-    def take(self, size: int, nbytes: int) -> Extent:
+    def take(self, size: int, nbytes: int) -> SlabRange:
         """`nbytes` of a run of this size, at most all of it."""
         slab, offset = next(reversed(self._of_size[size]))
         self.remove(slab, offset)
         if size > nbytes:
             self._add(slab, offset + nbytes, size - nbytes)
-        return Extent(slab, offset, min(size, nbytes))
+        return SlabRange(slab, offset, min(size, nbytes))
 
     def give_back(self, slab: int, offset: int, nbytes: int) -> None:
         """Make these bytes free again, in one run with the free ones beside them."""
@@ -204,7 +204,7 @@ class Ledger:
         self._evictable_bytes = 0
         self._holds: dict[int, Hold] = {}
         self._holds_of: dict[Hashable, dict[int, Hold]] = {}  # by owner
-        self._held: dict[_Group, list[int]] = {}  # bytes, as in `Held`
+        self._held: dict[_Group, list[int]] = {}  # bytes, as in `HeldBytes`
         self._by_key: dict[Key, Entry] = {}
         self._last_number = self._clock = 0
         self.claims: Counter[Hashable] = Counter()  # bytes that are set aside for what an owner reserves next
@@ -297,7 +297,7 @@ class Ledger:
         entry = self._by_key.get(key)
         return None if entry is None else self._new_hold(entry, owner, gpu)
 
-    def show(self, owner: Hashable, gpu: str, key: Key, note: str, nbytes: int, extents: Sequence[Extent]) -> Hold:
+    def show(self, owner: Hashable, gpu: str, key: Key, note: str, nbytes: int, extents: Sequence[SlabRange]) -> Hold:
         """A new hold on an entry that lies in adopted slabs, or on another one of the same bytes; the owner needs it.
 
         Raises:
@@ -399,9 +399,9 @@ class Ledger:
 
     # What is held
 
-    def held(self, owner: Hashable = None, gpu: str | None = None) -> Held:
+    def held(self, owner: Hashable = None, gpu: str | None = None) -> HeldBytes:
         """What the owner, or all together, hold for segments of one GPU, or of all; each entry counts once."""
-        return Held(*self._held.get((owner, gpu), ()))
+        return HeldBytes(*self._held.get((owner, gpu), ()))
 
     def owners(self, owner: Hashable, numbers: Iterable[int]) -> list[int]:
         """How many owners share each of these entries; 0 where the owner has no such hold, or not any more."""
@@ -500,7 +500,7 @@ class Ledger:
             self._slabs[slab].entries.add(entry)
         self._entries.add(entry)
 
-    def _take(self, nbytes: int, node: int) -> Extent:
+    def _take(self, nbytes: int, node: int) -> SlabRange:
         """Of one free run, at most so much."""
         fits = [(at != node, size, at) for at, runs in self._runs.items() if (size := runs.smallest(nbytes))]
         size, at = min(fits)[1:] if fits else max((runs.largest(), at) for at, runs in self._runs.items())

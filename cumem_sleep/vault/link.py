@@ -28,7 +28,7 @@ _KERNEL_BLOCKS = 16  # twice as many as in a process that maps memory meanwhile
 _IN_FLIGHT = 4  # pieces: enough for the link never to wait for this thread
 
 
-class Lent:
+class BorrowedMemory:
     """A client's physical memory, from the descriptor that it sent; imported when the first copy needs it."""
 
     def __init__(self, descriptor: int, device: int, nbytes: int) -> None:
@@ -64,7 +64,7 @@ class Lent:
         self._descriptor = -1
 
 
-class Copied(NamedTuple):
+class CopyTotals(NamedTuple):
     """Bytes, and for how long copies of them were in flight."""
 
     nbytes: int = 0
@@ -75,12 +75,12 @@ class Copied(NamedTuple):
         """10⁹ bytes per second; None where nothing was copied."""
         return self.nbytes / self.seconds / 1e9 if self.seconds else None
 
-    def plus(self, nbytes: int, seconds: float) -> Copied:
+    def plus(self, nbytes: int, seconds: float) -> CopyTotals:
         """These and more."""
-        return Copied(self.nbytes + nbytes, self.seconds + seconds)
+        return CopyTotals(self.nbytes + nbytes, self.seconds + seconds)
 
 
-class Piece(NamedTuple):
+class LinkPiece(NamedTuple):
     """What is copied at once."""
 
     block: _core.HostBlock
@@ -88,9 +88,9 @@ class Piece(NamedTuple):
     lent_offset: int
     nbytes: int
 
-    def rest(self, start: int) -> Piece:
+    def rest(self, start: int) -> LinkPiece:
         """All but its first `start` bytes."""
-        return Piece(self.block, self.offset + start, self.lent_offset + start, self.nbytes - start)
+        return LinkPiece(self.block, self.offset + start, self.lent_offset + start, self.nbytes - start)
 
 
 @dataclass(eq=False)
@@ -98,8 +98,8 @@ class Job:
     """The copies of one request. `done` is called on the link's thread when nothing of it is in flight any more."""
 
     client: Hashable
-    lent: Lent
-    pieces: deque[Piece]
+    lent: BorrowedMemory
+    pieces: deque[LinkPiece]
     done: Callable[[Exception | None], None]
     in_flight: int = 0
     all_started: bool = False
@@ -112,7 +112,7 @@ class Job:
         self.pieces.clear()
 
 
-class Link:
+class VaultLink:
     """A thread that copies for all clients between host memory and one GPU, in one direction.
 
     Attributes:
@@ -125,7 +125,7 @@ class Link:
         self._tuning = tuning or Tuning()
         self._use(None)
         self._batch_began = 0.0
-        self.copied = self.last = Copied()
+        self.copied = self.last = CopyTotals()
         self._counted_until = time.monotonic()
         self._to_host = to_host
         self._changed = threading.Condition()
@@ -227,7 +227,7 @@ class Link:
         is_first_trial = self._choice.by_engine and self._choice.alone and not self._choice.again
         return self._tuning.trial_bytes if is_first_trial else self._tuning.batch_bytes
 
-    def _timed_part(self, job: Job, piece: Piece) -> Piece | None:
+    def _timed_part(self, job: Job, piece: LinkPiece) -> LinkPiece | None:
         """As much of the piece as this batch takes; the rest is its client's next one. None: the job has failed."""
         most = self._most_bytes()
         with self._changed:
@@ -255,7 +255,7 @@ class Link:
         """From here on time counts."""
         now = time.monotonic()
         if now - self._counted_until > _PAUSE_S:
-            self.last = Copied()
+            self.last = CopyTotals()
         if now - self._counted_until > _STALE_S and self._best is not None:
             self._use(self._best)
         self._counted_until = now
@@ -266,7 +266,7 @@ class Link:
         seconds, self._counted_until = now - self._counted_until, now
         self.copied, self.last = self.copied.plus(nbytes, seconds), self.last.plus(nbytes, seconds)
 
-    def _next_turn(self, wait: bool) -> tuple[Job, Piece | None] | None:
+    def _next_turn(self, wait: bool) -> tuple[Job, LinkPiece | None] | None:
         """A piece of the next client's first job; None if there is no job, or, if this was to wait, at the end."""
         with self._changed:
             while not self._jobs:
@@ -286,7 +286,7 @@ class Link:
                 self._at_turn = job
             return job, piece
 
-    def _start(self, job: Job, piece: Piece, stack: ExitStack) -> _core.CopyStream | None:
+    def _start(self, job: Job, piece: LinkPiece, stack: ExitStack) -> _core.CopyStream | None:
         """The stream that copies the piece; None if that failed: the job fails, too."""
         stream: _core.CopyStream | None = None
         try:
@@ -305,7 +305,7 @@ class Link:
             self._fail(job, error)
             return None
 
-    def _to_device(self, stream: _core.CopyStream, address: int, piece: Piece) -> None:
+    def _to_device(self, stream: _core.CopyStream, address: int, piece: LinkPiece) -> None:
         if self._choice.alone and not self._batch_bytes:
             self._begin_batch()  # what the import took is not the rate of a copy
         if not self._choice.by_engine and _reached_by_kernels(piece, address):
@@ -339,6 +339,6 @@ class Link:
             job.done(job.error)
 
 
-def _reached_by_kernels(piece: Piece, address: int) -> bool:
+def _reached_by_kernels(piece: LinkPiece, address: int) -> bool:
     """Memory of a vault before this one may not be registered: then a kernel that reads it would end the context."""
     return piece.block.pinned and (address | (piece.block.address + piece.offset)) % 16 == 0

@@ -21,7 +21,7 @@ _ALIGNMENT = 2 << 20  # a huge page
 
 
 @dataclass(frozen=True)
-class Host:
+class VaultHost:
     """What the vault may use of its host.
 
     Attributes:
@@ -39,7 +39,7 @@ class Host:
     try_again_s: float = 5.0
 
 
-class Pool:
+class VaultPool:
     """Slabs, and the ledger of what lies in them. Its calls belong to one thread; another one takes memory.
 
     Attributes:
@@ -53,7 +53,7 @@ class Pool:
         slab_bytes: int | None,
         device: int,
         nodes: Sequence[int],
-        host: Host,
+        host: VaultHost,
         post: Callable[[Callable[[], None]], None],
         changed: Callable[[], None],
     ) -> None:

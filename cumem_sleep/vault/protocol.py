@@ -54,7 +54,7 @@ class OtherVersion(Nonsense):
         self.version = version
 
 
-class Message(NamedTuple):
+class VaultMessage(NamedTuple):
     """One message; the descriptors are the receiver's to close. `descriptors_lost`: this process can open no more."""
 
     body: dict[str, Any]
@@ -160,7 +160,7 @@ class Channel:
         self._received += content
         return bool(content)
 
-    def next_message(self) -> Message | None:
+    def next_message(self) -> VaultMessage | None:
         """The next whole message that has come, or None.
 
         Raises:
@@ -197,7 +197,7 @@ class Channel:
         if not isinstance(body, dict):
             close_all(descriptors)
             raise Nonsense("a message is not a JSON object")
-        return Message(body, descriptors, lost)
+        return VaultMessage(body, descriptors, lost)
 
     def _check_unfinished(self) -> None:
         """Of a message that has not come as a whole, the descriptors come with its first byte; there are no others."""

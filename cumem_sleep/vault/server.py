@@ -22,11 +22,11 @@ from functools import partial
 from .. import _core
 from ..errors import InvalidArgument, VaultError, format_bytes
 from . import protocol
-from .address import Address
-from .ledger import Held
-from .pool import Host, Pool
+from .address import VaultAddress
+from .ledger import HeldBytes
+from .pool import VaultHost, VaultPool
 from .protocol import Nonsense
-from .service import Gpu, Service
+from .service import Service, VaultGpu
 from .session import Session
 
 _MAX_CLIENTS = 256
@@ -34,14 +34,14 @@ _HELLO_WITHIN_S = 10.0
 _TURN_S = 0.002  # of a client that has sent several requests: then others are heard
 
 
-def visible_gpus(wanted: Sequence[str] = ()) -> list[Gpu]:
+def visible_gpus(wanted: Sequence[str] = ()) -> list[VaultGpu]:
     """The GPUs of this process; those of these UUIDs or ordinals only, if any are given.
 
     Raises:
         InvalidArgument: there is no such GPU.
     """
     facts = [(ordinal, _core.device_info(ordinal)) for ordinal in range(_core.device_count())]
-    gpus = [Gpu(info.uuid, ordinal, info.name, info.numa_node) for ordinal, info in facts]
+    gpus = [VaultGpu(info.uuid, ordinal, info.name, info.numa_node) for ordinal, info in facts]
     known = {name: gpu for gpu in gpus for name in (gpu.uuid, str(gpu.ordinal))}
     for name in wanted:
         if name not in known:
@@ -64,12 +64,12 @@ class Vault:
 
     def __init__(
         self,
-        address: Address,
+        address: VaultAddress,
         memory_bytes: int,
-        gpus: Sequence[Gpu],
-        host: Host,
+        gpus: Sequence[VaultGpu],
+        host: VaultHost,
         slab_bytes: int | None = None,
-        used_at_once: Sequence[Gpu] = (),
+        used_at_once: Sequence[VaultGpu] = (),
     ) -> None:
         """Nothing is taken yet.
 
@@ -87,7 +87,7 @@ class Vault:
         self._resuming: set[Session] = set()
         _raise_descriptor_limit()
         nodes = [gpu.node for gpu in gpus]
-        self._pool = Pool(memory_bytes, slab_bytes, gpus[0].ordinal, nodes, host, self._post, self._memory_changed)
+        self._pool = VaultPool(memory_bytes, slab_bytes, gpus[0].ordinal, nodes, host, self._post, self._memory_changed)
         self._used_at_once = dict.fromkeys((gpus[0], *used_at_once))
         self._service = Service(
             address.path, gpus, self._pool, self._sessions, self._post, self._end, self._fail, self._gpu_lost
@@ -286,7 +286,7 @@ class Vault:
         self._service.cancel(session)
         if session.channel in self._selector.get_map():
             self._selector.unregister(session.channel)
-        if not session.lent and self._service.held(session) == Held():
+        if not session.lent and self._service.held(session) == HeldBytes():
             self._end(session)
 
     def _end(self, session: Session) -> None:

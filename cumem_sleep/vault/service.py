@@ -22,10 +22,10 @@ from typing import Any
 from .. import __version__, _core
 from ..errors import CumemSleepError, DriverError, InvalidArgument, InvalidState, VaultError
 from . import memory, protocol
-from .ledger import Entry, Extent, Held, Hold, Key, needed_bytes
-from .link import PIECE_BYTES, Copied, Job, Lent, Link, Piece
-from .pool import Pool
-from .protocol import Message, Nonsense, boolean, integer, integers, objects, rows, text
+from .ledger import Entry, HeldBytes, Hold, Key, SlabRange, needed_bytes
+from .link import PIECE_BYTES, BorrowedMemory, CopyTotals, Job, LinkPiece, VaultLink
+from .pool import VaultPool
+from .protocol import Nonsense, VaultMessage, boolean, integer, integers, objects, rows, text
 from .session import Session
 
 _NOTE_BYTES, _NOTE_SHARE = 4096, 1024  # a note may have so many, and one for so many of its backup
@@ -35,7 +35,7 @@ _MAX_SAID, _EXTENT_CHARACTERS = 16 << 20, 24  # of one answer, about; a single b
 
 
 @dataclass(frozen=True)
-class Gpu:
+class VaultGpu:
     """One GPU that the vault serves."""
 
     uuid: str
@@ -63,7 +63,7 @@ class _Reservation:
     """Waits for memory that is still being taken."""
 
     asked: _Request
-    gpu: Gpu
+    gpu: VaultGpu
     sizes: Sequence[int]
     needed_bytes: int  # with what the client will ask for next: all of it has to be there before it gets any
     more_bytes: int  # how much that is
@@ -76,8 +76,8 @@ class Service:
     def __init__(
         self,
         path: Path,
-        gpus: Sequence[Gpu],
-        pool: Pool,
+        gpus: Sequence[VaultGpu],
+        pool: VaultPool,
         sessions: Sequence[Session],
         post: Callable[[Callable[[], None]], None],
         end: Callable[[Session], None],
@@ -98,7 +98,7 @@ class Service:
         self._post, self._end, self._fail, self._gpu_lost = post, end, fail, gpu_lost
         self._instance = uuid.uuid4().hex
         self._gpus = {gpu.uuid: gpu for gpu in gpus}
-        self._links: dict[tuple[str, bool], Link] = {}
+        self._links: dict[tuple[str, bool], VaultLink] = {}
         self._givers: dict[int, ThreadPoolExecutor] = {}  # give back what was lent of each GPU
         self._waiting: deque[_Reservation] = deque()
         self._is_evicting = False  # for the first of those who wait
@@ -107,7 +107,7 @@ class Service:
         self._refused = self.cut_off = 0  # requests, and clients (by `Vault`)
         self._is_ending = False
 
-    def begin(self, gpus: Iterable[Gpu]) -> None:
+    def begin(self, gpus: Iterable[VaultGpu]) -> None:
         """Make the links of these GPUs, and so their contexts, while little memory is registered.
 
         A context that is made later maps all of it first, and its GPU's first client waits for that.
@@ -115,7 +115,7 @@ class Service:
         for gpu in gpus:
             self._link(gpu, True)
 
-    def handle(self, session: Session, message: Message) -> None:
+    def handle(self, session: Session, message: VaultMessage) -> None:
         """Do what it asks, or begin to. Every descriptor is closed, unless the request keeps it.
 
         Raises:
@@ -172,7 +172,7 @@ class Service:
             self._post(partial(self._drop, owner))
         self._memory_came_back()
 
-    def held(self, session: Session) -> Held:
+    def held(self, session: Session) -> HeldBytes:
         """Its backups."""
         return self._pool.ledger.held(session.owner)
 
@@ -310,7 +310,7 @@ class Service:
         ledger, owner = self._pool.ledger, asked.session.owner
         may = ledger.writable if to_host else ledger.hold
         entries: dict[int, Entry] = {}
-        pieces: deque[Piece] = deque()
+        pieces: deque[LinkPiece] = deque()
         for number, offset, lent_at, size in ranges:
             entry = entries.setdefault(number, may(owner, number).entry)
             if offset + size > entry.nbytes or lent_at + size > lent.nbytes or lent.device != gpu.ordinal:
@@ -322,7 +322,7 @@ class Service:
             for slab, start, nbytes in entry.ranges(offset, size):
                 block = self._pool.slab(slab).block
                 for at in range(0, nbytes, PIECE_BYTES):
-                    pieces.append(Piece(block, start + at, lent_at + copied + at, min(PIECE_BYTES, nbytes - at)))
+                    pieces.append(LinkPiece(block, start + at, lent_at + copied + at, min(PIECE_BYTES, nbytes - at)))
                 copied += nbytes
             if len(pieces) > _MAX_PIECES:
                 raise InvalidArgument(f"a copy of over {_MAX_PIECES} pieces: ask for less at once")
@@ -353,7 +353,7 @@ class Service:
         link.submit(Job(asked.session, lent, pieces, done))
         return None
 
-    def _lent(self, asked: _Request, gpu: Gpu) -> Lent:
+    def _lent(self, asked: _Request, gpu: VaultGpu) -> BorrowedMemory:
         """The memory that a copy is about. It comes with its first copy; the client numbers it."""
         number, nbytes = integer(asked.body, "memory"), integer(asked.body, "bytes", 1)
         mine = asked.session.lent
@@ -362,7 +362,7 @@ class Service:
                 raise Nonsense(f"memory: {number} was sent before")
             if len(mine) >= protocol.MAX_AT_ONCE:
                 raise InvalidState(f"{len(mine)} memory handles are lent already: return some first")
-            mine[number] = Lent(asked.descriptors.pop(), gpu.ordinal, nbytes)
+            mine[number] = BorrowedMemory(asked.descriptors.pop(), gpu.ordinal, nbytes)
         if number not in mine:
             raise InvalidState(f"memory {number} was not sent, or did not arrive")
         return mine[number]
@@ -379,9 +379,9 @@ class Service:
         self._give_back([mine.pop(number) for number in dict.fromkeys(numbers)], lambda: self._answer(asked, {}))
         return None
 
-    def _give_back(self, lent: Sequence[Lent], then: Callable[[], None] = lambda: None) -> None:
+    def _give_back(self, lent: Sequence[BorrowedMemory], then: Callable[[], None] = lambda: None) -> None:
         """No copy uses these any more. It takes a while, and ends later."""
-        by_device: dict[int, list[Lent]] = {}
+        by_device: dict[int, list[BorrowedMemory]] = {}
         for each in lent:
             by_device.setdefault(each.device, []).append(each)
         left = len(by_device)
@@ -437,7 +437,7 @@ class Service:
     def _adopt(
         self,
         asked: _Request,
-        gpu: Gpu,
+        gpu: VaultGpu,
         shown: Sequence[_Shown],
         looked_at: Future[list[memory.Slab]],
     ) -> None:
@@ -451,7 +451,7 @@ class Service:
     def _shown(
         self,
         session: Session,
-        gpu: Gpu,
+        gpu: VaultGpu,
         shown: Sequence[_Shown],
         looked_at: Future[list[memory.Slab]],
     ) -> _Answer:
@@ -461,7 +461,7 @@ class Service:
         holds: list[Hold] = []
         try:
             for key, note, nbytes, rows_ in shown:
-                extents = [Extent(slabs[slab], offset, size) for slab, offset, size in rows_]
+                extents = [SlabRange(slabs[slab], offset, size) for slab, offset, size in rows_]
                 holds.append(ledger.show(session.owner, gpu.uuid, key, note, nbytes, extents))
         except CumemSleepError:
             ledger.release(session.owner, [hold.number for hold in holds])
@@ -482,15 +482,15 @@ class Service:
     def _names(self) -> dict[Hashable, str]:
         return {session.owner: str(session) for session in self._sessions}
 
-    def _gpu(self, body: Mapping[str, Any]) -> Gpu:
+    def _gpu(self, body: Mapping[str, Any]) -> VaultGpu:
         uuid = text(body, "gpu")
         if uuid not in self._gpus:
             raise VaultError(f"the vault does not serve {uuid!r}, only {', '.join(self._gpus)}: see its --gpus")
         return self._gpus[uuid]
 
-    def _link(self, gpu: Gpu, to_host: bool) -> Link:
+    def _link(self, gpu: VaultGpu, to_host: bool) -> VaultLink:
         if (gpu.uuid, to_host) not in self._links:
-            self._links[gpu.uuid, to_host] = Link(gpu.ordinal, to_host)
+            self._links[gpu.uuid, to_host] = VaultLink(gpu.ordinal, to_host)
             if to_host:  # so that the way back is ready when a wake comes
                 self._link(gpu, False)
         return self._links[gpu.uuid, to_host]
@@ -554,11 +554,11 @@ class Service:
             "clients": [
                 self._client_status(session)
                 for session in self._sessions
-                if session.is_greeted and (session is not asked.session or self.held(session) != Held())
+                if session.is_greeted and (session is not asked.session or self.held(session) != HeldBytes())
             ],
         }
 
-    def _gpu_status(self, gpu: Gpu) -> dict[str, Any]:
+    def _gpu_status(self, gpu: VaultGpu) -> dict[str, Any]:
         held = self._pool.ledger.held(gpu=gpu.uuid)
         facts: dict[str, Any] = {
             "uuid": gpu.uuid,
@@ -568,7 +568,7 @@ class Service:
         }
         for direction, to_host in (("out", True), ("in", False)):
             link = self._links.get((gpu.uuid, to_host))
-            copied, last = (link.copied, link.last) if link else (Copied(), Copied())
+            copied, last = (link.copied, link.last) if link else (CopyTotals(), CopyTotals())
             facts |= {f"copied_{direction}_bytes": copied.nbytes, f"busy_{direction}_s": copied.seconds}
             facts |= {f"{direction}_gbps": copied.gbps}
             facts |= {f"last_{direction}_bytes": last.nbytes, f"last_{direction}_gbps": last.gbps}
@@ -584,7 +584,7 @@ class Service:
             "gpus": [
                 {"uuid": uuid, **_held(on_gpu)}
                 for uuid in self._gpus
-                if (on_gpu := self._pool.ledger.held(session.owner, uuid)) != Held()
+                if (on_gpu := self._pool.ledger.held(session.owner, uuid)) != HeldBytes()
             ],
             "lent_bytes": sum(lent.nbytes for lent in session.lent.values()),
             "open_requests": session.open_requests,
@@ -616,12 +616,12 @@ def _described(hold: Hold) -> _Answer:
     return {"number": hold.number, "bytes": entry.nbytes, "note": entry.note, "extents": entry.extents}
 
 
-def _close_all(lent: Iterable[Lent]) -> None:
+def _close_all(lent: Iterable[BorrowedMemory]) -> None:
     for each in lent:
         each.close()
 
 
-def _is_lost(gpu: Gpu) -> bool:
+def _is_lost(gpu: VaultGpu) -> bool:
     """After some errors every call fails until the process has ended: then the next vault does better."""
     try:
         _core.memory_info(gpu.ordinal)
@@ -630,7 +630,7 @@ def _is_lost(gpu: Gpu) -> bool:
     return False
 
 
-def _held(held: Held) -> dict[str, int]:
+def _held(held: HeldBytes) -> dict[str, int]:
     """As the status says it."""
     return {"asleep_bytes": held.needed, "awake_bytes": held.retained, "shared_bytes": held.shared}
 

@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 from . import protocol
-from .link import Lent
+from .link import BorrowedMemory
 from .protocol import Channel
 
 _MAX_OPEN_REQUESTS = 128
@@ -45,7 +45,7 @@ class Session:
         self.is_cut_off = False
         self.open_requests = 0
         self.owner = object()
-        self.lent: dict[int, Lent] = {}
+        self.lent: dict[int, BorrowedMemory] = {}
         self.known_slabs: set[int] = set()
         self.process = -1
         self._resume = resume

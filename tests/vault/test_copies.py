@@ -10,7 +10,7 @@ from running import MIB, RunningVault, Segment, eventually, from_slabs, seal, ta
 from support import PAGE, Memory, assert_clean_exit, run_script
 
 from cumem_sleep import CuMemAllocator, DriverError, InvalidArgument, InvalidState, OutOfHostMemory, _core
-from cumem_sleep.vault.client import Backup, Range, VaultClient
+from cumem_sleep.vault.client import Range, VaultBackup, VaultClient
 from cumem_sleep.vault.ledger import Key
 
 
@@ -244,7 +244,7 @@ def test_anothers_backup_cannot_be_read_or_given_back(
     content = memory.fill_random(mine.address, PAGE)
     backup = mine.back_up()
     other = Segment(vault.client("other"), mine.address, PAGE)
-    stolen = Backup(backup.number, backup.nbytes, (), "")
+    stolen = VaultBackup(backup.number, backup.nbytes, (), "")
     for steal in (other.read, other.write):
         with pytest.raises(InvalidState, match="not held"):
             steal(stolen)

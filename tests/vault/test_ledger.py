@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from cumem_sleep import InvalidArgument, InvalidState, OutOfHostMemory
 from cumem_sleep.vault import ledger as ledger_module
-from cumem_sleep.vault.ledger import UNIT_BYTES, Extent, Held, Hold, Key, Ledger
+from cumem_sleep.vault.ledger import UNIT_BYTES, HeldBytes, Hold, Key, Ledger, SlabRange
 
 GPU = "GPU-0"
 SLAB = 8 * UNIT_BYTES
@@ -79,7 +79,7 @@ def check_what_is_held(books: Ledger) -> None:
                 needed += entry.taken_bytes * is_needed
                 retained += entry.taken_bytes * (not is_needed)
                 shared += entry.taken_bytes * (entry.owners > 1)
-        assert books.held(*group) == Held(needed, retained, shared)
+        assert books.held(*group) == HeldBytes(needed, retained, shared)
     saved = [entry.taken_bytes * (len(entry.holds) - 1) for entry in books._entries if entry.holds]
     assert books.saved_bytes == sum(saved)
 
@@ -119,12 +119,12 @@ def test_ranges_of_a_backup_cross_its_extents() -> None:
     books.release("a", [holds[0].number, holds[4].number])
     (large,) = books.reserve("a", GPU, [2 * UNIT_BYTES])
     first, second = large.entry.extents
-    assert list(large.entry.ranges(10, 5)) == [Extent(0, first.offset + 10, 5)]
+    assert list(large.entry.ranges(10, 5)) == [SlabRange(0, first.offset + 10, 5)]
     assert list(large.entry.ranges(UNIT_BYTES - 1, 2)) == [
-        Extent(0, first.offset + UNIT_BYTES - 1, 1),
-        Extent(0, second.offset, 1),
+        SlabRange(0, first.offset + UNIT_BYTES - 1, 1),
+        SlabRange(0, second.offset, 1),
     ]
-    assert list(large.entry.ranges(UNIT_BYTES, 7)) == [Extent(0, second.offset, 7)]
+    assert list(large.entry.ranges(UNIT_BYTES, 7)) == [SlabRange(0, second.offset, 7)]
 
 
 def test_equal_bytes_are_found_by_another_owner_and_held_once() -> None:
@@ -135,10 +135,10 @@ def test_equal_bytes_are_found_by_another_owner_and_held_once() -> None:
     assert second is not None
     assert (second.entry, second.entry.note) == (first.entry, "a note")
     assert books.find("b", "GPU-1", key("x", encoding="other")) is None
-    assert books.held() == books.held("a") == books.held(gpu="GPU-1") == Held(UNIT_BYTES, 0, UNIT_BYTES)
+    assert books.held() == books.held("a") == books.held(gpu="GPU-1") == HeldBytes(UNIT_BYTES, 0, UNIT_BYTES)
     assert books.saved_bytes == UNIT_BYTES
     books.drop_owner("a")
-    assert books.held() == Held(UNIT_BYTES, 0, 0)
+    assert books.held() == HeldBytes(UNIT_BYTES, 0, 0)
 
 
 def test_two_that_copied_the_same_bytes_share_one_entry_once_both_are_sealed() -> None:
@@ -227,7 +227,7 @@ def test_nobody_gets_extents_that_are_being_copied() -> None:
 def test_adopted_slabs_keep_what_is_shown_and_take_nothing_new() -> None:
     books = ledger(1)
     books.add_adopted_slab(7, SLAB)
-    extents = [Extent(7, 0, UNIT_BYTES), Extent(7, 4 * UNIT_BYTES, UNIT_BYTES)]
+    extents = [SlabRange(7, 0, UNIT_BYTES), SlabRange(7, 4 * UNIT_BYTES, UNIT_BYTES)]
     shown = books.show("a", GPU, key("x", 2 * UNIT_BYTES), "note", UNIT_BYTES + 5, extents)
     again = books.show("b", GPU, key("x", 2 * UNIT_BYTES), "other", UNIT_BYTES + 5, extents)
     assert shown.entry is again.entry
@@ -245,14 +245,14 @@ def test_adopted_slabs_keep_what_is_shown_and_take_nothing_new() -> None:
     check(books)
 
 
-@pytest.mark.parametrize("extent", [Extent(0, 0, 1), Extent(7, SLAB, 1), Extent(7, 0, 0), Extent(9, 0, 1)])
-def test_extents_that_are_not_in_an_adopted_slab_are_not_taken(extent: Extent) -> None:
+@pytest.mark.parametrize("extent", [SlabRange(0, 0, 1), SlabRange(7, SLAB, 1), SlabRange(7, 0, 0), SlabRange(9, 0, 1)])
+def test_extents_that_are_not_in_an_adopted_slab_are_not_taken(extent: SlabRange) -> None:
     books = ledger(1)
     books.add_adopted_slab(7, SLAB)
     with pytest.raises(InvalidArgument, match="extent"):
         books.show("a", GPU, key("x"), "", 1, [extent])
     with pytest.raises(InvalidArgument, match="extents of 65536 bytes"):
-        books.show("a", GPU, key("x"), "", UNIT_BYTES + 1, [Extent(7, 0, UNIT_BYTES)])
+        books.show("a", GPU, key("x"), "", UNIT_BYTES + 1, [SlabRange(7, 0, UNIT_BYTES)])
     check(books)
 
 
@@ -281,7 +281,7 @@ def test_slabs_are_emptied_a_few_backups_at_a_time() -> None:
         calls += 1
         check(books)
     assert calls == 3
-    assert books.held() == Held(0, SLAB, 0)
+    assert books.held() == HeldBytes(0, SLAB, 0)
     check(books)
 
 
@@ -290,9 +290,9 @@ def test_room_is_made_and_owners_go_a_few_backups_at_a_time() -> None:
     holds = books.reserve("a", GPU, [UNIT_BYTES] * 16)
     books.mark("a", [hold.number for hold in holds[:8]], needed=False)
     assert [books.make_room(5 * UNIT_BYTES, most=3) for _ in range(2)] == [False, True]
-    assert books.held() == Held(SLAB, 3 * UNIT_BYTES, 0)
+    assert books.held() == HeldBytes(SLAB, 3 * UNIT_BYTES, 0)
     assert [books.drop_owner("a", most=7) for _ in range(2)] == [False, True]
-    assert books.held() == Held()
+    assert books.held() == HeldBytes()
     check(books)
 
 

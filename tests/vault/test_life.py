@@ -16,9 +16,9 @@ from support import PAGE, Memory
 
 from cumem_sleep import CuMemAllocator, InvalidState, OutOfHostMemory, VaultError, VaultLost, _core
 from cumem_sleep.vault import protocol
-from cumem_sleep.vault.address import Address
-from cumem_sleep.vault.client import Backup, Shown, VaultClient
-from cumem_sleep.vault.pool import Host, Pool
+from cumem_sleep.vault.address import VaultAddress
+from cumem_sleep.vault.client import Shown, VaultBackup, VaultClient
+from cumem_sleep.vault.pool import VaultHost, VaultPool
 from cumem_sleep.vault.server import Vault, visible_gpus
 
 pytestmark = [pytest.mark.sim, pytest.mark.slow]
@@ -36,14 +36,14 @@ class Sleeper:
         self.backup = self.segment.back_up()
         self.key = seal(client, self.backup, f"{self.segment.address:x}", note="n")
 
-    def check(self, client: VaultClient, backup: Backup) -> None:
+    def check(self, client: VaultClient, backup: VaultBackup) -> None:
         """Its bytes come back through this client."""
         segment = Segment(client, self.segment.address, self.segment.nbytes)
         self._memory.fill_random(segment.address, segment.nbytes)
         segment.read(backup)
         assert self._memory.read(segment.address, segment.nbytes) == self.content
 
-    def show_to(self, client: VaultClient) -> Backup:
+    def show_to(self, client: VaultClient) -> VaultBackup:
         return client.show(self.segment.gpu, [Shown(self.backup, self.key, self.client.slabs)])[0]
 
 
@@ -159,7 +159,7 @@ def test_what_is_shown_has_to_be_a_vaults_memory(
     beyond = [extent._replace(offset=nbytes - 1) for extent in sleeper.backup.extents]
     too_small = [extent._replace(nbytes=PAGE - 1) for extent in sleeper.backup.extents]
     for extents in (beyond, too_small):
-        wrong = Backup(sleeper.backup.number, PAGE, tuple(extents), "")
+        wrong = VaultBackup(sleeper.backup.number, PAGE, tuple(extents), "")
         with pytest.raises(InvalidState, match="extent"):
             client.show(gpu, [Shown(wrong, sleeper.key, old.slabs)])
     eventually(lambda: new.status()["adopted_bytes"] == 0, "what nothing lies in is let go")
@@ -200,8 +200,8 @@ def test_a_vault_that_ends_gives_no_memory_back_that_others_read(
     allocator._operations.open()
     posted: deque[Callable[[], None]] = deque()
     changed: list[bool] = []
-    host = Host(lambda: 1 << 40, 1, lambda _: None)
-    old, new = (Pool(PAGE, None, 0, [-1], host, posted.append, lambda: changed.append(True)) for _ in range(2))
+    host = VaultHost(lambda: 1 << 40, 1, lambda _: None)
+    old, new = (VaultPool(PAGE, None, 0, [-1], host, posted.append, lambda: changed.append(True)) for _ in range(2))
     for pool in (old, new):
         pool.take_more()
         eventually(lambda: bool(posted), "the slab is there")
@@ -330,7 +330,7 @@ def test_a_second_signal_ends_the_wait(start_vault: StartVault, allocator: CuMem
 # The beginning
 
 
-class Room:
+class RoomBySlab:
     """How much the host has: asked for each slab, one ahead of each `give`."""
 
     def __init__(self) -> None:
@@ -346,19 +346,21 @@ class Room:
 
 
 @pytest.fixture
-def room() -> Room:
-    return Room()
+def room() -> RoomBySlab:
+    return RoomBySlab()
 
 
 @pytest.fixture
 def slow_vault(
-    folder: pathlib.Path, room: Room, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch
+    folder: pathlib.Path, room: RoomBySlab, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., VaultClient]]:
     """A vault of four slabs of a page in a thread here, which takes each when the room says so."""
     allocator.get_current_usage()
     allocator._operations.open()
     monkeypatch.setattr(protocol, "BUSY_INTERVAL_S", 0.05)
-    vault = Vault(Address(folder / "vault.sock"), 4 * PAGE, visible_gpus(), Host(room.ask, 1, lambda _: None), PAGE)
+    vault = Vault(
+        VaultAddress(folder / "vault.sock"), 4 * PAGE, visible_gpus(), VaultHost(room.ask, 1, lambda _: None), PAGE
+    )
     thread = threading.Thread(target=vault.run)
     thread.start()
     yield lambda deadline_s=30.0: VaultClient(folder / "vault.sock", "test", deadline_s)
@@ -369,7 +371,7 @@ def slow_vault(
     assert not thread.is_alive()
 
 
-def test_a_vault_serves_with_what_is_ready(slow_vault: Callable[..., VaultClient], room: Room) -> None:
+def test_a_vault_serves_with_what_is_ready(slow_vault: Callable[..., VaultClient], room: RoomBySlab) -> None:
     client = slow_vault()
     gpu = client.gpus[0]
     assert client.status()["pinned_bytes"] == 0
@@ -379,10 +381,12 @@ def test_a_vault_serves_with_what_is_ready(slow_vault: Callable[..., VaultClient
     client.close()
 
 
-def test_a_reservation_waits_for_memory_that_is_to_come(slow_vault: Callable[..., VaultClient], room: Room) -> None:
+def test_a_reservation_waits_for_memory_that_is_to_come(
+    slow_vault: Callable[..., VaultClient], room: RoomBySlab
+) -> None:
     client, other = slow_vault(deadline_s=2.0), slow_vault()
     gpu = client.gpus[0]
-    got: list[Backup] = []
+    got: list[VaultBackup] = []
     thread = threading.Thread(target=lambda: got.extend(client.reserve(gpu, [3 * PAGE])))
     thread.start()
     eventually(lambda: other.status()["waiting"] == 1, "it waits")
@@ -401,7 +405,7 @@ def test_a_reservation_waits_for_memory_that_is_to_come(slow_vault: Callable[...
     other.close()
 
 
-def test_a_host_without_memory_ends_the_wait(slow_vault: Callable[..., VaultClient], room: Room) -> None:
+def test_a_host_without_memory_ends_the_wait(slow_vault: Callable[..., VaultClient], room: RoomBySlab) -> None:
     client = slow_vault()
     room.bytes = PAGE - 1
     room.give()
@@ -417,7 +421,7 @@ def test_a_host_without_memory_ends_the_wait(slow_vault: Callable[..., VaultClie
     client.close()
 
 
-def test_a_waiting_client_that_goes_holds_up_nobody(slow_vault: Callable[..., VaultClient], room: Room) -> None:
+def test_a_waiting_client_that_goes_holds_up_nobody(slow_vault: Callable[..., VaultClient], room: RoomBySlab) -> None:
     client, other = slow_vault(), slow_vault()
     client.deadline_s = 0.2
     monkey = pytest.MonkeyPatch()
@@ -435,14 +439,14 @@ def test_a_waiting_client_that_goes_holds_up_nobody(slow_vault: Callable[..., Va
 def test_a_lock_of_another_kind_is_not_followed(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
     (folder / "vault.sock.lock").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(VaultError, match="lock"):
-        Address(folder / "vault.sock")
+        VaultAddress(folder / "vault.sock")
     assert not (tmp_path / "elsewhere").exists()
 
 
 def test_the_lock_outlives_the_socket(folder: pathlib.Path) -> None:
-    address = Address(folder / "vault.sock")
+    address = VaultAddress(folder / "vault.sock")
     with pytest.raises(VaultError, match=f"pid {os.getpid()}"):
-        Address(folder / "vault.sock")
+        VaultAddress(folder / "vault.sock")
     address.close()
     with (folder / "vault.sock.lock").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -19,10 +19,10 @@ from support import PAGE
 
 from cumem_sleep import CuMemAllocator, InvalidArgument, _core, sim
 from cumem_sleep.vault import protocol
-from cumem_sleep.vault.address import Address
-from cumem_sleep.vault.client import Backup, Key, Sealed, VaultClient
+from cumem_sleep.vault.address import VaultAddress
+from cumem_sleep.vault.client import Key, Sealed, VaultBackup, VaultClient
 from cumem_sleep.vault.ledger import UNIT_BYTES
-from cumem_sleep.vault.pool import Host
+from cumem_sleep.vault.pool import VaultHost
 from cumem_sleep.vault.server import Vault, keep_pauses_short, visible_gpus
 
 pytestmark = [pytest.mark.sim, pytest.mark.slow]
@@ -58,16 +58,16 @@ class Many:
     def connect(self) -> VaultClient:
         return VaultClient(self.socket, "many", SECONDS)
 
-    def reserve(self, count: int = 2 * MANY) -> list[Backup]:
+    def reserve(self, count: int = 2 * MANY) -> list[VaultBackup]:
         return self.client.reserve(self.gpu, [UNIT_BYTES] * count)
 
-    def fragments(self) -> list[Backup]:
+    def fragments(self) -> list[VaultBackup]:
         """Every other one is free then."""
         backups = self.reserve()
         self.client.release(backups[::2])
         return backups[1::2]
 
-    def seal(self, backups: list[Backup], name: str = "") -> list[Key]:
+    def seal(self, backups: list[VaultBackup], name: str = "") -> list[Key]:
         keys = [Key(name or str(at), UNIT_BYTES, "") for at in range(len(backups))]
         self.client.seal([Sealed(each, key, "note") for each, key in zip(backups, keys, strict=True)])
         return keys
@@ -78,8 +78,8 @@ def many(folder: pathlib.Path, allocator: CuMemAllocator, monkeypatch: pytest.Mo
     allocator._operations.open()
     monkeypatch.setattr(selectors, "DefaultSelector", Watched)
     monkeypatch.setattr(_core.HostBlock, "prefault", lambda *_: None)
-    address = Address(folder / "vault.sock")
-    vault = Vault(address, MEMORY, visible_gpus(), Host(lambda: 1 << 40, 1, print), 256 << 20)
+    address = VaultAddress(folder / "vault.sock")
+    vault = Vault(address, MEMORY, visible_gpus(), VaultHost(lambda: 1 << 40, 1, print), 256 << 20)
     thread = threading.Thread(target=vault.run)
     before = gc.get_threshold(), sys.get_int_max_str_digits()
     keep_pauses_short()

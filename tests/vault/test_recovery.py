@@ -21,9 +21,9 @@ from cumem_sleep import CuMemAllocator, _core
 from cumem_sleep.backups.vault import VaultTier
 from cumem_sleep.errors import OutOfHostMemory, VaultError, VaultLost
 from cumem_sleep.vault import protocol
-from cumem_sleep.vault.address import Address
-from cumem_sleep.vault.client import Backup, Range, VaultClient
-from cumem_sleep.vault.pool import Host
+from cumem_sleep.vault.address import VaultAddress
+from cumem_sleep.vault.client import Range, VaultBackup, VaultClient
+from cumem_sleep.vault.pool import VaultHost
 from cumem_sleep.vault.server import Vault, visible_gpus
 
 pytestmark = [pytest.mark.sim, pytest.mark.slow]
@@ -189,7 +189,7 @@ class TestStopped:
             allocator.wake_up()
         succeed = VaultClient.succeed
 
-        def stopped_before(client: VaultClient, before: VaultClient, backups: Sequence[Backup]) -> object:
+        def stopped_before(client: VaultClient, before: VaultClient, backups: Sequence[VaultBackup]) -> object:
             with Stopped(vault, client):
                 return succeed(client, before, backups)
 
@@ -362,7 +362,7 @@ class TestNewVaultHangs:
         check(memory, contents)
 
 
-class Room:
+class RoomOnceGiven:
     """What the host has; asked for each slab, and answered when `given` is set."""
 
     def __init__(self) -> None:
@@ -376,14 +376,14 @@ class Room:
 @pytest.fixture
 def filling_up(
     folder: pathlib.Path, make_allocator: MakeAllocator, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[tuple[CuMemAllocator, Room]]:
+) -> Iterator[tuple[CuMemAllocator, RoomOnceGiven]]:
     """An allocator, and the room of its vault, a thread here, which has no memory before that is given."""
-    room = Room()
+    room = RoomOnceGiven()
     monkeypatch.setattr(protocol, "BUSY_INTERVAL_S", 0.05)
     allocator = make_allocator(vault=str(folder / "vault.sock"))
     allocator._operations.open()
     vault = Vault(
-        Address(folder / "vault.sock"), 16 * PAGE, visible_gpus(), Host(room.ask, 1, lambda _: None), 8 * PAGE
+        VaultAddress(folder / "vault.sock"), 16 * PAGE, visible_gpus(), VaultHost(room.ask, 1, lambda _: None), 8 * PAGE
     )
     thread = threading.Thread(target=vault.run)
     thread.start()
@@ -396,7 +396,7 @@ def filling_up(
 
 
 class TestMemoryToCome:
-    def test_a_signal_ends_the_wait(self, filling_up: tuple[CuMemAllocator, Room], memory: Memory) -> None:
+    def test_a_signal_ends_the_wait(self, filling_up: tuple[CuMemAllocator, RoomOnceGiven], memory: Memory) -> None:
         allocator, room = filling_up
         contents = fill(allocator, memory, "weights", "default")
         looks = VaultClient(tier_of(allocator)._path)
@@ -443,7 +443,7 @@ class TestMemoryToCome:
         client.close()
 
     def test_prepare_keeps_nobody_from_the_allocator(
-        self, filling_up: tuple[CuMemAllocator, Room], memory: Memory
+        self, filling_up: tuple[CuMemAllocator, RoomOnceGiven], memory: Memory
     ) -> None:
         allocator, room = filling_up
         contents = fill(allocator, memory, "weights", "default")
@@ -467,7 +467,9 @@ class TestMemoryToCome:
         allocator.wake_up()
         check(memory, contents)
 
-    def test_prepare_is_stopped_while_it_waits(self, filling_up: tuple[CuMemAllocator, Room], memory: Memory) -> None:
+    def test_prepare_is_stopped_while_it_waits(
+        self, filling_up: tuple[CuMemAllocator, RoomOnceGiven], memory: Memory
+    ) -> None:
         allocator, _ = filling_up
         fill(allocator, memory, "weights")
         preparation = allocator.prepare()
@@ -476,7 +478,7 @@ class TestMemoryToCome:
         assert preparation.error is None
 
     def test_who_does_not_wait_holds_up_nobody_and_goes_before_nobody(
-        self, filling_up: tuple[CuMemAllocator, Room]
+        self, filling_up: tuple[CuMemAllocator, RoomOnceGiven]
     ) -> None:
         allocator, room = filling_up
         path = tier_of(allocator)._path
