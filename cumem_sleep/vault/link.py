@@ -9,10 +9,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import chain
 from typing import NamedTuple
 
 from .. import _core, log
@@ -102,8 +101,6 @@ class Job:
     pieces: deque[LinkPiece]
     done: Callable[[Exception | None], None]
     in_flight: int = 0
-    all_started: bool = False
-    ended: bool = False
     error: Exception | None = None
 
     def fail(self, error: Exception) -> None:
@@ -129,8 +126,8 @@ class VaultLink:
         self._counted_until = time.monotonic()
         self._to_host = to_host
         self._changed = threading.Condition()
-        self._jobs: dict[Hashable, deque[Job]] = {}  # by client; the first is next
-        self._at_turn: Job | None = None  # whose piece is about to be copied; it may be in `_jobs` no more
+        self._jobs: set[Job] = set()  # that have not ended
+        self._turns: dict[Hashable, deque[Job]] = {}  # those with pieces left, by client; the first is next
         self._stopping = False
         self._idle: list[_core.CopyStream] = []
         name = f"vault-{'out' if to_host else 'in'}-{device}"
@@ -140,13 +137,14 @@ class VaultLink:
     def submit(self, job: Job) -> None:
         """Copy its pieces when it is its client's turn. Jobs of one client are done in order."""
         with self._changed:
-            self._jobs.setdefault(job.client, deque()).append(job)
+            self._jobs.add(job)
+            self._turns.setdefault(job.client, deque()).append(job)
             self._changed.notify()
 
     def cancel(self, client: Hashable) -> None:
         """Start no more copies of this client. Its jobs end as soon as what is in flight has ended."""
         with self._changed:
-            for job in self._all_jobs():
+            for job in self._jobs:
                 if job.client == client:
                     job.fail(VaultError("the client has gone"))
             self._changed.notify()
@@ -155,15 +153,10 @@ class VaultLink:
         """Cancel everything, and wait for what is in flight."""
         with self._changed:
             self._stopping = True
-            for job in self._all_jobs():
+            for job in self._jobs:
                 job.fail(VaultError("the vault ends"))
             self._changed.notify()
         self._thread.join()
-
-    def _all_jobs(self) -> Iterator[Job]:
-        yield from chain.from_iterable(self._jobs.values())
-        if self._at_turn is not None:
-            yield self._at_turn
 
     def _run(self) -> None:
         in_flight: deque[tuple[_core.CopyStream, Job, int]] = deque()
@@ -231,16 +224,14 @@ class VaultLink:
         """As much of the piece as this batch takes; the rest is its client's next one. None: the job has failed."""
         most = self._most_bytes()
         with self._changed:
-            self._at_turn = None
             if job.error is not None:
                 job.in_flight -= 1
                 return None
             if self._best is None or piece.nbytes <= most:
                 return piece
+            if not job.pieces:
+                self._turns.setdefault(job.client, deque()).appendleft(job)
             job.pieces.appendleft(piece.rest(most))
-            if job.all_started:
-                job.all_started = False
-                self._jobs.setdefault(job.client, deque()).appendleft(job)
         return piece._replace(nbytes=most)
 
     def _begin_batch(self) -> None:
@@ -269,21 +260,19 @@ class VaultLink:
     def _next_turn(self, wait: bool) -> tuple[Job, LinkPiece | None] | None:
         """A piece of the next client's first job; None if there is no job, or, if this was to wait, at the end."""
         with self._changed:
-            while not self._jobs:
+            while not self._turns:
                 if not wait or self._stopping:
                     return None
                 self._changed.wait()
-            client = next(iter(self._jobs))
-            jobs = self._jobs.pop(client)
+            client = next(iter(self._turns))
+            jobs = self._turns.pop(client)
             job = jobs[0]
             piece = job.pieces.popleft() if job.pieces else None  # a job that was cancelled has none
             if not job.pieces:
-                jobs.popleft().all_started = True
+                jobs.popleft()
             if jobs:
-                self._jobs[client] = jobs  # behind the others
-            if piece is not None:
-                job.in_flight += 1
-                self._at_turn = job
+                self._turns[client] = jobs  # behind the others
+            job.in_flight += piece is not None
             return job, piece
 
     def _start(self, job: Job, piece: LinkPiece, stack: ExitStack) -> _core.CopyStream | None:
@@ -334,9 +323,11 @@ class VaultLink:
             job.fail(error)
 
     def _end_if_over(self, job: Job) -> None:
-        if job.all_started and not job.in_flight and not job.ended:
-            job.ended = True
-            job.done(job.error)
+        with self._changed:
+            if job not in self._jobs or job.pieces or job.in_flight:
+                return
+            self._jobs.remove(job)
+        job.done(job.error)
 
 
 def _reached_by_kernels(piece: LinkPiece, address: int) -> bool:

@@ -87,7 +87,7 @@ class Vault:
         self._resuming: set[Session] = set()
         _raise_descriptor_limit()
         nodes = [gpu.node for gpu in gpus]
-        self._pool = VaultPool(memory_bytes, slab_bytes, gpus[0].ordinal, nodes, host, self._post, self._memory_changed)
+        self._pool = VaultPool(memory_bytes, slab_bytes, gpus[0].ordinal, nodes, host, self._post, self._serve_waiting)
         self._used_at_once = dict.fromkeys((gpus[0], *used_at_once))
         self._service = Service(
             address.path, gpus, self._pool, self._sessions, self._post, self._end, self._fail, self._gpu_lost
@@ -146,7 +146,7 @@ class Vault:
         for _ in range(len(self._posted)):  # what these post comes after everybody else's turn
             self._posted.popleft()()
 
-    def _memory_changed(self) -> None:
+    def _serve_waiting(self) -> None:
         self._service.serve_waiting()
 
     def _gpu_lost(self, failure: VaultError) -> None:
@@ -225,7 +225,7 @@ class Vault:
             return
         try:
             session.channel.flush()
-            goes_on = not session.may_ask or session.channel.receive()
+            goes_on = not self._hears(session) or session.channel.receive()
         except OSError:
             goes_on = False
         self._read_on(session)
@@ -250,8 +250,12 @@ class Vault:
         if session.is_served:
             self._listen(session)
 
+    def _hears(self, session: Session) -> bool:
+        """Whether it is to be read from: not before what it has sent is done."""
+        return session.may_ask and session not in self._resuming
+
     def _listen(self, session: Session) -> None:
-        events = selectors.EVENT_READ if session.may_ask else 0
+        events = selectors.EVENT_READ if self._hears(session) else 0
         events |= selectors.EVENT_WRITE if session.channel.unsent_bytes else 0
         callback = partial(self._readable, session)
         registered = session.channel in self._selector.get_map()
@@ -259,8 +263,8 @@ class Vault:
             self._selector.modify(session.channel, events, callback)
         elif events:
             self._selector.register(session.channel, events, callback)
-        elif registered:
-            self._selector.unregister(session.channel)  # its answers wake it up; its end is seen by its pidfd, or later
+        else:
+            self._unregister(session.channel)  # its answers wake it up; its end is seen by its pidfd, or later
 
     def _resume(self, session: Session) -> None:
         if session not in self._resuming:
@@ -284,8 +288,7 @@ class Vault:
         session.send({"cut": reason})
         session.is_cut_off = True
         self._service.cancel(session)
-        if session.channel in self._selector.get_map():
-            self._selector.unregister(session.channel)
+        self._unregister(session.channel)
         if not session.lent and self._service.held(session) == HeldBytes():
             self._end(session)
 
@@ -294,12 +297,15 @@ class Vault:
         if not session.is_open:
             return
         self._sessions.remove(session)
-        if session.channel in self._selector.get_map():
-            self._selector.unregister(session.channel)
-        if session.process >= 0 and session.process in self._selector.get_map():
-            self._selector.unregister(session.process)
+        self._unregister(session.channel)
+        if session.process >= 0:
+            self._unregister(session.process)
         session.close()
         self._service.forget(session)
+
+    def _unregister(self, file: protocol.Channel | int) -> None:
+        if file in self._selector.get_map():
+            self._selector.unregister(file)
 
 
 _ENDS = {"wait": "ends when they have woken", "now": "ends; they can still wake, more slowly"}

@@ -82,9 +82,11 @@ class Session:
     def answer(self, request: int, result: Mapping[str, Any] | Exception) -> None:
         """The one answer to a request. With it the client may ask on."""
         kind, said = ("error", protocol.error_to_json(result)) if isinstance(result, Exception) else ("ok", result)
+        could_ask = self.may_ask
         self.send({"id": request, kind: said})
         self.open_requests -= 1
-        self._resume(self)
+        if not could_ask or self.channel.unsent_bytes:
+            self._resume(self)
 
     def close(self) -> None:
         """End the connection."""

@@ -405,6 +405,29 @@ def test_a_reservation_waits_for_memory_that_is_to_come(
     other.close()
 
 
+def test_the_rest_of_a_reservation_goes_before_those_who_wait(
+    slow_vault: Callable[..., VaultClient], room: RoomBySlab
+) -> None:
+    client, other = slow_vault(), slow_vault()
+    gpu = client.gpus[0]
+    room.give()
+    parts = {"gpu": gpu, "sizes": [PAGE // 2], "wait": False}
+    eventually(lambda: client.status()["pinned_bytes"] == PAGE, "the first slab")
+    assert len(client._ask("reserve", **parts, more_bytes=PAGE // 2)["backups"]) == 1
+    thread = threading.Thread(target=lambda: other.reserve(gpu, [2 * PAGE]))
+    thread.start()
+    eventually(lambda: client.status()["waiting"] == 1, "it waits")
+    assert client._ask("reserve", **parts, more_bytes=PAGE)["backups"] is None, "more than was set aside"
+    assert len(client._ask("reserve", **parts, more_bytes=0)["backups"]) == 1
+    assert client.status()["free_bytes"] == 0
+    for _ in range(2):
+        room.give()
+    thread.join(30)
+    assert not thread.is_alive()
+    client.close()
+    other.close()
+
+
 def test_a_host_without_memory_ends_the_wait(slow_vault: Callable[..., VaultClient], room: RoomBySlab) -> None:
     client = slow_vault()
     room.bytes = PAGE - 1

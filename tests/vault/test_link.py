@@ -353,7 +353,7 @@ def test_a_piece_that_is_about_to_be_copied_is_not_if_its_job_is_cancelled(
             link.cancel("client")
         else:
             threading.Thread(target=link.stop).start()
-            eventually(lambda: link._at_turn is not None and link._at_turn.error is not None, "it is told to stop")
+            eventually(lambda: all(job.error for job in link._jobs), "it is told to stop")
         choose(link, in_flight)
 
     monkeypatch.setattr(VaultLink, "_choose", gone)

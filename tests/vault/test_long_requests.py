@@ -17,7 +17,7 @@ import pytest
 from running import SECONDS, Segment, eventually, seal
 from support import PAGE
 
-from cumem_sleep import CuMemAllocator, InvalidArgument, _core, sim
+from cumem_sleep import CuMemAllocator, InvalidArgument, OutOfHostMemory, _core, sim
 from cumem_sleep.vault import protocol
 from cumem_sleep.vault.address import VaultAddress
 from cumem_sleep.vault.client import Key, Sealed, VaultBackup, VaultClient
@@ -123,6 +123,73 @@ def test_equal_backups_of_one_client_and_of_others(many: Many) -> None:
     many.client.release(backups)
     other.close()
     eventually(lambda: many.client.status()["free_bytes"] == MEMORY, "all of it is free")
+
+
+class Between:
+    """Calls something after each part of a reservation but the last."""
+
+    def __init__(self, client: VaultClient, then: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None:
+        self.client, self.then, self.calls = client, then, 0
+        self.ask = VaultClient._ask
+        monkeypatch.setattr(VaultClient, "_ask", lambda client, verb, **facts: self.asked(client, verb, facts))
+
+    def asked(self, client: VaultClient, verb: str, facts: dict[str, object]) -> dict[str, object]:
+        answer = self.ask(client, verb, **facts)
+        if client is self.client and facts.get("more_bytes"):
+            self.calls += 1
+            self.then()
+        return answer
+
+
+def test_others_get_nothing_of_what_is_reserved_in_parts(many: Many, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = many.connect()
+
+    def try_to_reserve() -> None:
+        with pytest.raises(OutOfHostMemory):
+            other.reserve(many.gpu, [UNIT_BYTES])
+
+    between = Between(many.client, try_to_reserve, monkeypatch)
+    other.reserve(many.gpu, [MANY * UNIT_BYTES])
+    assert len(many.reserve(2 * MANY)) == 2 * MANY
+    assert between.calls == 2 * MANY // protocol.MAX_BACKUPS - 1
+    other.close()
+
+
+def test_a_reservation_whose_memory_others_need_meanwhile_is_given_back(
+    many: Many, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = many.connect()
+    retained = other.reserve(many.gpu, [UNIT_BYTES] * MANY)
+    other.mark(retained, needed=False)
+    gone: list[VaultBackup] = []
+    between = Between(many.client, lambda: gone.extend(other.mark(retained, needed=True)), monkeypatch)
+    with pytest.raises(OutOfHostMemory):
+        many.reserve(3 * MANY)
+    assert between.calls
+    assert len(gone) <= protocol.MAX_BACKUPS
+    status = many.client.status()
+    assert status["asleep_bytes"] == (MANY - len(gone)) * UNIT_BYTES
+    assert status["left_bytes"] == MEMORY - status["asleep_bytes"]
+    other.close()
+
+
+def test_a_client_that_goes_in_the_middle_of_a_reservation_keeps_nothing(many: Many) -> None:
+    gone = many.connect()
+    gone._ask("reserve", gpu=many.gpu, sizes=[UNIT_BYTES], more_bytes=MEMORY - UNIT_BYTES, wait=True)
+    with pytest.raises(OutOfHostMemory):
+        many.reserve(1)
+    gone.close()
+    eventually(lambda: many.client.status()["left_bytes"] == MEMORY, "all is free")
+    assert len(many.reserve(3 * MANY)) == 3 * MANY
+
+
+def test_many_requests_that_come_at_once(many: Many) -> None:
+    """Others are heard between them."""
+    ask = many.client._channel.send
+    for number in range(2000):
+        ask({"id": 10_000 + number, "do": "owners", "numbers": [1] * 20})
+    assert many.connect().status()["pid"] == os.getpid()
+    many.client.status()
 
 
 def test_looks_and_marks(many: Many) -> None:
