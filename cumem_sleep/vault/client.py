@@ -610,14 +610,13 @@ class VaultClient:
 
     def _understand(self, message: VaultMessage) -> None:
         body = message.body
-        if "slabs" in body:
+        if "slab" in body:
             if message.descriptors_lost:
-                protocol.close_all(message.descriptors)
                 self._descriptors_lost = True
-                self._closed_slabs += [slab for slab, _ in body["slabs"]]
+                self._closed_slabs.append(body["slab"])
             else:
-                for (slab, nbytes), descriptor in zip(body["slabs"], message.descriptors, strict=True):
-                    self.slabs.add(slab, descriptor, nbytes)
+                (descriptor,) = message.descriptors
+                self.slabs.add(body["slab"], descriptor, body["bytes"])
         elif "cut" in body:
             self._lose(f"the vault has cut this process off: {body['cut']}", may_go_on=True)
         elif body.get("id") in self._given_up:

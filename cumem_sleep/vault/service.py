@@ -509,23 +509,19 @@ class Service:
         there = [hold for hold in holds if hold is not None]
         if sum(len(hold.entry.note) + _EXTENT_CHARACTERS * len(hold.entry.extents) for hold in there) > _MAX_SAID:
             raise InvalidArgument(f"the answer has over {_MAX_SAID} bytes: ask for less at once")
-        self._send_slabs(session, set().union(*(hold.entry.slabs for hold in there)) - session.known_slabs)
+        for number in sorted(set().union(*(hold.entry.slabs for hold in there)) - session.known_slabs):
+            self._send_slab(session, number)
         return {"backups": [None if hold is None else _described(hold) for hold in holds]}
 
-    def _send_slabs(self, session: Session, slabs: Iterable[int]) -> None:
-        """Descriptors of these. Raises VaultError: this process can open no more files."""
-        numbers = sorted(slabs)
-        for start in range(0, len(numbers), protocol.MAX_DESCRIPTORS):
-            some = numbers[start : start + protocol.MAX_DESCRIPTORS]
-            descriptors: list[int] = []
-            try:
-                for number in some:
-                    descriptors.append(os.dup(self._pool.slab(number).descriptor))
-            except OSError:
-                protocol.close_all(descriptors)
-                raise VaultError(memory.NO_MORE_FILES) from None
-            session.send({"slabs": [[number, self._pool.slab(number).nbytes] for number in some]}, descriptors)
-            session.known_slabs.update(some)
+    def _send_slab(self, session: Session, number: int) -> None:
+        """A descriptor of it. Raises VaultError: this process can open no more files."""
+        slab = self._pool.slab(number)
+        try:
+            descriptor = os.dup(slab.descriptor)
+        except OSError:
+            raise VaultError(memory.NO_MORE_FILES) from None
+        session.send({"slab": number, "bytes": slab.nbytes}, [descriptor])
+        session.known_slabs.add(number)
 
     # What there is to know
 
