@@ -142,7 +142,6 @@ class VaultClient:
 
     Attributes:
         gpus: the GPUs that the vault serves, by their UUIDs.
-        memory_bytes: what it may hold in all.
         instance: names the vault: no other one, before or after it, has the same.
         is_silent: the vault has not answered in time, and nothing has come from it since; see `lost`.
         vault_pid: 0 if this process cannot see it.
@@ -192,7 +191,6 @@ class VaultClient:
             self.close()
             raise VaultUnavailable(f"the vault at {self.path}: {lost}") from None
         self.gpus: tuple[str, ...] = tuple(facts["gpus"])
-        self.memory_bytes: int = facts["memory_bytes"]
         self.instance: str = facts["instance"]
 
     def _connect(self) -> tuple[Channel, int]:

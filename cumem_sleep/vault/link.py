@@ -87,10 +87,6 @@ class LinkPiece(NamedTuple):
     lent_offset: int
     nbytes: int
 
-    def rest(self, start: int) -> LinkPiece:
-        """All but its first `start` bytes."""
-        return LinkPiece(self.block, self.offset + start, self.lent_offset + start, self.nbytes - start)
-
 
 @dataclass(eq=False)
 class Job:
@@ -231,7 +227,8 @@ class VaultLink:
                 return piece
             if not job.pieces:
                 self._turns.setdefault(job.client, deque()).appendleft(job)
-            job.pieces.appendleft(piece.rest(most))
+            rest = LinkPiece(piece.block, piece.offset + most, piece.lent_offset + most, piece.nbytes - most)
+            job.pieces.appendleft(rest)
         return piece._replace(nbytes=most)
 
     def _begin_batch(self) -> None:

@@ -51,7 +51,6 @@ class OtherVersion(Nonsense):
 
     def __init__(self, version: int) -> None:
         super().__init__(f"received version {version} of the protocol, expected version {VERSION}")
-        self.version = version
 
 
 class VaultMessage(NamedTuple):

@@ -165,7 +165,7 @@ class Vault:
         return self._stopping == "now" or not needed
 
     def _sleepers(self) -> str:
-        held = [(session, self._service.held(session).needed) for session in self._sessions]
+        held = [(session, self._pool.ledger.held(session.owner).needed) for session in self._sessions]
         return ", ".join(f"{session} {format_bytes(needed)}" for session, needed in held if needed)
 
     def _tick(self, now: float) -> None:
@@ -289,7 +289,7 @@ class Vault:
         session.is_cut_off = True
         self._service.cancel(session)
         self._unregister(session.channel)
-        if not session.lent and self._service.held(session) == HeldBytes():
+        if not session.lent and self._pool.ledger.held(session.owner) == HeldBytes():
             self._end(session)
 
     def _end(self, session: Session) -> None:

@@ -172,10 +172,6 @@ class Service:
             self._post(partial(self._drop, owner))
         self._memory_came_back()
 
-    def held(self, session: Session) -> HeldBytes:
-        """Its backups."""
-        return self._pool.ledger.held(session.owner)
-
     def take_no_more(self) -> None:
         """Refuse new backups, and those who wait for memory: the vault is about to end."""
         self._is_ending = True
@@ -527,22 +523,22 @@ class Service:
 
     def _status(self, asked: _Request) -> _Answer:
         """All that the vault knows, for people and programs; a client that asks and holds nothing is left out."""
-        held = self._pool.ledger.held()
+        ledger = self._pool.ledger
         return {
             "pid": os.getpid(),
             "version": __version__,
             "simulated": _core.driver_is_simulated(),
             "socket": str(self._path),
             "memory_bytes": self._pool.memory_bytes,
-            "pinned_bytes": self._pool.ledger.own_bytes,
+            "pinned_bytes": ledger.own_bytes,
             "touched_bytes": self._pool.prefaulted_bytes,
-            "adopted_bytes": self._pool.ledger.adopted_bytes,
+            "adopted_bytes": ledger.adopted_bytes,
             "short": self._pool.short,
-            "free_bytes": self._pool.ledger.free_bytes,
-            "left_bytes": self._pool.ledger.available_bytes() + self._pool.bytes_to_come(),
-            **_held(held),
-            "saved_bytes": self._pool.ledger.saved_bytes,
-            "evicted_bytes": self._pool.ledger.evicted_bytes,
+            "free_bytes": ledger.free_bytes,
+            "left_bytes": ledger.available_bytes() + self._pool.bytes_to_come(),
+            **_held(ledger.held()),
+            "saved_bytes": ledger.saved_bytes,
+            "evicted_bytes": ledger.evicted_bytes,
             "waiting": len(self._waiting),
             "refused": self._refused,
             "cut_off": self.cut_off,
@@ -550,7 +546,7 @@ class Service:
             "clients": [
                 self._client_status(session)
                 for session in self._sessions
-                if session.is_greeted and (session is not asked.session or self.held(session) != HeldBytes())
+                if session.is_greeted and (session is not asked.session or ledger.held(session.owner) != HeldBytes())
             ],
         }
 
@@ -571,7 +567,7 @@ class Service:
         return facts
 
     def _client_status(self, session: Session) -> dict[str, Any]:
-        held = self.held(session)
+        held = self._pool.ledger.held(session.owner)
         return {
             "pid": session.pid,
             "name": session.name,
