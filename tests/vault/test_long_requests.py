@@ -112,6 +112,17 @@ def test_evictions(many: Many) -> None:
     many.client.mark(many.fragments(), needed=False)
     (large,) = many.client.reserve(many.gpu, [3 * MANY * UNIT_BYTES])
     assert sum(extent.nbytes for extent in large.extents) == MEMORY
+    many.client.release([large])
+    many.client.mark(many.reserve(3 * MANY), needed=False)
+    many.client.reserve(many.gpu, [MEMORY])
+
+
+def test_a_client_that_goes(many: Many) -> None:
+    other = many.connect()
+    other.reserve(many.gpu, [UNIT_BYTES] * (3 * MANY))
+    other.close()
+    assert len(many.client.status()["clients"]) == 0
+    eventually(lambda: many.client.status()["free_bytes"] == MEMORY, "all of it is free")
 
 
 def test_equal_backups_of_one_client_and_of_others(many: Many) -> None:
@@ -185,9 +196,10 @@ def test_a_client_that_goes_in_the_middle_of_a_reservation_keeps_nothing(many: M
 
 def test_many_requests_that_come_at_once(many: Many) -> None:
     """Others are heard between them."""
-    ask = many.client._channel.send
-    for number in range(2000):
-        ask({"id": 10_000 + number, "do": "owners", "numbers": [1] * 20})
+    (backup,) = many.reserve(1)
+    numbers = [backup.number] * protocol.MAX_BACKUPS
+    for at in range(200):
+        many.client._channel.send({"id": 10_000 + at, "do": "mark", "numbers": numbers, "needed": True})
     assert many.connect().status()["pid"] == os.getpid()
     many.client.status()
 
