@@ -34,6 +34,7 @@ class BorrowedMemory:
         self.device = device
         self.nbytes = nbytes
         self.jobs = 0  # that use it
+        self.is_returned = False
         self._descriptor = descriptor
         self._lock = threading.Lock()  # both links of a GPU may use it
         self._imported: _core.ImportedMemory | None = None
@@ -53,10 +54,13 @@ class BorrowedMemory:
     def close(self) -> None:
         """Give it back; no copy may use it."""
         with self._lock:
-            self._close_descriptor()
-            if self._imported is not None:
-                self._imported.close()
-                self._imported = None
+            try:
+                self._close_descriptor()
+                if self._imported is not None:
+                    self._imported.close()
+                    self._imported = None
+            finally:
+                self.is_returned = True
 
     def _close_descriptor(self) -> None:
         close_all([self._descriptor] if self._descriptor >= 0 else [])

@@ -102,7 +102,7 @@ class Service:
         self._givers: dict[int, ThreadPoolExecutor] = {}  # give back what was lent of each GPU
         self._waiting: deque[_Reservation] = deque()
         self._is_evicting = False  # for the first of those who wait
-        self._leaving: set[Session] = set()  # have gone, and copies of theirs are under way still
+        self._leaving: set[Session] = set()  # have gone, and memory of theirs is here still
         self._resuming: list[_Request] = []  # who wait for these
         self._refused = self.cut_off = 0  # requests, and clients (by `Vault`)
         self._is_ending = False
@@ -162,7 +162,7 @@ class Service:
     def forget(self, session: Session) -> None:
         """It has gone: whatever it has comes back."""
         self.cancel(session)
-        if session.is_copying:
+        if session.has_lent:
             self._leaving.add(session)
         self._drop(session.owner)
 
@@ -339,7 +339,6 @@ class Service:
                 ledger.end_copy(entry)
             self._answer(asked, error or {})
             self._memory_came_back()
-            self._answer_resuming()
             if gpu_is_lost:
                 self._gpu_lost(VaultError(f"{gpu.uuid} does not work for this process any more: {error}"))
 
@@ -366,13 +365,19 @@ class Service:
     def _take_back(self, asked: _Request) -> _Answer | None:
         """The client has no copy of these memories open any more: they go back."""
         mine = asked.session.lent
-        numbers = [number for number in integers(asked.body, "memories") if number in mine]
+        numbers = dict.fromkeys(number for number in integers(asked.body, "memories") if number in mine)
         for number in numbers:
             if mine[number].jobs:
                 raise InvalidState(f"memory {number} is still being copied: wait for that first")
         if not numbers:
             return {}
-        self._give_back([mine.pop(number) for number in dict.fromkeys(numbers)], lambda: self._answer(asked, {}))
+
+        def returned() -> None:
+            for number in numbers:
+                mine.pop(number, None)
+            self._answer(asked, {})
+
+        self._give_back([mine[number] for number in numbers], returned)
         return None
 
     def _give_back(self, lent: Sequence[BorrowedMemory], then: Callable[[], None] = lambda: None) -> None:
@@ -387,6 +392,7 @@ class Service:
             left -= 1
             if not left:
                 then()
+            self._answer_resuming()
 
         for device, some in by_device.items():
             if device not in self._givers:
@@ -406,8 +412,8 @@ class Service:
         self._answer_resuming()
 
     def _answer_resuming(self) -> None:
-        """Those who resume, once nothing is under way that they asked for over earlier connections."""
-        self._leaving = {session for session in self._leaving if session.is_copying}
+        """Those who resume, once nothing is here any more that they lent over earlier connections."""
+        self._leaving = {session for session in self._leaving if session.has_lent}
         leaving = {session.identity for session in self._leaving}
         for asked in [each for each in self._resuming if each.session.identity not in leaving]:
             self._resuming.remove(asked)

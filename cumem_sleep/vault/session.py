@@ -62,9 +62,9 @@ class Session:
         return self.open_requests < _MAX_OPEN_REQUESTS and self.channel.unsent_bytes < _MAX_UNSENT_BYTES
 
     @property
-    def is_copying(self) -> bool:
-        """Whether copies from or to its memory are under way."""
-        return any(lent.jobs for lent in self.lent.values())
+    def has_lent(self) -> bool:
+        """Whether memory of its own may be mapped here, or being copied."""
+        return not all(lent.is_returned for lent in self.lent.values())
 
     @property
     def is_served(self) -> bool:

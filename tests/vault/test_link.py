@@ -463,6 +463,44 @@ def here(folder: pathlib.Path, allocator: CuMemAllocator) -> Iterator[Callable[[
     sim.reset()
 
 
+@pytest.mark.parametrize("asks", [False, True])
+def test_a_client_goes_on_when_all_that_it_lent_is_returned(
+    here: Callable[[], VaultClient], allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch, asks: bool
+) -> None:
+    """Until then its memory would not be free, whoever has released it."""
+    client = here()
+    mine = Segment(client, allocator.malloc(PAGE, "weights"), PAGE)
+    (backup,) = client.reserve(mine.gpu, [PAGE])
+    lent, offset = mine.lend()
+    client.wait([client.write(lent, [Range(backup, 0, offset, PAGE)])])
+    closes, may_close = threading.Event(), threading.Event()
+    close = BorrowedMemory.close
+
+    def slowly(memory: BorrowedMemory) -> None:
+        closes.set()
+        assert may_close.wait(30)
+        close(memory)
+
+    monkeypatch.setattr(BorrowedMemory, "close", slowly)
+    if asks:
+        client.begin_to_take_back([lent])
+        assert closes.wait(30)
+    client._lost = VaultLost("it was silent", may_go_on=True)
+    after = VaultClient(client.path, succeeds=client)
+    gone: list[object] = []
+    thread = threading.Thread(target=lambda: gone.append(after.succeed(client, [backup])))
+    thread.start()
+    assert closes.wait(30)
+    assert here().status()["asleep_bytes"] == PAGE
+    assert gone == []
+    may_close.set()
+    thread.join(30)
+    assert gone == [[]]
+    mine.client = after
+    mine.read(backup)
+    after.close()
+
+
 def test_a_piece_of_which_a_part_is_in_flight_is_waited_for(
     here: Callable[[], VaultClient], allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
