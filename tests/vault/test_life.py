@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.sim, pytest.mark.slow]
 StartVault = Callable[..., RunningVault]
 
 
-class Sleeper:
+class SleepingClient:
     """A process with one backup, sealed under its own name."""
 
     def __init__(self, client: VaultClient, allocator: CuMemAllocator, memory: Memory, nbytes: int = PAGE) -> None:
@@ -48,14 +48,14 @@ class Sleeper:
 
 
 @pytest.fixture
-def sleeper(client: VaultClient, allocator: CuMemAllocator, memory: Memory) -> Sleeper:
-    return Sleeper(client, allocator, memory)
+def sleeper(client: VaultClient, allocator: CuMemAllocator, memory: Memory) -> SleepingClient:
+    return SleepingClient(client, allocator, memory)
 
 
 # Death
 
 
-def test_a_killed_vault_is_noticed_at_once_and_its_slabs_are_read(vault: RunningVault, sleeper: Sleeper) -> None:
+def test_a_killed_vault_is_noticed_at_once_and_its_slabs_are_read(vault: RunningVault, sleeper: SleepingClient) -> None:
     client = sleeper.client
     assert client.lost is None
     vault.kill()
@@ -88,7 +88,7 @@ def test_a_vault_that_is_killed_while_it_copies_is_noticed(
 
 
 def test_a_new_vault_adopts_without_a_copy(
-    vault: RunningVault, start_vault: StartVault, sleeper: Sleeper, allocator: CuMemAllocator, memory: Memory
+    vault: RunningVault, start_vault: StartVault, sleeper: SleepingClient, allocator: CuMemAllocator, memory: Memory
 ) -> None:
     replica = vault.client("replica")
     (shared,) = replica.find(sleeper.segment.gpu, [sleeper.key])
@@ -115,11 +115,13 @@ def test_a_new_vault_adopts_without_a_copy(
     client.release([adopted])
     eventually(lambda: new.status()["adopted_bytes"] == 0, "the old memory is gone")
     new.wait_until_ready()
-    Sleeper(client, allocator, memory, 30 * PAGE)
+    SleepingClient(client, allocator, memory, 30 * PAGE)
     client.close()
 
 
-def test_adopted_memory_is_written_by_nobody(vault: RunningVault, start_vault: StartVault, sleeper: Sleeper) -> None:
+def test_adopted_memory_is_written_by_nobody(
+    vault: RunningVault, start_vault: StartVault, sleeper: SleepingClient
+) -> None:
     descriptor, nbytes = sleeper.client.slabs.descriptor(sleeper.backup.extents[0].slab)
     vault.kill()
     os.fchmod(descriptor, 0o600)
@@ -139,7 +141,7 @@ def test_adopted_memory_is_written_by_nobody(vault: RunningVault, start_vault: S
 
 
 def test_what_is_shown_has_to_be_a_vaults_memory(
-    vault: RunningVault, start_vault: StartVault, sleeper: Sleeper
+    vault: RunningVault, start_vault: StartVault, sleeper: SleepingClient
 ) -> None:
     old, gpu = sleeper.client, sleeper.segment.gpu
     (slab,) = {extent.slab for extent in sleeper.backup.extents}
@@ -170,13 +172,13 @@ def test_what_is_shown_has_to_be_a_vaults_memory(
 
 
 def test_a_vault_takes_no_more_than_it_may_with_what_it_adopts(
-    vault: RunningVault, start_vault: StartVault, sleeper: Sleeper, allocator: CuMemAllocator, memory: Memory
+    vault: RunningVault, start_vault: StartVault, sleeper: SleepingClient, allocator: CuMemAllocator, memory: Memory
 ) -> None:
     vault.kill()
     new = start_vault("32MiB", "--slab-size", "16MiB")
     new.wait_until_ready()
     client = new.client()
-    full = [Sleeper(client, allocator, memory, 8 * PAGE) for _ in range(2)]
+    full = [SleepingClient(client, allocator, memory, 8 * PAGE) for _ in range(2)]
     with pytest.raises(OutOfHostMemory, match="vault"):
         sleeper.show_to(client)
     assert from_slabs(sleeper.client, sleeper.backup) == sleeper.content
@@ -228,7 +230,7 @@ def test_a_stopped_vault_is_given_up_in_time_and_keeps_everything(
     vault: RunningVault, allocator: CuMemAllocator, memory: Memory
 ) -> None:
     client = vault.client()
-    sleeper = Sleeper(client, allocator, memory)
+    sleeper = SleepingClient(client, allocator, memory)
     client.deadline_s = 0.3
     vault.signal(signal.SIGSTOP)
     with pytest.raises(VaultLost, match=r"silent for 0\.3 s") as lost:
@@ -253,7 +255,7 @@ def test_a_vault_that_is_at_work_is_waited_for(
 ) -> None:
     vault = start_vault("64MiB", CUMEM_SLEEP_SIM_COPY_DELAY_US="4500000")
     client = vault.client(deadline_s=4)  # it says every second that it is at work
-    sleeper = Sleeper(client, allocator, memory)
+    sleeper = SleepingClient(client, allocator, memory)
     assert from_slabs(client, sleeper.backup) == sleeper.content
     client.close()
 
@@ -261,7 +263,9 @@ def test_a_vault_that_is_at_work_is_waited_for(
 # One socket
 
 
-def test_a_second_vault_leaves_the_socket_alone(vault: RunningVault, start_vault: StartVault, sleeper: Sleeper) -> None:
+def test_a_second_vault_leaves_the_socket_alone(
+    vault: RunningVault, start_vault: StartVault, sleeper: SleepingClient
+) -> None:
     second = start_vault("64MiB")
     assert second.end() == 2
     assert second.said(f"another vault (pid {vault.process.pid}) serves {vault.socket}")
@@ -292,7 +296,7 @@ def test_a_vault_nobody_needs_ends_at_once(vault: RunningVault) -> None:
     assert not vault.said("asleep")
 
 
-def test_a_vault_hands_over(vault: RunningVault, start_vault: StartVault, sleeper: Sleeper) -> None:
+def test_a_vault_hands_over(vault: RunningVault, start_vault: StartVault, sleeper: SleepingClient) -> None:
     vault.signal(signal.SIGTERM)
     assert vault.end() == 0
     assert vault.said(f"asleep: pid {os.getpid()} (test) 2.00 MiB; the vault ends; they can still wake")
@@ -306,7 +310,7 @@ def test_a_vault_waits_for_those_who_sleep(start_vault: StartVault, allocator: C
     vault = start_vault("64MiB", "--at-exit", "wait")
     vault.wait_until_ready()
     client = vault.client()
-    sleeper = Sleeper(client, allocator, memory)
+    sleeper = SleepingClient(client, allocator, memory)
     vault.signal(signal.SIGTERM)
     eventually(lambda: vault.said("ends when they have woken"), "it says for whom it waits")
     with pytest.raises(InvalidState, match="shutting down"):
@@ -319,7 +323,7 @@ def test_a_vault_waits_for_those_who_sleep(start_vault: StartVault, allocator: C
 def test_a_second_signal_ends_the_wait(start_vault: StartVault, allocator: CuMemAllocator, memory: Memory) -> None:
     vault = start_vault("64MiB", "--at-exit", "wait")
     vault.wait_until_ready()
-    sleeper = Sleeper(vault.client(), allocator, memory)
+    sleeper = SleepingClient(vault.client(), allocator, memory)
     vault.signal(signal.SIGTERM)
     eventually(lambda: vault.said("ends when they have woken"), "it says for whom it waits")
     vault.signal(signal.SIGINT)

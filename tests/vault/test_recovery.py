@@ -51,7 +51,7 @@ def tier_of(allocator: CuMemAllocator) -> VaultTier:
     return tier
 
 
-class Stopped:
+class StoppedVault:
     """A vault that is stopped inside a `with`; only there its client gives it up soon."""
 
     def __init__(self, vault: RunningVault, client: VaultClient) -> None:
@@ -93,7 +93,7 @@ class TestStopped:
         allocator = through()
         contents = fill(allocator, memory, "weights", "default")
         allocator.sleep()
-        with Stopped(vault, tier_of(allocator).client()):
+        with StoppedVault(vault, tier_of(allocator).client()):
             with pytest.raises(VaultLost) as lost:
                 allocator.wake_up()
             assert lost.value.may_go_on
@@ -120,7 +120,7 @@ class TestStopped:
         allocator = through(**settings)
         contents = fill(allocator, memory, "weights", "default")
         stored = allocator.sleep().stored_bytes
-        with Stopped(vault, tier_of(allocator).client()), pytest.raises(VaultLost):
+        with StoppedVault(vault, tier_of(allocator).client()), pytest.raises(VaultLost):
             allocator.wake_up()
         client = tier_of(allocator)._client
         once_it_goes_on(lambda: tier_of(allocator).client())
@@ -138,7 +138,7 @@ class TestStopped:
         allocator = through()
         contents = fill(allocator, memory, "weights", "default")
         allocator.sleep()
-        with Stopped(vault, tier_of(allocator).client()):
+        with StoppedVault(vault, tier_of(allocator).client()):
             for _ in range(2):
                 with suppress(VaultLost):
                     allocator.wake_up()
@@ -153,7 +153,7 @@ class TestStopped:
         contents = fill(allocator, memory, "weights")
         allocator.sleep()
         client = tier_of(allocator).client()
-        with Stopped(vault, client):
+        with StoppedVault(vault, client):
             with pytest.raises(VaultLost):
                 allocator.wake_up()
             client.deadline_s = 10**6
@@ -170,7 +170,7 @@ class TestStopped:
         fill(allocator, memory, "weights")
         client = tier_of(allocator).client()
         lengths = []
-        with Stopped(vault, client):
+        with StoppedVault(vault, client):
             for _ in range(4):
                 with pytest.raises(VaultLost):
                     allocator.sleep()
@@ -185,12 +185,12 @@ class TestStopped:
         allocator = through()
         contents = fill(allocator, memory, "weights", "default")
         allocator.sleep()
-        with Stopped(vault, tier_of(allocator).client()), pytest.raises(VaultLost):
+        with StoppedVault(vault, tier_of(allocator).client()), pytest.raises(VaultLost):
             allocator.wake_up()
         succeed = VaultClient.succeed
 
         def stopped_before(client: VaultClient, before: VaultClient, backups: Sequence[VaultBackup]) -> object:
-            with Stopped(vault, client):
+            with StoppedVault(vault, client):
                 return succeed(client, before, backups)
 
         with monkeypatch.context() as patch:
@@ -239,7 +239,7 @@ class TestStopped:
     def test_half_a_request_does_not_keep_it_silent(self, vault: RunningVault) -> None:
         """It answers nothing that it has not heard to its end."""
         client = vault.client()
-        with Stopped(vault, client), pytest.raises(VaultLost):
+        with StoppedVault(vault, client), pytest.raises(VaultLost):
             client._ask("find", gpu=client.gpus[0], keys=["x" * 64] * 10_000)
         assert client._channel.unsent_bytes
         eventually(lambda: client.lost is not None and not client.is_silent, "it has said something")
@@ -362,6 +362,10 @@ class TestNewVaultHangs:
         check(memory, contents)
 
 
+class Enough(Exception):
+    """Of who waits."""
+
+
 class RoomOnceGiven:
     """What the host has; asked for each slab, and answered when `given` is set."""
 
@@ -401,9 +405,6 @@ class TestMemoryToCome:
         contents = fill(allocator, memory, "weights", "default")
         looks = VaultClient(tier_of(allocator)._path)
 
-        class Enough(Exception):
-            pass
-
         def handle(*_: object) -> None:
             raise Enough
 
@@ -429,9 +430,6 @@ class TestMemoryToCome:
         check(memory, contents)
 
     def test_what_was_handed_out_to_nobody_goes_back_with_the_next_release(self, vault: RunningVault) -> None:
-        class Enough(Exception):
-            pass
-
         def look() -> None:
             raise Enough
 

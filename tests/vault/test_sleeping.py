@@ -341,7 +341,7 @@ print("done", flush=True)
 """
 
 
-class TestGivingBack:
+class TestGivingBackToTheVault:
     """What was lent to the vault comes back segment by segment, and the last of it before a sleep releases memory."""
 
     @pytest.mark.parametrize("lane_pages", [1, *(pytest.param(pages, marks=pytest.mark.slow) for pages in (2, 3, 5))])
