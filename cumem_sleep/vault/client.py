@@ -202,11 +202,10 @@ class VaultClient:
             pid, uid = protocol.peer_credentials(connection)
             if uid != os.getuid():
                 raise VaultUnavailable(f"the vault at {self.path} belongs to user {uid}: name another socket")
-        except VaultUnavailable:
-            connection.close()
-            raise
         except (OSError, VaultError) as error:
             connection.close()
+            if isinstance(error, VaultUnavailable):
+                raise
             raise VaultUnavailable(f"no vault answers at {self.path}: {error}; `cumem-sleep vault` runs one") from None
         limits = protocol.MAX_ANSWER_BYTES, protocol.MAX_REQUEST_BYTES, None, protocol.MAX_REQUEST_VALUES
         return Channel(connection, *limits), pid

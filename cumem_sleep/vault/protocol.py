@@ -182,21 +182,23 @@ class Channel:
         text = bytes(self._received[_HEADER.size : end])
         del self._received[:end]
         descriptors, lost = self._batches.popleft() if count and self._batches else ([], False)
-        if (len(descriptors) != count and not lost) or len(self._batches) > (len(self._received) > 0):
+        try:
+            if (len(descriptors) != count and not lost) or len(self._batches) > (len(self._received) > 0):
+                raise Nonsense("a message's descriptor count does not match its header")
+            return VaultMessage(self._body(text), descriptors, lost)
+        except Nonsense:
             close_all(descriptors)
-            raise Nonsense("a message's descriptor count does not match its header")
+            raise
+
+    def _body(self, text: bytes) -> dict[str, Any]:
         if self._max_received_values is not None and _values(text) > self._max_received_values:
-            close_all(descriptors)
             raise Nonsense(f"a message has over {self._max_received_values} values")
         decode = json.loads if self._max_received_values is None else _WITHOUT_FRACTIONS.decode
-        try:
+        with suppress(ValueError, RecursionError):
             body = decode(text.decode())
-        except (ValueError, RecursionError):
-            body = None
-        if not isinstance(body, dict):
-            close_all(descriptors)
-            raise Nonsense("a message is not a JSON object")
-        return VaultMessage(body, descriptors, lost)
+            if isinstance(body, dict):
+                return body
+        raise Nonsense("a message is not a JSON object")
 
     def _check_unfinished(self) -> None:
         """Of a message that has not come as a whole, the descriptors come with its first byte; there are no others."""

@@ -236,6 +236,8 @@ class Service:
         waiting, self._waiting = self._waiting, deque()
         while waiting:
             each = waiting.popleft()
+            if not each.asked.session.is_served:  # it has gone since: nobody would give this back
+                continue
             owner = each.asked.session.owner
             available = ledger.available_bytes(owner)
             if each.needed_bytes <= available and (goes_on or ledger.claims[owner]):
