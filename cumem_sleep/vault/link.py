@@ -164,20 +164,18 @@ class VaultLink:
             self._use_kernel()
         with ExitStack() as stack:
             while True:
-                turn = self._next_turn(wait=not in_flight)
-                if turn is None and not in_flight:
+                has_turn = self._has_turn(wait=not in_flight)
+                if not has_turn and not in_flight:
                     return
                 self._go_on()
-                if turn is not None:
-                    job, piece = turn
-                    if piece is not None:
-                        self._choose(in_flight)
-                        piece = self._timed_part(job, piece)
+                if has_turn:
+                    self._choose(in_flight)
+                    job, piece = self._take()
                     if piece is not None and (stream := self._start(job, piece, stack)) is not None:
                         in_flight.append((stream, job, piece.nbytes))
                         self._batch_bytes += piece.nbytes
                     self._end_if_over(job)
-                if in_flight and (turn is None or len(in_flight) == _IN_FLIGHT):
+                if in_flight and (not has_turn or len(in_flight) == _IN_FLIGHT):
                     self._finish(*in_flight.popleft())
                 self._count(0)
 
@@ -220,21 +218,6 @@ class VaultLink:
         is_first_trial = self._choice.by_engine and self._choice.alone and not self._choice.again
         return self._tuning.trial_bytes if is_first_trial else self._tuning.batch_bytes
 
-    def _timed_part(self, job: Job, piece: LinkPiece) -> LinkPiece | None:
-        """As much of the piece as this batch takes; the rest is its client's next one. None: the job has failed."""
-        most = self._most_bytes()
-        with self._changed:
-            if job.error is not None:
-                job.in_flight -= 1
-                return None
-            if self._best is None or piece.nbytes <= most:
-                return piece
-            if not job.pieces:
-                self._turns.setdefault(job.client, deque()).appendleft(job)
-            rest = LinkPiece(piece.block, piece.offset + most, piece.lent_offset + most, piece.nbytes - most)
-            job.pieces.appendleft(rest)
-        return piece._replace(nbytes=most)
-
     def _begin_batch(self) -> None:
         self._count(0)
         self._batch_bytes, self._batch_began = 0, self.copied.seconds
@@ -258,17 +241,28 @@ class VaultLink:
         seconds, self._counted_until = now - self._counted_until, now
         self.copied, self.last = self.copied.plus(nbytes, seconds), self.last.plus(nbytes, seconds)
 
-    def _next_turn(self, wait: bool) -> tuple[Job, LinkPiece | None] | None:
-        """A piece of the next client's first job; None if there is no job, or, if this was to wait, at the end."""
+    def _has_turn(self, wait: bool) -> bool:
+        """Whether there is a job to go on with; if this is to wait, it says no only at the end."""
         with self._changed:
-            while not self._turns:
-                if not wait or self._stopping:
-                    return None
+            while wait and not self._turns and not self._stopping:
                 self._changed.wait()
+            return bool(self._turns)
+
+    def _take(self) -> tuple[Job, LinkPiece | None]:
+        """The next client's first job, and its next piece, or as much of that as this batch takes.
+
+        A job that was cancelled has none.
+        """
+        with self._changed:
             client = next(iter(self._turns))
             jobs = self._turns.pop(client)
             job = jobs[0]
-            piece = job.pieces.popleft() if job.pieces else None  # a job that was cancelled has none
+            piece = job.pieces.popleft() if job.pieces else None
+            most = self._most_bytes()
+            if piece is not None and self._best is not None and piece.nbytes > most:
+                block, offset, lent_offset, nbytes = piece
+                job.pieces.appendleft(LinkPiece(block, offset + most, lent_offset + most, nbytes - most))
+                piece = piece._replace(nbytes=most)
             if not job.pieces:
                 jobs.popleft()
             if jobs:
