@@ -43,6 +43,7 @@ class VaultPool:
     """Slabs, and the ledger of what lies in them. Its calls belong to one thread; another one takes memory.
 
     Attributes:
+        is_stopped: no more memory is taken, since the vault is about to end.
         short: why no more memory is being taken, or "".
         prefaulted_bytes: of the slab that is being taken, whose pages are there.
     """
@@ -82,7 +83,7 @@ class VaultPool:
         self._slabs: dict[int, memory.Slab] = {}
         self._last_slab = 0
         self._taker = ThreadPoolExecutor(1, "vault-memory")
-        self._is_taking = self._is_stopped = self._is_finished = False
+        self._is_taking = self.is_stopped = self._is_finished = False
         self._try_again = 0.0
         self._is_short_said = False
         self._reserved_are_left = host.reserved_huge_pages
@@ -103,17 +104,13 @@ class VaultPool:
 
     def bytes_to_come(self) -> int:
         """Of memory that is still being taken."""
-        if self.short or self._is_stopped:
+        if self.short or self.is_stopped:
             return 0
         return max(0, self.memory_bytes - self.ledger.own_bytes - self.ledger.adopted_bytes) // _ALIGNMENT * _ALIGNMENT
 
-    def stop_taking(self) -> None:
-        """Take no more memory."""
-        self._is_stopped = True
-
     def finish(self) -> None:
         """Take no more memory, and wait for what is being done; what comes of it is still posted."""
-        self._is_stopped = self._is_finished = True
+        self.is_stopped = self._is_finished = True
         self._taker.shutdown()
 
     def close(self) -> None:
@@ -173,7 +170,7 @@ class VaultPool:
             self._changed()
             return
         self._is_short_said = False
-        if self._is_stopped or slab.nbytes > self.bytes_to_come():  # something was adopted meanwhile
+        if self.is_stopped or slab.nbytes > self.bytes_to_come():  # something was adopted meanwhile
             self._give_back(slab)
         else:
             self.ledger.add_slab(self._number(slab), slab.nbytes, node)
@@ -222,7 +219,7 @@ class VaultPool:
         excess = self._excess(new)
         empty = self.ledger.to_empty(excess)
         try:
-            if self._is_stopped:
+            if self.is_stopped:
                 raise InvalidState("the vault is shutting down: offer this to its successor")
             if excess and not empty:
                 nbytes = sum(slab.nbytes for slab in new.values())

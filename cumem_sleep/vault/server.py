@@ -97,7 +97,6 @@ class Vault:
         self._posted: deque[Callable[[], None]] = deque()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._stopping = ""  # "", "wait" or "now"
-        self._is_stop_noted = False
         self._failure: VaultError | None = None
 
     def run(self) -> None:
@@ -157,8 +156,7 @@ class Vault:
         if not self._stopping:
             return False
         needed = self._pool.ledger.held().needed
-        if not self._is_stop_noted:
-            self._is_stop_noted = True
+        if not self._pool.is_stopped:
             self._service.take_no_more()
             if needed:
                 self._say(f"asleep: {self._sleepers() or format_bytes(needed)}; the vault {_ENDS[self._stopping]}")

@@ -105,7 +105,6 @@ class Service:
         self._leaving: set[Session] = set()  # have gone, and memory of theirs is here still
         self._resuming: list[_Request] = []  # who wait for these
         self._refused = self.cut_off = 0  # requests, and clients (by `Vault`)
-        self._is_ending = False
 
     def begin(self, gpus: Iterable[VaultGpu]) -> None:
         """Make the links of these GPUs, and so their contexts, while little memory is registered.
@@ -131,14 +130,12 @@ class Service:
             handler = _REQUESTS.get(verb)
             if handler is None:
                 raise Nonsense(f"unknown request {verb!r:.50}")
-        except Nonsense:
+            if message.descriptors_lost:
+                self._answer(asked, VaultError(memory.NO_MORE_FILES))
+            else:
+                self._do(asked, partial(handler, self, asked))
+        finally:
             protocol.close_all(descriptors)
-            raise
-        if message.descriptors_lost:
-            self._answer(asked, VaultError(memory.NO_MORE_FILES))
-        else:
-            self._do(asked, partial(handler, self, asked))
-        protocol.close_all(descriptors)
 
     def _do(self, asked: _Request, work: Callable[[], _Answer | None]) -> None:
         """Answer with what this gives, or later if that is None. If the vault fails at it, its client alone notices."""
@@ -174,8 +171,7 @@ class Service:
 
     def take_no_more(self) -> None:
         """Refuse new backups, and those who wait for memory: the vault is about to end."""
-        self._is_ending = True
-        self._pool.stop_taking()
+        self._pool.is_stopped = True
         self.serve_waiting()
 
     def close(self) -> None:
@@ -206,7 +202,7 @@ class Service:
     def _reserve(self, asked: _Request) -> None:
         """Backups. Who says that there will be more has that set aside, and the next parts at once."""
         gpu, sizes = self._gpu(asked.body), integers(asked.body, "sizes", protocol.MAX_BACKUPS)
-        if self._is_ending:
+        if self._pool.is_stopped:
             raise InvalidState("the vault is shutting down and accepts no new backups")
         more_bytes, waits = integer(asked.body, "more_bytes"), boolean(asked.body, "wait")
         needed = needed_bytes(sizes) + more_bytes
