@@ -202,8 +202,7 @@ class Ledger:
         self._entries: set[Entry] = set()
         self._evictable: OrderedDict[Entry, None] = OrderedDict()  # in slabs of our own, the least recently used first
         self._evictable_bytes = 0
-        self._holds: dict[int, Hold] = {}
-        self._holds_of: dict[Hashable, dict[int, Hold]] = {}  # by owner
+        self._holds: dict[Hashable, dict[int, Hold]] = {}  # by owner
         self._held: dict[_Group, list[int]] = {}  # bytes, as in `HeldBytes`
         self._by_key: dict[Key, Entry] = {}
         self._last_number = self._clock = 0
@@ -344,8 +343,7 @@ class Ledger:
 
     def find_hold(self, owner: Hashable, number: int) -> Hold | None:
         """The hold of that number, if the owner has it."""
-        hold = self._holds.get(number)
-        return hold if hold is not None and hold.owner == owner else None
+        return self._holds.get(owner, {}).get(number)
 
     def writable(self, owner: Hashable, number: int) -> Hold:
         """As `hold`, for an entry to write to. Raises InvalidState: it is sealed, so others may rely on its bytes."""
@@ -379,13 +377,13 @@ class Ledger:
         for number in numbers:
             hold = self.find_hold(owner, number)
             if hold is not None:
-                self._drop(hold)
+                self._leave(hold)
 
     def drop_owner(self, owner: Hashable, most: int = sys.maxsize) -> bool:
         """Give back what the owner has, at most so many holds; returns whether that was all."""
         del self.claims[owner]
-        self.release(owner, list(islice(self._holds_of.get(owner, ()), most)))
-        return owner not in self._holds_of
+        self.release(owner, list(islice(self._holds.get(owner, ()), most)))
+        return owner not in self._holds
 
     def begin_copy(self, entry: Entry) -> None:
         """Keep the extents of the entry until `end_copy`, even if all its holds are released."""
@@ -410,7 +408,7 @@ class Ledger:
 
     def numbers(self, owner: Hashable) -> list[int]:
         """Of all holds that the owner has."""
-        return list(self._holds_of.get(owner, ()))
+        return list(self._holds.get(owner, ()))
 
     def who_holds(self, names: Mapping[Hashable, str]) -> str:
         """Which of these owners hold most, and how much, in words."""
@@ -420,24 +418,24 @@ class Ledger:
 
     def _new_hold(self, entry: Entry, owner: Hashable, gpu: str) -> Hold:
         self._last_number += 1
-        hold = self._holds[self._last_number] = Hold(self._last_number, owner, gpu, entry)
+        hold = Hold(self._last_number, owner, gpu, entry)
         self._join(hold, entry)
         return hold
 
     def _join(self, hold: Hold, entry: Entry) -> None:
         """The hold is one of this entry from here on."""
         hold.entry = entry
-        self._holds_of.setdefault(hold.owner, {})[hold.number] = hold
+        self._holds.setdefault(hold.owner, {})[hold.number] = hold
         self.saved_bytes += entry.taken_bytes if entry.holds else 0
         entry.holds.add(hold)
         self._count(entry, _groups(hold), 1, int(hold.needed))
 
     def _leave(self, hold: Hold) -> None:
         """The hold is none of its entry any more, which goes if it was the last one."""
-        entry, of_owner = hold.entry, self._holds_of[hold.owner]
+        entry, of_owner = hold.entry, self._holds[hold.owner]
         del of_owner[hold.number]
         if not of_owner:
-            del self._holds_of[hold.owner]
+            del self._holds[hold.owner]
         entry.holds.remove(hold)
         self.saved_bytes -= entry.taken_bytes if entry.holds else 0
         self._count(entry, _groups(hold), -1, -int(hold.needed))
@@ -510,13 +508,9 @@ class Ledger:
         """Drop its holds, at most so many; returns how many. Whoever had one finds it gone."""
         holds = list(islice(entry.holds, most))
         for hold in holds:
-            self._drop(hold)
+            self._leave(hold)
         self.evicted_bytes += 0 if entry.holds else entry.taken_bytes
         return len(holds)
-
-    def _drop(self, hold: Hold) -> None:
-        del self._holds[hold.number]
-        self._leave(hold)
 
     def _free(self, entry: Entry) -> None:
         self._entries.remove(entry)

@@ -84,7 +84,7 @@ class Vault:
         self._address = address
         self._say = host.say
         self._sessions: list[Session] = []
-        self._resuming: set[Session] = set()
+        self._to_read: set[Session] = set()
         _raise_descriptor_limit()
         nodes = [gpu.node for gpu in gpus]
         self._pool = VaultPool(memory_bytes, slab_bytes, gpus[0].ordinal, nodes, host, self._post, self._serve_waiting)
@@ -206,7 +206,7 @@ class Vault:
                 self._selector.unregister(self._address.listener)  # until the next tick
             return
         pid, uid = protocol.peer_credentials(connection)
-        session = Session(connection, pid, time.monotonic(), self._resume)
+        session = Session(connection, pid, time.monotonic(), self._read_later)
         self._sessions.append(session)
         if uid != os.getuid():
             self._cut_off(session, f"it runs as user {uid}, and this vault serves user {os.getuid()} only")
@@ -232,12 +232,12 @@ class Vault:
 
     def _read_on(self, session: Session) -> None:
         """Do what was asked, as long as not too much is open; then see what to wait for."""
-        self._resuming.discard(session)
+        self._to_read.discard(session)
         turn_ends = time.monotonic() + _TURN_S
         try:
             while session.is_served and session.may_ask:
                 if time.monotonic() > turn_ends:
-                    self._resume(session)
+                    self._read_later(session)
                     break
                 message = session.channel.next_message()
                 if message is None:
@@ -250,7 +250,7 @@ class Vault:
 
     def _hears(self, session: Session) -> bool:
         """Whether it is to be read from: not before what it has sent is done."""
-        return session.may_ask and session not in self._resuming
+        return session.may_ask and session not in self._to_read
 
     def _listen(self, session: Session) -> None:
         events = selectors.EVENT_READ if self._hears(session) else 0
@@ -264,9 +264,9 @@ class Vault:
         else:
             self._unregister(session.channel)  # its answers wake it up; its end is seen by its pidfd, or later
 
-    def _resume(self, session: Session) -> None:
-        if session not in self._resuming:
-            self._resuming.add(session)
+    def _read_later(self, session: Session) -> None:
+        if session not in self._to_read:
+            self._to_read.add(session)
             self._post(partial(self._read_on, session))
 
     def _fail(self, session: Session, error: Exception) -> None:

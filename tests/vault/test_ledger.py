@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 
@@ -31,14 +31,18 @@ def ledger(slabs: int = 2) -> Ledger:
     return made
 
 
+def holds_of(books: Ledger) -> dict[int, Hold]:
+    """All holds, by their numbers."""
+    return {number: hold for holds in books._holds.values() for number, hold in holds.items()}
+
+
 def check(books: Ledger) -> None:
     """What is always true."""
     free = [run for runs in books._runs.values() for run in runs]
     covered: dict[int, list[tuple[int, int]]] = {slab: [] for slab in books._slabs}
     for extent in free:
         covered[extent.slab].append((extent.offset, extent.nbytes))
-    assert books._holds == {hold.number: hold for entry in books._entries for hold in entry.holds}
-    assert books._holds == {number: hold for holds in books._holds_of.values() for number, hold in holds.items()}
+    assert holds_of(books) == {hold.number: hold for entry in books._entries for hold in entry.holds}
     for entry in books._entries:
         assert entry.holds or entry.copies, "an entry that nobody holds"
         assert all(hold.entry is entry for hold in entry.holds)
@@ -67,7 +71,7 @@ def check(books: Ledger) -> None:
 
 
 def check_what_is_held(books: Ledger) -> None:
-    groups = {group for hold in books._holds.values() for group in ledger_module._groups(hold)}
+    groups = {group for hold in holds_of(books).values() for group in ledger_module._groups(hold)}
     assert books._held.keys() - {ledger_module._ALL} == groups - {ledger_module._ALL}
     for group in {*groups, ledger_module._ALL}:
         needed = retained = shared = 0
@@ -460,24 +464,20 @@ class LedgerMachine(stateful.RuleBasedStateMachine):
         assert before - len(self.mine) <= most
 
     def forget_evicted(self) -> None:
-        evicted = [n for n, owner in self.mine.items() if n not in {hold.number for hold in self.all_holds()}]
-        for number in evicted:
+        for number in self.mine.keys() - holds_of(self.books).keys():
             del self.mine[number]
-
-    def all_holds(self) -> Iterator[object]:
-        return iter(self.books._holds.values())
 
     @stateful.rule(owner=owners, units=st.lists(st.integers(1, 10), min_size=1, max_size=4), odd=st.integers(0, 99))
     def reserve(self, owner: str, units: list[int], odd: int) -> None:
         sizes = [count * UNIT_BYTES - odd for count in units]
         before = set(self.mine)
         fits = sum(units) * UNIT_BYTES <= self.books.available_bytes(owner)
-        needed = {hold.number for hold in self.books._holds.values() if hold.entry.needed}
+        needed = {hold.number for hold in holds_of(self.books).values() if hold.entry.needed}
         try:
             holds = self.books.reserve(owner, GPU, sizes)
         except OutOfHostMemory:
             assert not fits
-            assert {hold.number for hold in self.books._holds.values()} == before
+            assert {hold.number for hold in holds_of(self.books).values()} == before
             return
         assert fits
         self.forget_evicted()
@@ -503,8 +503,9 @@ class LedgerMachine(stateful.RuleBasedStateMachine):
     @stateful.rule(owner=owners, name=st.sampled_from("xyz"), units=st.integers(1, 10))
     def find(self, owner: str, name: str, units: int) -> None:
         wanted = key(name, units * UNIT_BYTES)
+        is_there = wanted in {entry.key for entry in self.books._entries}  # maybe for a copy alone
         found = self.books.find(owner, GPU, wanted)
-        assert (found is not None) == (wanted in {hold.entry.key for hold in self.all_holds() if hold is not found})
+        assert (found is not None) == is_there
         if found is not None:
             self.mine[found.number] = owner
 
@@ -540,7 +541,7 @@ class LedgerMachine(stateful.RuleBasedStateMachine):
 
     @stateful.rule(slabs=st.integers(1, 3))
     def empty_slabs(self, slabs: int) -> None:
-        needed = {hold.number for hold in self.books._holds.values() if hold.entry.needed}
+        needed = {hold.number for hold in holds_of(self.books).values() if hold.entry.needed}
         chosen = self.books.to_empty(slabs * SLAB)
         self.books.empty(chosen)
         self.forget_evicted()
@@ -553,7 +554,7 @@ class LedgerMachine(stateful.RuleBasedStateMachine):
     @stateful.invariant()
     def holds(self) -> None:
         check(self.books)
-        assert {hold.number: hold.owner for hold in self.books._holds.values()} == self.mine
+        assert {hold.number: hold.owner for hold in holds_of(self.books).values()} == self.mine
         held = self.books.held()
         assert held.needed + held.retained + self.books.free_bytes == self.books.own_bytes
 
