@@ -482,7 +482,7 @@ class VaultClient:
         with self._turn():
             sent = [each.number for each in lent if each.descriptor < 0]
             for each in lent:
-                protocol.close_all([each.descriptor] if each.descriptor >= 0 else [])
+                protocol.close_all([each.descriptor])
                 each.descriptor = -1
             return self._begin("forget", memories=sent) if sent else None
 

@@ -144,9 +144,6 @@ class _FreeRuns:
         self._sizes_at: dict[tuple[int, int], int] = {}  # by slab and offset
         self._starts: dict[tuple[int, int], int] = {}  # by slab and end
 
-    def __iter__(self) -> Iterator[SlabRange]:
-        return (SlabRange(slab, offset, nbytes) for (slab, offset), nbytes in self._sizes_at.items())
-
     def smallest(self, nbytes: int) -> int:
         """The size of the smallest run of at least so many bytes; 0 if there is none."""
         at = bisect_left(self._sizes, nbytes)

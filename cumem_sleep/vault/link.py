@@ -63,7 +63,7 @@ class BorrowedMemory:
                 self.is_returned = True
 
     def _close_descriptor(self) -> None:
-        close_all([self._descriptor] if self._descriptor >= 0 else [])
+        close_all([self._descriptor])
         self._descriptor = -1
 
 

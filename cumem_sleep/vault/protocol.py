@@ -231,7 +231,7 @@ _WITHOUT_FRACTIONS = json.JSONDecoder(parse_float=_refuse_fraction)  # these tak
 
 
 def close_all(descriptors: Sequence[int]) -> None:
-    """Close descriptors of this process."""
+    """Close descriptors of this process; -1 stands for none."""
     for descriptor in descriptors:
         with suppress(OSError):
             os.close(descriptor)

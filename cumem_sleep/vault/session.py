@@ -92,4 +92,4 @@ class Session:
         """End the connection."""
         self.is_open = False
         self.channel.close()
-        protocol.close_all([self.process] if self.process >= 0 else [])
+        protocol.close_all([self.process])

@@ -38,7 +38,7 @@ def holds_of(books: Ledger) -> dict[int, Hold]:
 
 def check(books: Ledger) -> None:
     """What is always true."""
-    free = [run for runs in books._runs.values() for run in runs]
+    free = [SlabRange(*at, nbytes) for runs in books._runs.values() for at, nbytes in runs._sizes_at.items()]
     covered: dict[int, list[tuple[int, int]]] = {slab: [] for slab in books._slabs}
     for extent in free:
         covered[extent.slab].append((extent.offset, extent.nbytes))
