@@ -23,10 +23,9 @@ from ..errors import CumemSleepError, VaultLost, VaultUnavailable
 from ..extents import Extent, Lane, Transfers
 from ..report import BackupPlace
 from ..settings import Settings
-from ..vault import ledger as vault_ledger
 from ..vault import protocol
-from ..vault.client import DEADLINE_S, Backup, Lent, Range, Sealed, Shown, SlabTable, VaultClient
-from ..vault.ledger import Key
+from ..vault.client import DEADLINE_S, LentMemory, Range, Sealed, Shown, SlabTable, VaultBackup, VaultClient
+from ..vault.ledger import Key, SlabRange
 from .tier import Content, Footprint, HostLimit, NotYet, Tier, budget_limits
 
 _ENOUGH_BYTES = 1 << 62  # the vault finds room in its slabs
@@ -44,7 +43,7 @@ class VaultExtent:
     """
 
     gpu: str
-    backup: Backup
+    backup: VaultBackup
     slabs: SlabTable
     sealed: Key | None = None
     needed: bool = True
@@ -99,7 +98,7 @@ class VaultTier(Tier):
         return BackupPlace(str(self._client.path), str(self._client.lost or ""))
 
     def footprints(self, backups: Sequence[Sequence[Extent]]) -> list[Footprint]:  # noqa: D102
-        counted: set[tuple[int, tuple[vault_ledger.Extent, ...]]] = set()
+        counted: set[tuple[int, tuple[SlabRange, ...]]] = set()
         owners = self._owners([extent for extents in backups for extent in _mine(extents)])
         held = []
         for extents in backups:
@@ -114,7 +113,7 @@ class VaultTier(Tier):
             held.append(Footprint(nbytes, vault_bytes=nbytes, shared_bytes=nbytes if is_shared else 0))
         return held
 
-    def _owners(self, extents: Sequence[VaultExtent]) -> dict[Backup, int]:
+    def _owners(self, extents: Sequence[VaultExtent]) -> dict[VaultBackup, int]:
         """How many processes share each of these, of those that the vault keeps that there is now; 0: it evicted it."""
         client = self._client
         if client is None:
@@ -133,7 +132,7 @@ class VaultTier(Tier):
             raise NotYet
         return [self._held(device, client, backup) for backup in backups]
 
-    def _held(self, device: int, client: VaultClient, backup: Backup, sealed: Key | None = None) -> VaultExtent:
+    def _held(self, device: int, client: VaultClient, backup: VaultBackup, sealed: Key | None = None) -> VaultExtent:
         extent = VaultExtent(self.gpu(device), backup, client.slabs, sealed)
         self._extents[id(extent)] = extent
         return extent
@@ -344,7 +343,7 @@ class VaultTier(Tier):
         """Let this vault adopt what the one before has left behind: all that was complete, and could not be evicted."""
         there = [extent for extent in self._extents.values() if extent.backup.extents]
         kept = [extent for extent in there if extent.sealed is not None and extent.needed]
-        adopted: list[tuple[VaultExtent, Backup]] = []
+        adopted: list[tuple[VaultExtent, VaultBackup]] = []
         for gpu in sorted({extent.gpu for extent in kept}):
             mine = [extent for extent in kept if extent.gpu == gpu]
             shown = [Shown(extent.backup, extent.sealed, extent.slabs) for extent in mine if extent.sealed]
@@ -363,7 +362,7 @@ class VaultTransfers(Transfers):
 
     def __init__(self, tier: VaultTier) -> None:
         self.tier = tier
-        self._lent: dict[int, tuple[int, Lent]] = {}  # by base address, with the size
+        self._lent: dict[int, tuple[int, LentMemory]] = {}  # by base address, with the size
         self._loans: dict[tuple[int, bool], _core.Loan] = {}  # by base address, and whether the vault fills it
         self._client: VaultClient | None = None
         self._reads_itself = False
@@ -418,7 +417,7 @@ class VaultTransfers(Transfers):
         """A lane in the order of `stream`."""
         return VaultLane(stream, self)
 
-    def lend(self, client: VaultClient, address: int, device: int) -> tuple[Lent, int]:
+    def lend(self, client: VaultClient, address: int, device: int) -> tuple[LentMemory, int]:
         """The memory under `address`, for the vault to map, and the offset of `address` in it."""
         for base, (nbytes, lent) in self._lent.items():
             if base <= address < base + nbytes:

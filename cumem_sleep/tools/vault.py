@@ -20,11 +20,11 @@ from ..driver import open_driver
 from ..errors import InvalidArgument, counted, format_bytes
 from ..settings import Settings
 from ..vault import protocol
-from ..vault.address import Address
+from ..vault.address import VaultAddress
 from ..vault.client import VaultClient
-from ..vault.pool import DEFAULT_SLAB_BYTES, Host
+from ..vault.pool import DEFAULT_SLAB_BYTES, VaultHost
 from ..vault.server import Vault, keep_pauses_short, visible_gpus
-from ..vault.service import Gpu
+from ..vault.service import VaultGpu
 from .vault_metrics import MetricsServer, prometheus
 
 # Of a GPU, measured on H200s (docs/vault.md): a bare context, and what maps each pinned GiB there.
@@ -111,9 +111,9 @@ def serve(options: argparse.Namespace, say: Callable[[str], None]) -> None:
     threads = host_facts.prefault_threads(_MOST_THREADS)
     path = options.socket or protocol.default_socket()
     with _metrics(options.metrics, path) as metrics:
-        address = Address(path)
+        address = VaultAddress(path)
         try:
-            host = Host(room_bytes, threads, say, options.reserved_huge_pages)
+            host = VaultHost(room_bytes, threads, say, options.reserved_huge_pages)
             vault = Vault(address, options.memory, gpus, host, options.slab_size, used_at_once)
         except BaseException:
             address.close()
@@ -130,7 +130,7 @@ def serve(options: argparse.Namespace, say: Callable[[str], None]) -> None:
     say("ends")
 
 
-def _said_of_contexts(memory_bytes: int, used_at_once: Sequence[Gpu], gpus: Sequence[Gpu]) -> str:
+def _said_of_contexts(memory_bytes: int, used_at_once: Sequence[VaultGpu], gpus: Sequence[VaultGpu]) -> str:
     """What the vault takes of which GPUs."""
     nbytes = _CONTEXT_BYTES + memory_bytes * _CONTEXT_BYTES_PER_GIB // (1 << 30)
     ordinals = " and ".join(str(gpu.ordinal) for gpu in used_at_once)
@@ -181,7 +181,7 @@ def notify_systemd(what: str) -> None:
 
 
 @dataclass(frozen=True)
-class Status:
+class VaultReport:
     """The status that a vault reports; see `Vault.status`."""
 
     facts: Mapping[str, Any]
@@ -232,7 +232,7 @@ class Status:
         return prometheus(self.facts)
 
 
-def status(options: argparse.Namespace) -> Status:
+def status(options: argparse.Namespace) -> VaultReport:
     """What the vault at that socket holds.
 
     Raises:
@@ -241,7 +241,7 @@ def status(options: argparse.Namespace) -> Status:
     return look(options.socket)
 
 
-def look(path: Path | None) -> Status:
+def look(path: Path | None) -> VaultReport:
     """What the vault at that socket holds, or this user's own.
 
     Raises:
@@ -249,7 +249,7 @@ def look(path: Path | None) -> Status:
     """
     client = VaultClient(path, "vault status")
     try:
-        return Status(client.status())
+        return VaultReport(client.status())
     finally:
         client.close()
 

@@ -11,7 +11,7 @@ from ..errors import VaultError
 from . import protocol
 
 
-class Address:
+class VaultAddress:
     """A socket that this process alone serves."""
 
     def __init__(self, path: Path) -> None:

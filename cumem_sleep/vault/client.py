@@ -14,36 +14,42 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from ..errors import CumemSleepError, InvalidState, VaultError, VaultLost, VaultUnavailable
 from . import protocol
-from .ledger import Extent, Key
-from .protocol import Channel, Message, Nonsense, OtherVersion
+from .ledger import Key, SlabRange, needed_bytes
+from .protocol import Channel, Nonsense, OtherVersion, VaultMessage
 
 DEADLINE_S = 5.0  # of silence: the vault says every second that it is at work
 _NO_MORE_FILES = "this process can open no more files: raise the limit of its open files (ulimit -n)"
 _BRIEFLY_S = 1.0  # how long a question of no consequence waits for its answer
-# So that a message stays within its bounds. Of what is shown, backups and extents count.
-_RELEASED_AT_ONCE, _SEALED_AT_ONCE, _FOUND_AT_ONCE, _SHOWN_AT_ONCE = 10_000, 64, 10_000, 10_000
+_SEALED_AT_ONCE = 64  # with their notes
+_SHOWN_AT_ONCE = 10_000  # extents
 _HAND_OUT = ("reserve", "find", "show")  # backups
 _TAKE_LONG = ("reserve", "show")  # as long as memory is still being taken
 _LOOK_INTERVAL_S = 0.02
 
+_Item = TypeVar("_Item")
+
 _clients: weakref.WeakSet[VaultClient] = weakref.WeakSet()
+
+
+class _NoAnswer(Exception):
+    """Within the time of a mere look."""
 
 
 class Range(NamedTuple):
     """What is copied: `nbytes` of a backup from `offset` on, and of lent memory from `lent_offset` on."""
 
-    backup: Backup
+    backup: VaultBackup
     offset: int
     lent_offset: int
     nbytes: int
 
 
 @dataclass(eq=False)
-class Backup:
+class VaultBackup:
     """A backup that the vault keeps for this process.
 
     Attributes:
@@ -54,14 +60,14 @@ class Backup:
 
     number: int
     nbytes: int
-    extents: tuple[Extent, ...]
+    extents: tuple[SlabRange, ...]
     note: str
 
 
 class Sealed(NamedTuple):
     """What a backup turned out to hold: its bytes were proven. `note`: for those that will share it."""
 
-    backup: Backup
+    backup: VaultBackup
     key: Key
     note: str = ""
 
@@ -69,13 +75,13 @@ class Sealed(NamedTuple):
 class Shown(NamedTuple):
     """A backup that another vault has left behind: its extents lie in `slabs`, by their numbers there."""
 
-    backup: Backup
+    backup: VaultBackup
     key: Key
     slabs: SlabTable
 
 
 @dataclass(eq=False)
-class Lent:
+class LentMemory:
     """Physical memory of this process that the vault may map, until `VaultClient.begin_to_take_back`."""
 
     number: int
@@ -95,9 +101,6 @@ class SlabTable:
         """(descriptor, bytes); the descriptor stays the table's."""
         return self._slabs[slab]
 
-    def __len__(self) -> int:
-        return len(self._slabs)
-
     @property
     def numbers(self) -> list[int]:
         """Of all slabs that there are descriptors of."""
@@ -107,11 +110,11 @@ class SlabTable:
         """Keep it as long as backups lie there."""
         self._slabs[slab] = (descriptor, nbytes)
 
-    def use(self, extents: Iterable[Extent]) -> None:
+    def use(self, extents: Iterable[SlabRange]) -> None:
         """A backup lies there."""
         self._backups.update({extent.slab for extent in extents})
 
-    def leave(self, extents: Iterable[Extent]) -> None:
+    def leave(self, extents: Iterable[SlabRange]) -> None:
         """That backup is gone."""
         self._backups.subtract({extent.slab for extent in extents})
 
@@ -139,7 +142,6 @@ class VaultClient:
 
     Attributes:
         gpus: the GPUs that the vault serves, by their UUIDs.
-        memory_bytes: what it may hold in all.
         instance: names the vault: no other one, before or after it, has the same.
         is_silent: the vault has not answered in time, and nothing has come from it since; see `lost`.
         vault_pid: 0 if this process cannot see it.
@@ -171,7 +173,7 @@ class VaultClient:
         self._lock = threading.RLock()
         self._process = os.getpid()
         self._lost: VaultLost | None = None
-        self._last_request = self._last_brief = self._last_lent = 0
+        self._last_request = self._last_lent = 0
         self._answers: dict[int, dict[str, Any]] = {}
         self._given_up: dict[int, bool] = {}  # requests that nobody waits for any more: do they hand out backups
         self._unclaimed: list[int] = []  # backups that were handed out to nobody
@@ -189,7 +191,6 @@ class VaultClient:
             self.close()
             raise VaultUnavailable(f"the vault at {self.path}: {lost}") from None
         self.gpus: tuple[str, ...] = tuple(facts["gpus"])
-        self.memory_bytes: int = facts["memory_bytes"]
         self.instance: str = facts["instance"]
 
     def _connect(self) -> tuple[Channel, int]:
@@ -201,11 +202,10 @@ class VaultClient:
             pid, uid = protocol.peer_credentials(connection)
             if uid != os.getuid():
                 raise VaultUnavailable(f"the vault at {self.path} belongs to user {uid}: name another socket")
-        except VaultUnavailable:
-            connection.close()
-            raise
         except (OSError, VaultError) as error:
             connection.close()
+            if isinstance(error, VaultUnavailable):
+                raise
             raise VaultUnavailable(f"no vault answers at {self.path}: {error}; `cumem-sleep vault` runs one") from None
         limits = protocol.MAX_ANSWER_BYTES, protocol.MAX_REQUEST_BYTES, None, protocol.MAX_REQUEST_VALUES
         return Channel(connection, *limits), pid
@@ -258,7 +258,7 @@ class VaultClient:
 
     # After a loss
 
-    def succeed(self, before: VaultClient, backups: Sequence[Backup]) -> list[Backup]:
+    def succeed(self, before: VaultClient, backups: Sequence[VaultBackup]) -> list[VaultBackup]:
         """Take over what the vault keeps for `before`, a client of the same vault that was lost; `before` is closed.
 
         Returns when the vault does nothing more that it was asked before, and has given back all memory that was lent
@@ -278,8 +278,11 @@ class VaultClient:
             before._connections = []
             before._lost = VaultLost(f"{before._lost}; another connection has taken its place")
             try:
-                numbers = [each.number for each in backups]
-                facts = self._readable(self._ask("resume", numbers=numbers, slabs=self.slabs.numbers)["backups"])
+                held = self._ask("resume", slabs=self.slabs.numbers)["numbers"]
+                facts = []
+                for some in _parts(backups):
+                    said = self._ask("look", numbers=_numbers(some))["backups"]
+                    facts += self._readable(said)
             except BaseException as error:
                 self._unclaimed = []  # they are to stay
                 self._lost = self._lost or VaultLost(f"backups could not be taken over: {error}", may_go_on=True)
@@ -290,38 +293,54 @@ class VaultClient:
                     self._fill(each, said)
             while len(self._connections) > 1:
                 self._connections.pop().close()
+            self._unclaimed += set(held).difference(_numbers(backups))
+            self.release([])
             return [each for each, said in zip(backups, facts, strict=True) if said is None]
 
     # Backups
 
-    def reserve(self, gpu: str, sizes: Sequence[int]) -> list[Backup]:
+    def reserve(self, gpu: str, sizes: Sequence[int]) -> list[VaultBackup]:
         """A backup of each size, to be written: all, or none.
 
         Raises:
             OutOfHostMemory: the vault has too little; the message says who holds what. Nothing has changed.
         """
-        with self._turn():
-            facts = self._ask("reserve", gpu=gpu, sizes=list(sizes), wait=True)["backups"]
-            return [self._backup(each) for each in self._readable(facts)]
+        return self._reserve(gpu, sizes, wait=True) or []
 
-    def reserve_now(self, gpu: str, sizes: Sequence[int]) -> list[Backup] | None:
+    def reserve_now(self, gpu: str, sizes: Sequence[int]) -> list[VaultBackup] | None:
         """As `reserve`; None where the vault is still taking the memory for that."""
+        return self._reserve(gpu, sizes, wait=False)
+
+    def _reserve(self, gpu: str, sizes: Sequence[int], wait: bool) -> list[VaultBackup] | None:
+        """Part by part; with the first one the vault sets aside what the others need."""
+        reserved: list[VaultBackup] = []
+        more_bytes = needed_bytes(sizes)
         with self._turn():
-            facts = self._ask("reserve", gpu=gpu, sizes=list(sizes), wait=False)["backups"]
-            return None if facts is None else [self._backup(each) for each in self._readable(facts)]
+            try:
+                for some in _parts(sizes):
+                    more_bytes -= needed_bytes(some)
+                    facts = self._ask("reserve", gpu=gpu, sizes=some, more_bytes=more_bytes, wait=wait)["backups"]
+                    if facts is None:
+                        self.release(reserved)
+                        return None
+                    reserved += [self._backup(each) for each in self._readable(facts)]
+            except BaseException:
+                if reserved:
+                    self.release(reserved)
+                raise
+            return reserved
 
     def free_bytes(self) -> int:
         """What could be reserved without evicting anything, with what the vault is still taking."""
         nbytes: int = self._ask("room")["free_bytes"]
         return nbytes
 
-    def find(self, gpu: str, keys: Sequence[Key]) -> list[Backup | None]:
+    def find(self, gpu: str, keys: Sequence[Key]) -> list[VaultBackup | None]:
         """For each, a share in the backup that has these bytes, if there is one."""
         with self._turn():
-            found: list[Backup | None] = []
-            for start in range(0, max(1, len(keys)), _FOUND_AT_ONCE):
-                some = [_described(key) for key in keys[start : start + _FOUND_AT_ONCE]]
-                facts = self._ask("find", gpu=gpu, keys=some)["backups"]
+            found: list[VaultBackup | None] = []
+            for some in _parts(keys):
+                facts = self._ask("find", gpu=gpu, keys=[_described(key) for key in some])["backups"]
                 found += [None if each is None else self._backup(each) for each in self._readable(facts)]
             return found
 
@@ -330,49 +349,53 @@ class VaultClient:
 
         Where another process sealed the same bytes before, both share that backup: `extents` and `note` change.
         """
-        described = [{"number": each.backup.number, **_described(each.key), "note": each.note} for each in sealed]
         with self._turn():
-            for start in range(0, len(sealed), _SEALED_AT_ONCE):
-                end = start + _SEALED_AT_ONCE
-                facts = self._readable(self._ask("seal", backups=described[start:end])["backups"])
-                for each, said in zip(sealed[start:end], facts, strict=True):
+            for some in _parts(sealed, _SEALED_AT_ONCE):
+                said = [{"number": each.backup.number, **_described(each.key), "note": each.note} for each in some]
+                facts = self._readable(self._ask("seal", backups=said)["backups"])
+                for each, now in zip(some, facts, strict=True):
                     self.slabs.leave(each.backup.extents)
-                    self._fill(each.backup, said)
+                    self._fill(each.backup, now)
 
-    def mark(self, backups: Sequence[Backup], needed: bool) -> list[Backup]:
+    def mark(self, backups: Sequence[VaultBackup], needed: bool) -> list[VaultBackup]:
         """Say whether these are needed, because their segments sleep, or may be evicted; returns what has been."""
         with self._turn():
-            gone = set(self._ask("mark", numbers=[each.number for each in backups], needed=needed)["gone"])
+            gone: set[int] = set()
+            for some in _parts(backups):
+                gone.update(self._ask("mark", numbers=_numbers(some), needed=needed)["gone"])
             evicted = [each for each in backups if each.number in gone]
             for each in evicted:
                 self._leave(each)
             return evicted
 
-    def owners(self, backups: Sequence[Backup]) -> list[int] | None:
+    def owners(self, backups: Sequence[VaultBackup]) -> list[int] | None:
         """How many processes share each of these, 0 if it was evicted; None if the vault does not answer at once.
 
         A mere look: a vault that is silent is not lost for that.
         """
         with self._turn():
-            facts = self._ask_briefly("owners", numbers=[each.number for each in backups])
-            owners: list[int] | None = facts["owners"] if facts else None
+            owners: list[int] = []
+            for some in _parts(backups):
+                facts = self._ask_briefly("owners", numbers=_numbers(some))
+                if facts is None:
+                    return None
+                owners += facts["owners"]
             return owners
 
-    def release(self, backups: Sequence[Backup]) -> None:
+    def release(self, backups: Sequence[VaultBackup]) -> None:
         """Give these back. Never fails for a vault that is gone: then they are, too."""
         with self._turn():
             for each in backups:
                 self._leave(each)
-            self._unclaimed += [each.number for each in backups]
+            self._unclaimed += _numbers(backups)
             self._closed_slabs += self.slabs.close_unused()
             with suppress(VaultLost):
                 self._wait_until(lambda: not any(self._given_up.values()))  # these may have handed out more
                 while self._unclaimed or self._closed_slabs:
-                    numbers = self._unclaimed[:_RELEASED_AT_ONCE]
-                    self._ask("release", numbers=numbers, slabs=self._closed_slabs)
-                    self._unclaimed, self._closed_slabs = self._unclaimed[_RELEASED_AT_ONCE:], []
+                    self._ask("release", numbers=self._unclaimed[: protocol.MAX_BACKUPS], slabs=self._closed_slabs)
+                    self._unclaimed, self._closed_slabs = self._unclaimed[protocol.MAX_BACKUPS :], []
 
-    def show(self, gpu: str, shown: Sequence[Shown]) -> list[Backup]:
+    def show(self, gpu: str, shown: Sequence[Shown]) -> list[VaultBackup]:
         """Let this vault adopt what another one has left behind, without a copy: all, or none.
 
         The slabs become unwritable for everybody, so the other vault must have ended.
@@ -382,7 +405,7 @@ class VaultClient:
             OutOfHostMemory: with these this vault would have more than it may.
         """
         with self._turn():
-            adopted: list[Backup] = []
+            adopted: list[VaultBackup] = []
             try:
                 for part in _shown_at_once(shown):
                     adopted += self._show(gpu, part)
@@ -391,7 +414,7 @@ class VaultClient:
                 raise
             return adopted
 
-    def _show(self, gpu: str, shown: Sequence[Shown]) -> list[Backup]:
+    def _show(self, gpu: str, shown: Sequence[Shown]) -> list[VaultBackup]:
         places = _places(shown)
         at = {place: number for number, place in enumerate(places)}
         backups = [
@@ -415,17 +438,17 @@ class VaultClient:
 
     # Copies
 
-    def lend(self, gpu: str, descriptor: int, nbytes: int) -> Lent:
+    def lend(self, gpu: str, descriptor: int, nbytes: int) -> LentMemory:
         """Physical memory for copies, by the descriptor that the driver exports, which is the client's from here on."""
         with self._turn():
             self._last_lent += 1
-            return Lent(self._last_lent, gpu, nbytes, descriptor)
+            return LentMemory(self._last_lent, gpu, nbytes, descriptor)
 
-    def write(self, lent: Lent, ranges: Sequence[Range]) -> int:
+    def write(self, lent: LentMemory, ranges: Sequence[Range]) -> int:
         """Begin to copy from lent memory to backups. What was to be there must be there. Returns what to `wait` for."""
         return self._copy(lent, ranges, to_host=True)
 
-    def read(self, lent: Lent, ranges: Sequence[Range]) -> int:
+    def read(self, lent: LentMemory, ranges: Sequence[Range]) -> int:
         """Begin to copy from backups to lent memory. Returns what to `wait` for.
 
         If the vault is lost before that has ended, it may be carried out later: give the memory back to the driver.
@@ -450,7 +473,7 @@ class VaultClient:
         if failure is not None:
             raise failure
 
-    def begin_to_take_back(self, lent: Sequence[Lent]) -> int | None:
+    def begin_to_take_back(self, lent: Sequence[LentMemory]) -> int | None:
         """Let the vault give this memory back; its copies have ended. Returns what to `wait` for, if it has any of it.
 
         Raises:
@@ -459,7 +482,7 @@ class VaultClient:
         with self._turn():
             sent = [each.number for each in lent if each.descriptor < 0]
             for each in lent:
-                protocol.close_all([each.descriptor] if each.descriptor >= 0 else [])
+                protocol.close_all([each.descriptor])
                 each.descriptor = -1
             return self._begin("forget", memories=sent) if sent else None
 
@@ -469,7 +492,7 @@ class VaultClient:
 
     # How it is said
 
-    def _copy(self, lent: Lent, ranges: Sequence[Range], to_host: bool) -> int:
+    def _copy(self, lent: LentMemory, ranges: Sequence[Range], to_host: bool) -> int:
         if not ranges:
             raise InvalidState("no ranges: there is nothing to copy")
         with self._turn():
@@ -479,14 +502,16 @@ class VaultClient:
             facts = {"gpu": lent.gpu, "memory": lent.number, "bytes": lent.nbytes, "out": to_host, "ranges": numbers}
             return self._begin("copy", descriptors, **facts)
 
-    def _ask(self, verb: str, descriptors: Sequence[int] = (), **facts: Any) -> dict[str, Any]:
+    def _ask(
+        self, verb: str, descriptors: Sequence[int] = (), look: Callable[[], None] | None = None, **facts: Any
+    ) -> dict[str, Any]:
         with self._turn():
             request = self._begin(verb, descriptors, **facts)
             try:
-                return self._answer_to(request, self._look if verb in _TAKE_LONG else None)
+                return self._answer_to(request, look or (self._look if verb in _TAKE_LONG else None))
             except CumemSleepError:
                 raise
-            except BaseException:  # of a signal handler: the answer comes later
+            except BaseException:  # of a signal handler, or of a look: the answer comes later
                 self._give_up(request, verb)
                 raise
 
@@ -494,25 +519,17 @@ class VaultClient:
         """The answer, if it comes at once. No second question is sent before the first was answered: none piles up."""
         if self._lost is not None:
             return None
-        request = 0
+        ends = time.monotonic() + min(_BRIEFLY_S, self.deadline_s)
+
+        def look() -> None:
+            if time.monotonic() >= ends:
+                raise _NoAnswer
+
         try:
             self._take_in(self._channel.receive)
-            if self._last_brief in self._given_up:
-                return None
-            request = self._last_brief = self._begin(verb, **facts)
-            deadline = time.monotonic() + min(_BRIEFLY_S, self.deadline_s)
-            while not self._answers[request]:
-                if not self._channel.wait(deadline):
-                    self._given_up[request] = False
-                    return None
-                self._take_in(self._channel.receive)
-            return self._answer_to(request)
-        except VaultLost:
+            return None if self._given_up else self._ask(verb, look=look, **facts)
+        except (VaultLost, _NoAnswer):
             return None
-        except BaseException:  # of a signal handler: the answer comes later
-            if request in self._answers:
-                self._given_up[request] = False
-            raise
 
     def _give_up(self, request: int, verb: str) -> None:
         self._given_up[request] = verb in _HAND_OUT
@@ -588,16 +605,15 @@ class VaultClient:
             self._lose(ended)
         return count
 
-    def _understand(self, message: Message) -> None:
+    def _understand(self, message: VaultMessage) -> None:
         body = message.body
-        if "slabs" in body:
+        if "slab" in body:
             if message.descriptors_lost:
-                protocol.close_all(message.descriptors)
                 self._descriptors_lost = True
-                self._closed_slabs += [slab for slab, _ in body["slabs"]]
+                self._closed_slabs.append(body["slab"])
             else:
-                for (slab, nbytes), descriptor in zip(body["slabs"], message.descriptors, strict=True):
-                    self.slabs.add(slab, descriptor, nbytes)
+                (descriptor,) = message.descriptors
+                self.slabs.add(body["slab"], descriptor, body["bytes"])
         elif "cut" in body:
             self._lose(f"the vault has cut this process off: {body['cut']}", may_go_on=True)
         elif body.get("id") in self._given_up:
@@ -631,17 +647,17 @@ class VaultClient:
             raise VaultError(_NO_MORE_FILES)
         return facts
 
-    def _backup(self, facts: dict[str, Any]) -> Backup:
-        backup = Backup(facts["number"], 0, (), "")
+    def _backup(self, facts: dict[str, Any]) -> VaultBackup:
+        backup = VaultBackup(facts["number"], 0, (), "")
         self._fill(backup, facts)
         return backup
 
-    def _fill(self, backup: Backup, facts: dict[str, Any]) -> None:
+    def _fill(self, backup: VaultBackup, facts: dict[str, Any]) -> None:
         backup.nbytes, backup.note = facts["bytes"], facts["note"]
-        backup.extents = tuple(Extent(*extent) for extent in facts["extents"])
+        backup.extents = tuple(SlabRange(*extent) for extent in facts["extents"])
         self.slabs.use(backup.extents)
 
-    def _leave(self, backup: Backup) -> None:
+    def _leave(self, backup: VaultBackup) -> None:
         self.slabs.leave(backup.extents)
         backup.extents = ()
 
@@ -649,6 +665,15 @@ class VaultClient:
         """In a child of a fork, which would keep the connection, and so the backups, when the parent has died."""
         self._close_connections()
         self.slabs.close()
+
+
+def _parts(items: Sequence[_Item], at_once: int = protocol.MAX_BACKUPS) -> list[Sequence[_Item]]:
+    """So that one request is about each; there is one at least."""
+    return [items[start : start + at_once] for start in range(0, max(1, len(items)), at_once)]
+
+
+def _numbers(backups: Iterable[VaultBackup]) -> list[int]:
+    return [each.number for each in backups]
 
 
 def _shown_at_once(shown: Sequence[Shown]) -> Iterator[list[Shown]]:
@@ -659,7 +684,8 @@ def _shown_at_once(shown: Sequence[Shown]) -> Iterator[list[Shown]]:
     for each in shown:
         places.update(_places([each]))
         extents += len(each.backup.extents)
-        if part and (len(places) > protocol.MAX_DESCRIPTORS or len(part) + extents > _SHOWN_AT_ONCE):
+        is_full = len(part) == protocol.MAX_BACKUPS or extents > _SHOWN_AT_ONCE
+        if part and (is_full or len(places) > protocol.MAX_DESCRIPTORS):
             yield part
             part, places, extents = [], set(_places([each])), len(each.backup.extents)
         part.append(each)

@@ -5,17 +5,18 @@ segment. A hold is needed (its segment sleeps, or is about to) or retained (its 
 be evicted, least recently used first. A slab that another vault has left behind is *adopted*: it has the entries that
 its owners show, and nothing new is written there.
 
-What a call costs does not depend on what else is held. What a reservation costs grows with its sizes and extents, and
-it is made in steps (`reserving`), between which others may be served.
+What a call costs does not depend on what else is held: 10 µs or so for each backup that it is about, and 2 µs for each
+extent. Where that may be many backups, a caller says how many at most, and calls again.
 """
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_left, bisect_right
-from collections import OrderedDict, deque
-from collections.abc import Generator, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from itertools import accumulate, islice
 from typing import NamedTuple
 
 from ..errors import InvalidArgument, InvalidState, OutOfHostMemory, format_bytes
@@ -24,7 +25,7 @@ UNIT_BYTES = 64 << 10  # what an extent's size is rounded up to: small beside a 
 _HOLDERS_NAMED = 5  # when memory is short
 
 
-class Extent(NamedTuple):
+class SlabRange(NamedTuple):
     """A range of a slab: `nbytes` from `offset` on."""
 
     slab: int
@@ -78,7 +79,7 @@ class Entry:
 
     nbytes: int
     taken_bytes: int
-    extents: list[Extent] = field(default_factory=list)
+    extents: list[SlabRange] = field(default_factory=list)
     key: Key | None = None
     note: str = ""
     is_adopted: bool = False
@@ -95,7 +96,7 @@ class Entry:
         """Whether it has to stay."""
         return self.counts.get(_ALL, (0, 0))[1] > 0
 
-    def ranges(self, offset: int, nbytes: int) -> Iterator[Extent]:
+    def ranges(self, offset: int, nbytes: int) -> Iterator[SlabRange]:
         """Where `nbytes` of the backup, from `offset` on, lie, in order."""
         if len(self._ends) != len(self.extents):
             self._ends = list(accumulate(extent.nbytes for extent in self.extents))
@@ -104,12 +105,12 @@ class Entry:
             extent = self.extents[at]
             skipped = offset - (self._ends[at] - extent.nbytes)
             size = min(nbytes, extent.nbytes - skipped)
-            yield Extent(extent.slab, extent.offset + skipped, size)
+            yield SlabRange(extent.slab, extent.offset + skipped, size)
             offset, nbytes, at = offset + size, nbytes - size, at + 1
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldBytes:
     """What an owner, a GPU or the whole vault holds, in bytes.
 
     Attributes:
@@ -143,9 +144,6 @@ class _FreeRuns:
         self._sizes_at: dict[tuple[int, int], int] = {}  # by slab and offset
         self._starts: dict[tuple[int, int], int] = {}  # by slab and end
 
-    def __iter__(self) -> Iterator[Extent]:
-        return (Extent(slab, offset, nbytes) for (slab, offset), nbytes in self._sizes_at.items())
-
     def smallest(self, nbytes: int) -> int:
         """The size of the smallest run of at least so many bytes; 0 if there is none."""
         at = bisect_left(self._sizes, nbytes)
@@ -155,13 +153,13 @@ class _FreeRuns:
         """The size of the largest run; 0 if there is none."""
         return self._sizes[-1] if self._sizes else 0
 
-    def take(self, size: int, nbytes: int) -> Extent:
+    def take(self, size: int, nbytes: int) -> SlabRange:
         """`nbytes` of a run of this size, at most all of it."""
         slab, offset = next(reversed(self._of_size[size]))
         self.remove(slab, offset)
         if size > nbytes:
             self._add(slab, offset + nbytes, size - nbytes)
-        return Extent(slab, offset, min(size, nbytes))
+        return SlabRange(slab, offset, min(size, nbytes))
 
     def give_back(self, slab: int, offset: int, nbytes: int) -> None:
         """Make these bytes free again, in one run with the free ones beside them."""
@@ -192,38 +190,30 @@ class _FreeRuns:
         self._of_size[nbytes][slab, offset] = None
 
 
-class _NothingEvictable(Exception):
-    """What could be evicted when the reservation began is needed meanwhile."""
-
-
 class Ledger:
     """The slabs of one vault, its entries and their holds. An owner is any hashable object of the caller's."""
 
     def __init__(self) -> None:
         self._slabs: dict[int, _Slab] = {}
         self._runs: dict[int, _FreeRuns] = {}  # by NUMA node
-        self._given_back: deque[Extent] = deque()  # free, and not yet among the runs
-        self._unplaced_bytes = 0  # that reservations under way have taken off `free_bytes`, and not yet off the runs
         self._entries: set[Entry] = set()
         self._evictable: OrderedDict[Entry, None] = OrderedDict()  # in slabs of our own, the least recently used first
         self._evictable_bytes = 0
-        self._holds: dict[int, Hold] = {}
-        self._holds_of: dict[Hashable, dict[int, Hold]] = {}  # by owner
-        self._held: dict[_Group, list[int]] = {}  # bytes, as in `Held`
+        self._holds: dict[Hashable, dict[int, Hold]] = {}  # by owner
+        self._held: dict[_Group, list[int]] = {}  # bytes, as in `HeldBytes`
         self._by_key: dict[Key, Entry] = {}
         self._last_number = self._clock = 0
-        self.free_bytes = 0  # negative while a reservation under way evicts what it needs
+        self.claims: Counter[Hashable] = Counter()  # bytes that are set aside for what an owner reserves next
+        self.free_bytes = 0
         self.own_bytes = 0  # the size of all slabs but adopted ones
         self.adopted_bytes = 0  # the size of these
         self.evicted_bytes = 0
-        self._saved_bytes = 0
+        self.saved_bytes = 0  # what is not held a second time because it is shared
 
     # Slabs
 
     def add_slab(self, slab: int, nbytes: int, node: int = -1) -> None:
         """Add memory for new backups, on that NUMA node."""
-        if nbytes % UNIT_BYTES:
-            raise InvalidArgument(f"slab of {nbytes} bytes: expected a multiple of {UNIT_BYTES}")
         self._slabs[slab] = _Slab(nbytes, node, is_adopted=False)
         self._runs.setdefault(node, _FreeRuns()).give_back(slab, 0, nbytes)
         self.own_bytes += nbytes
@@ -236,38 +226,20 @@ class Ledger:
 
     def remove_slab(self, slab: int) -> None:
         """Forget a slab that has no entries."""
-        gone = self._slabs[slab]
-        if gone.entries:
-            raise InvalidState(f"slab {slab} has {len(gone.entries)} entries")
+        gone = self._slabs.pop(slab)
         if gone.is_adopted:
             self.adopted_bytes -= gone.nbytes
         else:
-            for _ in self.settling():
-                pass
             self._runs[gone.node].remove(slab, 0)
             self.own_bytes -= gone.nbytes
             self.free_bytes -= gone.nbytes
-        del self._slabs[slab]
 
-    def empty_slabs(self, adopted: bool) -> list[int]:
-        """The adopted slabs, or those of our own, that have no entries."""
-        return [number for number, slab in self._slabs.items() if slab.is_adopted == adopted and not slab.entries]
+    def empty_adopted_slabs(self) -> list[int]:
+        """Those that have no entries any more."""
+        return [number for number, slab in self._slabs.items() if slab.is_adopted and not slab.entries]
 
-    def empty(self, nbytes: int) -> list[int]:
-        """Evict so much that own slabs of at least `nbytes` are empty; returns these, or none if that is impossible."""
-        chosen = self._to_empty(nbytes)
-        for _ in self._emptying(chosen):
-            pass
-        return chosen
-
-    def emptying(self, nbytes: int) -> Iterator[None]:
-        """Do most of what `empty` has to, in steps."""
-        yield from self._emptying(self._to_empty(nbytes))
-        yield from self.settling()
-
-    def _to_empty(self, nbytes: int) -> list[int]:
-        if nbytes <= 0:
-            return []
+    def to_empty(self, nbytes: int) -> list[int]:
+        """Slabs of our own, of at least `nbytes`, in which nothing is needed; none if there is too little of that."""
         candidates = [
             number
             for number, slab in self._slabs.items()
@@ -276,100 +248,52 @@ class Ledger:
         candidates.sort(key=lambda number: max((entry.used for entry in self._slabs[number].entries), default=0))
         sizes = accumulate(self._slabs[number].nbytes for number in candidates)
         count, size = next(((at, size) for at, size in enumerate(sizes, 1) if size >= nbytes), (0, 0))
-        return candidates[:count] if size <= self.available_bytes() else []  # a reservation under way needs the rest
+        return candidates[:count] if nbytes > 0 and size <= self.available_bytes() else []
 
-    def _emptying(self, slabs: Iterable[int]) -> Iterator[None]:
-        for number in slabs:
-            for entry in list(self._slabs[number].entries if number in self._slabs else ()):
-                yield from self._evicting(entry)
+    def empty(self, slabs: Iterable[int], most: int = sys.maxsize) -> bool:
+        """Evict what lies in these slabs, at most so many holds; returns whether they are empty."""
+        for entry in [entry for number in slabs for entry in self._slabs[number].entries]:
+            if entry in self._evictable:  # it may lie in several of them
+                most -= self._evict(entry, most)
+            if most <= 0:
+                break
+        return not any(self._slabs[number].entries for number in slabs)
 
     # Entries
 
-    def available_bytes(self) -> int:
-        """What could be reserved now: what is free, and what may be evicted from slabs of our own."""
-        return self.free_bytes + self._evictable_bytes
+    def available_bytes(self, owner: Hashable = None) -> int:
+        """What the owner could reserve now: what is free or may be evicted, and not set aside for others."""
+        others = self.claims.total() - self.claims[owner]
+        return max(0, self.free_bytes + self._evictable_bytes - others)
 
-    def reserve(
-        self,
-        owner: Hashable,
-        gpu: str,
-        sizes: Sequence[int],
-        node: int = -1,
-        names: Mapping[Hashable, str] | None = None,
-    ) -> list[Hold]:
-        """As `reserving`, at once."""
-        steps = self.reserving(owner, gpu, sizes, node, names)
-        while True:
-            try:
-                next(steps)
-            except StopIteration as end:
-                holds: list[Hold] = end.value
-                return holds
+    def make_room(self, nbytes: int, most: int = sys.maxsize) -> bool:
+        """Evict until so much is free, at most so many holds; returns whether it is."""
+        while self.free_bytes < nbytes and self._evictable and most > 0:
+            most -= self._evict(next(iter(self._evictable)), most)
+        return self.free_bytes >= nbytes
 
-    def reserving(
-        self,
-        owner: Hashable,
-        gpu: str,
-        sizes: Sequence[int],
-        node: int = -1,
-        names: Mapping[Hashable, str] | None = None,
-    ) -> Generator[None, None, list[Hold]]:
+    def reserve(self, owner: Hashable, gpu: str, sizes: Sequence[int], node: int = -1) -> list[Hold]:
         """Reserve an entry of each size for the owner, which needs them: all of them, or none.
-
-        Each step costs the same. From the first one on nobody else gets the memory; it comes back if this is closed.
 
         Args:
             node: the NUMA node to be preferred.
-            names: what the error calls the owners.
 
         Raises:
-            OutOfHostMemory: too little is free, and too little may be evicted: nothing has changed. Or what might have
-                been evicted is needed meanwhile: nothing is reserved.
+            OutOfHostMemory: too little is free, and too little may be evicted: nothing has changed.
             InvalidArgument: a size is not positive. Likewise.
         """
-        left = needed = needed_bytes(sizes)
-        if needed > self.available_bytes():
-            raise OutOfHostMemory(needed, self.available_bytes(), "vault", self.who_holds(names or {}))
-        self.free_bytes -= left
-        self._unplaced_bytes += left
-        holds: list[Hold] = []
-        try:
-            while self.free_bytes < 0:
-                yield from self._evicting_one()
-            for size in sizes:
-                entry = Entry(size, _rounded(size))
-                left -= entry.taken_bytes
-                self._entries.add(entry)
-                self.begin_copy(entry)  # nobody else sees it
-                try:
-                    yield from self._place(entry, node)
-                    holds.append(self._new_hold(entry, owner, gpu))
-                finally:
-                    self.end_copy(entry)
-        except _NothingEvictable:
-            for hold in holds:
-                if hold.number in self._holds:
-                    self._drop(hold)
-            available = self.available_bytes() + left
-            raise OutOfHostMemory(needed, available, "vault", self.who_holds(names or {})) from None
-        finally:
-            self.free_bytes += left
-            self._unplaced_bytes -= left
-        return holds
-
-    def settling(self) -> Iterator[None]:
-        """Make one run of what was given back and what is free beside it, in steps."""
-        while self._given_back:
-            slab, offset, nbytes = self._given_back.popleft()
-            self._runs[self._slabs[slab].node].give_back(slab, offset, nbytes)
-            yield
+        needed = needed_bytes(sizes)
+        if needed > self.available_bytes(owner):
+            raise OutOfHostMemory(needed, self.available_bytes(owner), "vault")
+        self.make_room(needed)
+        return [self._new_hold(self._placed(size, node), owner, gpu) for size in sizes]
 
     def find(self, owner: Hashable, gpu: str, key: Key) -> Hold | None:
         """A new hold on the entry of these bytes, if there is one; the owner needs it."""
         entry = self._by_key.get(key)
         return None if entry is None else self._new_hold(entry, owner, gpu)
 
-    def show(self, owner: Hashable, gpu: str, key: Key, note: str, nbytes: int, extents: Sequence[Extent]) -> Hold:
+    def show(self, owner: Hashable, gpu: str, key: Key, note: str, nbytes: int, extents: Sequence[SlabRange]) -> Hold:
         """A new hold on an entry that lies in adopted slabs, or on another one of the same bytes; the owner needs it.
 
         Raises:
@@ -385,10 +309,7 @@ class Ledger:
         if not 0 < nbytes <= sum(extent.nbytes for extent in extents):
             raise InvalidArgument(f"extents of {sum(e.nbytes for e in extents)} bytes cannot hold {nbytes} bytes")
         entry = Entry(nbytes, sum(extent.nbytes for extent in extents), list(extents), key, note, is_adopted=True)
-        entry.slabs = {extent.slab for extent in extents}
-        for slab in entry.slabs:
-            self._slabs[slab].entries.add(entry)
-        self._entries.add(entry)
+        self._add(entry)
         self._by_key[key] = entry
         return self._new_hold(entry, owner, gpu)
 
@@ -400,10 +321,8 @@ class Ledger:
         Raises:
             InvalidState: the owner has no such hold, the entry is sealed, or bytes are still being copied there.
         """
-        hold = self.writable(owner, number)
+        hold = self.sealable(owner, number)
         entry, older = hold.entry, self._by_key.get(key)
-        if entry.copies:
-            raise InvalidState(f"backup {number} is still being written: it cannot be sealed yet")
         if older is None:
             entry.key, entry.note = key, note
             self._by_key[key] = entry
@@ -421,8 +340,7 @@ class Ledger:
 
     def find_hold(self, owner: Hashable, number: int) -> Hold | None:
         """The hold of that number, if the owner has it."""
-        hold = self._holds.get(number)
-        return hold if hold is not None and hold.owner == owner else None
+        return self._holds.get(owner, {}).get(number)
 
     def writable(self, owner: Hashable, number: int) -> Hold:
         """As `hold`, for an entry to write to. Raises InvalidState: it is sealed, so others may rely on its bytes."""
@@ -431,12 +349,19 @@ class Ledger:
             raise InvalidState(f"backup {number} is sealed: reserve another one for other bytes")
         return hold
 
+    def sealable(self, owner: Hashable, number: int) -> Hold:
+        """As `writable`, for an entry to seal. Raises InvalidState: bytes are still being copied there."""
+        hold = self.writable(owner, number)
+        if hold.entry.copies:
+            raise InvalidState(f"backup {number} is still being written: it cannot be sealed yet")
+        return hold
+
     def mark(self, owner: Hashable, numbers: Iterable[int], needed: bool) -> list[int]:
         """Note that the owner needs these, or can do without them. Returns those that have been evicted meanwhile."""
         gone = []
         for number in numbers:
-            hold = self._holds.get(number)
-            if hold is None or hold.owner != owner:
+            hold = self.find_hold(owner, number)
+            if hold is None:
                 gone.append(number)
             else:
                 self._count(hold.entry, _groups(hold), 0, needed - hold.needed)
@@ -447,33 +372,15 @@ class Ledger:
     def release(self, owner: Hashable, numbers: Iterable[int]) -> None:
         """Give these holds back; those that the owner does not have are passed over."""
         for number in numbers:
-            hold = self._holds.get(number)
-            if hold is not None and hold.owner == owner:
-                self._drop(hold)
-
-    def drop_owner(self, owner: Hashable) -> None:
-        """Give back whatever the owner holds."""
-        for _ in self.dropping_owner(owner):
-            pass
-
-    def dropping_owner(self, owner: Hashable) -> Iterator[None]:
-        """As `drop_owner`, in steps."""
-        for hold in list(self._holds_of.get(owner, {}).values()):
-            if hold.number in self._holds:  # it was not evicted meanwhile
-                self._drop(hold)
-            yield
-
-    def move(self, before: Hashable, owner: Hashable, numbers: Iterable[int]) -> None:
-        """Make these holds of `before` the owner's; those that `before` does not have are passed over."""
-        for number in numbers:
-            hold = self._holds.get(number)
-            if hold is not None and hold.owner == before:
-                entry = hold.entry
-                self.begin_copy(entry)  # it stays meanwhile
+            hold = self.find_hold(owner, number)
+            if hold is not None:
                 self._leave(hold)
-                hold.owner = owner
-                self._join(hold, entry)
-                self.end_copy(entry)
+
+    def drop_owner(self, owner: Hashable, most: int = sys.maxsize) -> bool:
+        """Give back what the owner has, at most so many holds; returns whether that was all."""
+        del self.claims[owner]
+        self.release(owner, list(islice(self._holds.get(owner, ()), most)))
+        return owner not in self._holds
 
     def begin_copy(self, entry: Entry) -> None:
         """Keep the extents of the entry until `end_copy`, even if all its holds are released."""
@@ -487,111 +394,47 @@ class Ledger:
 
     # What is held
 
-    def held(self) -> Held:
-        """What all owners together hold; each entry counts once."""
-        return self._held_in(_ALL)
-
-    def held_by(self, owner: Hashable, gpu: str | None = None) -> Held:
-        """What one owner holds, shared or not, for segments of one GPU, or of all."""
-        return self._held_in((owner, gpu))
-
-    def held_for(self, gpu: str) -> Held:
-        """What is held for segments of one GPU."""
-        return self._held_in((None, gpu))
+    def held(self, owner: Hashable = None, gpu: str | None = None) -> HeldBytes:
+        """What the owner, or all together, hold for segments of one GPU, or of all; each entry counts once."""
+        return HeldBytes(*self._held.get((owner, gpu), ()))
 
     def owners(self, owner: Hashable, numbers: Iterable[int]) -> list[int]:
         """How many owners share each of these entries; 0 where the owner has no such hold, or not any more."""
-        holds = [self._holds.get(number) for number in numbers]
-        return [hold.entry.owners if hold and hold.owner == owner else 0 for hold in holds]
+        holds = [self.find_hold(owner, number) for number in numbers]
+        return [hold.entry.owners if hold else 0 for hold in holds]
+
+    def numbers(self, owner: Hashable) -> list[int]:
+        """Of all holds that the owner has."""
+        return list(self._holds.get(owner, ()))
 
     def who_holds(self, names: Mapping[Hashable, str]) -> str:
         """Which of these owners hold most, and how much, in words."""
-        held = sorted(((self.held_by(owner), name) for owner, name in names.items()), key=lambda each: -each[0].needed)
+        held = sorted(((self.held(owner), name) for owner, name in names.items()), key=lambda each: -each[0].needed)
         said = [f"{name} holds {format_bytes(each.needed)}" for each, name in held[:_HOLDERS_NAMED] if each.needed]
         return ", ".join(said) or "nobody holds anything"
 
-    def saved_bytes(self) -> int:
-        """What is not held a second time because it is shared."""
-        return self._saved_bytes
-
-    def check(self) -> None:
-        """Assert what is always true; for tests."""
-        free = [run for runs in self._runs.values() for run in runs]
-        covered: dict[int, list[tuple[int, int]]] = {slab: [] for slab in self._slabs}
-        for extent in [*free, *self._given_back]:
-            covered[extent.slab].append((extent.offset, extent.nbytes))
-        assert self._holds == {hold.number: hold for entry in self._entries for hold in entry.holds}
-        assert self._holds == {number: hold for holds in self._holds_of.values() for number, hold in holds.items()}
-        for entry in self._entries:
-            assert entry.holds or entry.copies, "an entry that nobody holds"
-            assert all(hold.entry is entry for hold in entry.holds)
-            assert entry.key is None or self._by_key[entry.key] is entry, "two entries of the same bytes"
-            assert entry.nbytes <= entry.taken_bytes
-            assert entry.slabs == {extent.slab for extent in entry.extents}
-            assert (entry in self._evictable) == (not entry.needed and not entry.is_adopted)
-            assert entry.owners == len({hold.owner for hold in entry.holds})
-            for extent in entry.extents:
-                if not self._slabs[extent.slab].is_adopted:
-                    covered[extent.slab].append((extent.offset, extent.nbytes))
-        for number, each in self._slabs.items():
-            assert each.entries == {entry for entry in self._entries if number in entry.slabs}
-            at = 0
-            for offset, nbytes in sorted(covered[number]):
-                assert offset == at, "extents overlap, or bytes are lost"
-                at += nbytes
-            assert at == (0 if each.is_adopted else each.nbytes)
-        runs = sorted(free)
-        assert all(
-            left.slab != right.slab or left.offset + left.nbytes < right.offset for left, right in pairwise(runs)
-        )
-        assert self.free_bytes + self._unplaced_bytes == sum(run.nbytes for run in [*free, *self._given_back])
-        assert self._evictable_bytes == sum(entry.taken_bytes for entry in self._evictable)
-        assert [entry.used for entry in self._evictable] == sorted(entry.used for entry in self._evictable)
-        assert self._by_key.keys() == {entry.key for entry in self._entries if entry.key is not None}
-        self._check_what_is_held()
-
-    def _check_what_is_held(self) -> None:
-        groups = {group for hold in self._holds.values() for group in _groups(hold)}
-        assert self._held.keys() - {_ALL} == groups - {_ALL}
-        for group in {*groups, _ALL}:
-            needed = retained = shared = 0
-            for entry in self._entries:
-                meant = [hold for hold in entry.holds if group in _groups(hold)]
-                copies = entry.copies if group == _ALL else 0
-                if meant or copies:
-                    is_needed = copies > 0 or any(hold.needed for hold in meant)
-                    needed += entry.taken_bytes * is_needed
-                    retained += entry.taken_bytes * (not is_needed)
-                    shared += entry.taken_bytes * (entry.owners > 1)
-            assert self._held_in(group) == Held(needed, retained, shared)
-        saved = [entry.taken_bytes * (len(entry.holds) - 1) for entry in self._entries if entry.holds]
-        assert self._saved_bytes == sum(saved)
-
-    def _held_in(self, group: _Group) -> Held:
-        return Held(*self._held.get(group, ()))
-
     def _new_hold(self, entry: Entry, owner: Hashable, gpu: str) -> Hold:
         self._last_number += 1
-        hold = self._holds[self._last_number] = Hold(self._last_number, owner, gpu, entry)
+        hold = Hold(self._last_number, owner, gpu, entry)
         self._join(hold, entry)
         return hold
 
     def _join(self, hold: Hold, entry: Entry) -> None:
         """The hold is one of this entry from here on."""
         hold.entry = entry
-        self._holds_of.setdefault(hold.owner, {})[hold.number] = hold
-        self._saved_bytes += entry.taken_bytes if entry.holds else 0
+        self._holds.setdefault(hold.owner, {})[hold.number] = hold
+        self.saved_bytes += entry.taken_bytes if entry.holds else 0
         entry.holds.add(hold)
         self._count(entry, _groups(hold), 1, int(hold.needed))
 
     def _leave(self, hold: Hold) -> None:
         """The hold is none of its entry any more, which goes if it was the last one."""
-        entry, of_owner = hold.entry, self._holds_of[hold.owner]
+        entry, of_owner = hold.entry, self._holds[hold.owner]
         del of_owner[hold.number]
         if not of_owner:
-            del self._holds_of[hold.owner]
+            del self._holds[hold.owner]
         entry.holds.remove(hold)
-        self._saved_bytes -= entry.taken_bytes if entry.holds else 0
+        self.saved_bytes -= entry.taken_bytes if entry.holds else 0
         self._count(entry, _groups(hold), -1, -int(hold.needed))
 
     def _count(self, entry: Entry, groups: Sequence[_Group], holds: int, needed: int) -> None:
@@ -634,52 +477,37 @@ class Ledger:
             entry.used = self._clock
             self._evictable.move_to_end(entry)
 
-    def _place(self, entry: Entry, node: int) -> Iterator[None]:
-        """Where the entry lies: the smallest free run that is large enough, or the largest ones until it is enough."""
+    def _placed(self, nbytes: int, node: int) -> Entry:
+        """A new entry, in the smallest free run that is large enough, or in the largest ones until it is enough."""
+        entry = Entry(nbytes, _rounded(nbytes))
         left = entry.taken_bytes
-        try:
-            while left:
-                yield from self.settling()
-                extent = self._take(left, node)
-                if extent is None:  # a slab went meanwhile
-                    yield from self._evicting_one()
-                    continue
-                entry.extents.append(extent)
-                if extent.slab not in entry.slabs:
-                    entry.slabs.add(extent.slab)
-                    self._slabs[extent.slab].entries.add(entry)
-                self._unplaced_bytes -= extent.nbytes
-                left -= extent.nbytes
-                yield
-        finally:
-            self._unplaced_bytes -= left
+        while left:
+            extent = self._take(left, node)
+            entry.extents.append(extent)
+            left -= extent.nbytes
+        self.free_bytes -= entry.taken_bytes
+        self._add(entry)
+        return entry
 
-    def _take(self, nbytes: int, node: int) -> Extent | None:
-        """Of one free run, at most so much; None: nothing is free."""
+    def _add(self, entry: Entry) -> None:
+        entry.slabs = {extent.slab for extent in entry.extents}
+        for slab in entry.slabs:
+            self._slabs[slab].entries.add(entry)
+        self._entries.add(entry)
+
+    def _take(self, nbytes: int, node: int) -> SlabRange:
+        """Of one free run, at most so much."""
         fits = [(at != node, size, at) for at, runs in self._runs.items() if (size := runs.smallest(nbytes))]
-        largest = max(((runs.largest(), at) for at, runs in self._runs.items()), default=(0, 0))
-        size, at = min(fits)[1:] if fits else largest
-        return self._runs[at].take(size, nbytes) if size else None
+        size, at = min(fits)[1:] if fits else max((runs.largest(), at) for at, runs in self._runs.items())
+        return self._runs[at].take(size, nbytes)
 
-    def _evicting_one(self) -> Iterator[None]:
-        """Evict the least recently used entry, in steps."""
-        if not self._evictable:
-            raise _NothingEvictable
-        return self._evicting(next(iter(self._evictable)))
-
-    def _evicting(self, entry: Entry) -> Iterator[None]:
-        """In steps; it stays if it is needed meanwhile."""
-        for hold in list(entry.holds):
-            if entry not in self._evictable:
-                return
-            if hold in entry.holds:
-                self._drop(hold)
-            self.evicted_bytes += 0 if entry.counts else entry.taken_bytes
-            yield
-
-    def _drop(self, hold: Hold) -> None:
-        del self._holds[hold.number]
-        self._leave(hold)
+    def _evict(self, entry: Entry, most: int) -> int:
+        """Drop its holds, at most so many; returns how many. Whoever had one finds it gone."""
+        holds = list(islice(entry.holds, most))
+        for hold in holds:
+            self._leave(hold)
+        self.evicted_bytes += 0 if entry.holds else entry.taken_bytes
+        return len(holds)
 
     def _free(self, entry: Entry) -> None:
         self._entries.remove(entry)
@@ -688,7 +516,8 @@ class Ledger:
         for slab in entry.slabs:
             self._slabs[slab].entries.remove(entry)
         if not entry.is_adopted:
-            self._given_back.extend(entry.extents)
+            for slab, offset, nbytes in entry.extents:
+                self._runs[self._slabs[slab].node].give_back(slab, offset, nbytes)
             self.free_bytes += entry.taken_bytes
 
 

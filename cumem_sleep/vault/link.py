@@ -9,10 +9,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import chain
 from typing import NamedTuple
 
 from .. import _core, log
@@ -28,13 +27,14 @@ _KERNEL_BLOCKS = 16  # twice as many as in a process that maps memory meanwhile
 _IN_FLIGHT = 4  # pieces: enough for the link never to wait for this thread
 
 
-class Lent:
+class BorrowedMemory:
     """A client's physical memory, from the descriptor that it sent; imported when the first copy needs it."""
 
     def __init__(self, descriptor: int, device: int, nbytes: int) -> None:
         self.device = device
         self.nbytes = nbytes
         self.jobs = 0  # that use it
+        self.is_returned = False
         self._descriptor = descriptor
         self._lock = threading.Lock()  # both links of a GPU may use it
         self._imported: _core.ImportedMemory | None = None
@@ -54,17 +54,20 @@ class Lent:
     def close(self) -> None:
         """Give it back; no copy may use it."""
         with self._lock:
-            self._close_descriptor()
-            if self._imported is not None:
-                self._imported.close()
-                self._imported = None
+            try:
+                self._close_descriptor()
+                if self._imported is not None:
+                    self._imported.close()
+                    self._imported = None
+            finally:
+                self.is_returned = True
 
     def _close_descriptor(self) -> None:
-        close_all([self._descriptor] if self._descriptor >= 0 else [])
+        close_all([self._descriptor])
         self._descriptor = -1
 
 
-class Copied(NamedTuple):
+class CopyTotals(NamedTuple):
     """Bytes, and for how long copies of them were in flight."""
 
     nbytes: int = 0
@@ -75,12 +78,12 @@ class Copied(NamedTuple):
         """10⁹ bytes per second; None where nothing was copied."""
         return self.nbytes / self.seconds / 1e9 if self.seconds else None
 
-    def plus(self, nbytes: int, seconds: float) -> Copied:
+    def plus(self, nbytes: int, seconds: float) -> CopyTotals:
         """These and more."""
-        return Copied(self.nbytes + nbytes, self.seconds + seconds)
+        return CopyTotals(self.nbytes + nbytes, self.seconds + seconds)
 
 
-class Piece(NamedTuple):
+class LinkPiece(NamedTuple):
     """What is copied at once."""
 
     block: _core.HostBlock
@@ -88,22 +91,16 @@ class Piece(NamedTuple):
     lent_offset: int
     nbytes: int
 
-    def rest(self, start: int) -> Piece:
-        """All but its first `start` bytes."""
-        return Piece(self.block, self.offset + start, self.lent_offset + start, self.nbytes - start)
-
 
 @dataclass(eq=False)
 class Job:
     """The copies of one request. `done` is called on the link's thread when nothing of it is in flight any more."""
 
     client: Hashable
-    lent: Lent
-    pieces: deque[Piece]
+    lent: BorrowedMemory
+    pieces: deque[LinkPiece]
     done: Callable[[Exception | None], None]
     in_flight: int = 0
-    all_started: bool = False
-    ended: bool = False
     error: Exception | None = None
 
     def fail(self, error: Exception) -> None:
@@ -112,7 +109,7 @@ class Job:
         self.pieces.clear()
 
 
-class Link:
+class VaultLink:
     """A thread that copies for all clients between host memory and one GPU, in one direction.
 
     Attributes:
@@ -125,12 +122,12 @@ class Link:
         self._tuning = tuning or Tuning()
         self._use(None)
         self._batch_began = 0.0
-        self.copied = self.last = Copied()
+        self.copied = self.last = CopyTotals()
         self._counted_until = time.monotonic()
         self._to_host = to_host
         self._changed = threading.Condition()
-        self._jobs: dict[Hashable, deque[Job]] = {}  # by client; the first is next
-        self._at_turn: Job | None = None  # whose piece is about to be copied; it may be in `_jobs` no more
+        self._jobs: set[Job] = set()  # that have not ended
+        self._turns: dict[Hashable, deque[Job]] = {}  # those with pieces left, by client; the first is next
         self._stopping = False
         self._idle: list[_core.CopyStream] = []
         name = f"vault-{'out' if to_host else 'in'}-{device}"
@@ -140,13 +137,14 @@ class Link:
     def submit(self, job: Job) -> None:
         """Copy its pieces when it is its client's turn. Jobs of one client are done in order."""
         with self._changed:
-            self._jobs.setdefault(job.client, deque()).append(job)
+            self._jobs.add(job)
+            self._turns.setdefault(job.client, deque()).append(job)
             self._changed.notify()
 
     def cancel(self, client: Hashable) -> None:
         """Start no more copies of this client. Its jobs end as soon as what is in flight has ended."""
         with self._changed:
-            for job in self._all_jobs():
+            for job in self._jobs:
                 if job.client == client:
                     job.fail(VaultError("the client has gone"))
             self._changed.notify()
@@ -155,15 +153,10 @@ class Link:
         """Cancel everything, and wait for what is in flight."""
         with self._changed:
             self._stopping = True
-            for job in self._all_jobs():
+            for job in self._jobs:
                 job.fail(VaultError("the vault ends"))
             self._changed.notify()
         self._thread.join()
-
-    def _all_jobs(self) -> Iterator[Job]:
-        yield from chain.from_iterable(self._jobs.values())
-        if self._at_turn is not None:
-            yield self._at_turn
 
     def _run(self) -> None:
         in_flight: deque[tuple[_core.CopyStream, Job, int]] = deque()
@@ -171,20 +164,18 @@ class Link:
             self._use_kernel()
         with ExitStack() as stack:
             while True:
-                turn = self._next_turn(wait=not in_flight)
-                if turn is None and not in_flight:
+                has_turn = self._has_turn(wait=not in_flight)
+                if not has_turn and not in_flight:
                     return
                 self._go_on()
-                if turn is not None:
-                    job, piece = turn
-                    if piece is not None:
-                        self._choose(in_flight)
-                        piece = self._timed_part(job, piece)
+                if has_turn:
+                    self._choose(in_flight)
+                    job, piece = self._take()
                     if piece is not None and (stream := self._start(job, piece, stack)) is not None:
                         in_flight.append((stream, job, piece.nbytes))
                         self._batch_bytes += piece.nbytes
                     self._end_if_over(job)
-                if in_flight and (turn is None or len(in_flight) == _IN_FLIGHT):
+                if in_flight and (not has_turn or len(in_flight) == _IN_FLIGHT):
                     self._finish(*in_flight.popleft())
                 self._count(0)
 
@@ -227,22 +218,6 @@ class Link:
         is_first_trial = self._choice.by_engine and self._choice.alone and not self._choice.again
         return self._tuning.trial_bytes if is_first_trial else self._tuning.batch_bytes
 
-    def _timed_part(self, job: Job, piece: Piece) -> Piece | None:
-        """As much of the piece as this batch takes; the rest is its client's next one. None: the job has failed."""
-        most = self._most_bytes()
-        with self._changed:
-            self._at_turn = None
-            if job.error is not None:
-                job.in_flight -= 1
-                return None
-            if self._best is None or piece.nbytes <= most:
-                return piece
-            job.pieces.appendleft(piece.rest(most))
-            if job.all_started:
-                job.all_started = False
-                self._jobs.setdefault(job.client, deque()).appendleft(job)
-        return piece._replace(nbytes=most)
-
     def _begin_batch(self) -> None:
         self._count(0)
         self._batch_bytes, self._batch_began = 0, self.copied.seconds
@@ -255,7 +230,7 @@ class Link:
         """From here on time counts."""
         now = time.monotonic()
         if now - self._counted_until > _PAUSE_S:
-            self.last = Copied()
+            self.last = CopyTotals()
         if now - self._counted_until > _STALE_S and self._best is not None:
             self._use(self._best)
         self._counted_until = now
@@ -266,27 +241,36 @@ class Link:
         seconds, self._counted_until = now - self._counted_until, now
         self.copied, self.last = self.copied.plus(nbytes, seconds), self.last.plus(nbytes, seconds)
 
-    def _next_turn(self, wait: bool) -> tuple[Job, Piece | None] | None:
-        """A piece of the next client's first job; None if there is no job, or, if this was to wait, at the end."""
+    def _has_turn(self, wait: bool) -> bool:
+        """Whether there is a job to go on with; if this is to wait, it says no only at the end."""
         with self._changed:
-            while not self._jobs:
-                if not wait or self._stopping:
-                    return None
+            while wait and not self._turns and not self._stopping:
                 self._changed.wait()
-            client = next(iter(self._jobs))
-            jobs = self._jobs.pop(client)
+            return bool(self._turns)
+
+    def _take(self) -> tuple[Job, LinkPiece | None]:
+        """The next client's first job, and its next piece, or as much of that as this batch takes.
+
+        A job that was cancelled has none.
+        """
+        with self._changed:
+            client = next(iter(self._turns))
+            jobs = self._turns.pop(client)
             job = jobs[0]
-            piece = job.pieces.popleft() if job.pieces else None  # a job that was cancelled has none
+            piece = job.pieces.popleft() if job.pieces else None
+            most = self._most_bytes()
+            if piece is not None and self._best is not None and piece.nbytes > most:
+                block, offset, lent_offset, nbytes = piece
+                job.pieces.appendleft(LinkPiece(block, offset + most, lent_offset + most, nbytes - most))
+                piece = piece._replace(nbytes=most)
             if not job.pieces:
-                jobs.popleft().all_started = True
+                jobs.popleft()
             if jobs:
-                self._jobs[client] = jobs  # behind the others
-            if piece is not None:
-                job.in_flight += 1
-                self._at_turn = job
+                self._turns[client] = jobs  # behind the others
+            job.in_flight += piece is not None
             return job, piece
 
-    def _start(self, job: Job, piece: Piece, stack: ExitStack) -> _core.CopyStream | None:
+    def _start(self, job: Job, piece: LinkPiece, stack: ExitStack) -> _core.CopyStream | None:
         """The stream that copies the piece; None if that failed: the job fails, too."""
         stream: _core.CopyStream | None = None
         try:
@@ -305,7 +289,7 @@ class Link:
             self._fail(job, error)
             return None
 
-    def _to_device(self, stream: _core.CopyStream, address: int, piece: Piece) -> None:
+    def _to_device(self, stream: _core.CopyStream, address: int, piece: LinkPiece) -> None:
         if self._choice.alone and not self._batch_bytes:
             self._begin_batch()  # what the import took is not the rate of a copy
         if not self._choice.by_engine and _reached_by_kernels(piece, address):
@@ -334,11 +318,13 @@ class Link:
             job.fail(error)
 
     def _end_if_over(self, job: Job) -> None:
-        if job.all_started and not job.in_flight and not job.ended:
-            job.ended = True
-            job.done(job.error)
+        with self._changed:
+            if job not in self._jobs or job.pieces or job.in_flight:
+                return
+            self._jobs.remove(job)
+        job.done(job.error)
 
 
-def _reached_by_kernels(piece: Piece, address: int) -> bool:
+def _reached_by_kernels(piece: LinkPiece, address: int) -> bool:
     """Memory of a vault before this one may not be registered: then a kernel that reads it would end the context."""
     return piece.block.pinned and (address | (piece.block.address + piece.offset)) % 16 == 0

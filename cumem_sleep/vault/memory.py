@@ -27,7 +27,8 @@ class Slab:
         self.block = block
         self.descriptor = descriptor
         self.is_adopted = is_adopted
-        self.identity = identity(descriptor)
+        facts = os.fstat(descriptor)
+        self.identity = facts.st_dev, facts.st_ino  # of the file, the same for every descriptor of it
 
     @property
     def nbytes(self) -> int:
@@ -50,12 +51,6 @@ class Slab:
             log.warning("%s of a slab go back only when its owners close it: %s", format_bytes(self.nbytes), error)
         finally:
             self.let_go()
-
-
-def identity(descriptor: int) -> tuple[int, int]:
-    """Of the file, the same for every descriptor of it."""
-    facts = os.fstat(descriptor)
-    return facts.st_dev, facts.st_ino
 
 
 def take(

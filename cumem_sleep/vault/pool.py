@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +21,7 @@ _ALIGNMENT = 2 << 20  # a huge page
 
 
 @dataclass(frozen=True)
-class Host:
+class VaultHost:
     """What the vault may use of its host.
 
     Attributes:
@@ -39,10 +39,11 @@ class Host:
     try_again_s: float = 5.0
 
 
-class Pool:
+class VaultPool:
     """Slabs, and the ledger of what lies in them. Its calls belong to one thread; another one takes memory.
 
     Attributes:
+        is_stopped: no more memory is taken, since the vault is about to end.
         short: why no more memory is being taken, or "".
         prefaulted_bytes: of the slab that is being taken, whose pages are there.
     """
@@ -53,7 +54,7 @@ class Pool:
         slab_bytes: int | None,
         device: int,
         nodes: Sequence[int],
-        host: Host,
+        host: VaultHost,
         post: Callable[[Callable[[], None]], None],
         changed: Callable[[], None],
     ) -> None:
@@ -82,23 +83,19 @@ class Pool:
         self._slabs: dict[int, memory.Slab] = {}
         self._last_slab = 0
         self._taker = ThreadPoolExecutor(1, "vault-memory")
-        self._is_taking = self._is_stopped = self._is_finished = False
+        self._is_taking = self.is_stopped = self._is_finished = False
         self._try_again = 0.0
         self._is_short_said = False
         self._reserved_are_left = host.reserved_huge_pages
         self._tenths_said = 0
 
-    def block(self, slab: int) -> _core.HostBlock:
-        """Its memory, for copies."""
-        return self._slabs[slab].block
-
     def slab(self, slab: int) -> memory.Slab:
-        """That slab, for its descriptor."""
+        """The slab of that number."""
         return self._slabs[slab]
 
-    def out_of_memory(self, needed_bytes: int, names: Mapping[Hashable, str]) -> OutOfHostMemory:
+    def out_of_memory(self, needed_bytes: int, available: int, names: Mapping[Hashable, str]) -> OutOfHostMemory:
         """That so much cannot be had, neither now nor when all memory is taken. `names`: what it calls the owners."""
-        available, holders = self.ledger.available_bytes(), self.ledger.who_holds(names)
+        holders = self.ledger.who_holds(names)
         missing = self.memory_bytes - self.ledger.own_bytes - self.ledger.adopted_bytes
         if self.short and needed_bytes <= available + missing:
             why = f"{holders}; the vault has {self._of_all()}, and cannot take more now: {self.short}"
@@ -107,17 +104,13 @@ class Pool:
 
     def bytes_to_come(self) -> int:
         """Of memory that is still being taken."""
-        if self.short or self._is_stopped:
+        if self.short or self.is_stopped:
             return 0
         return max(0, self.memory_bytes - self.ledger.own_bytes - self.ledger.adopted_bytes) // _ALIGNMENT * _ALIGNMENT
 
-    def stop_taking(self) -> None:
-        """Take no more memory."""
-        self._is_stopped = True
-
     def finish(self) -> None:
         """Take no more memory, and wait for what is being done; what comes of it is still posted."""
-        self._is_stopped = self._is_finished = True
+        self.is_stopped = self._is_finished = True
         self._taker.shutdown()
 
     def close(self) -> None:
@@ -177,7 +170,7 @@ class Pool:
             self._changed()
             return
         self._is_short_said = False
-        if self._is_stopped or slab.nbytes > self.bytes_to_come():  # something was adopted meanwhile
+        if self.is_stopped or slab.nbytes > self.bytes_to_come():  # something was adopted meanwhile
             self._give_back(slab)
         else:
             self.ledger.add_slab(self._number(slab), slab.nbytes, node)
@@ -211,11 +204,9 @@ class Pool:
             raise
         return found
 
-    def making_room(self, looked_at: Future[list[memory.Slab]]) -> Iterator[None]:
-        """Do most of what `adopt` has to do for these slabs, in steps."""
-        if looked_at.exception() is None:
-            new = self._unknown(looked_at.result())
-            yield from self.ledger.emptying(self._excess(sum(slab.nbytes for slab in new.values())))
+    def make_room(self, found: Sequence[memory.Slab], most: int) -> bool:
+        """Evict what `adopt` has to for these slabs, at most so many holds; returns whether that was all."""
+        return self.ledger.empty(self.ledger.to_empty(self._excess(self._unknown(found))), most)
 
     def adopt(self, found: Sequence[memory.Slab], names: Mapping[Hashable, str]) -> list[int]:
         """The numbers of these slabs, after as much of our own memory was given back.
@@ -225,8 +216,14 @@ class Pool:
             InvalidState: the vault is about to end. Likewise.
         """
         new = self._unknown(found)
+        excess = self._excess(new)
+        empty = self.ledger.to_empty(excess)
         try:
-            self._make_room(sum(slab.nbytes for slab in new.values()), names)
+            if self.is_stopped:
+                raise InvalidState("the vault is shutting down: offer this to its successor")
+            if excess and not empty:
+                nbytes = sum(slab.nbytes for slab in new.values())
+                raise OutOfHostMemory(nbytes, max(0, nbytes - excess), "vault", self.ledger.who_holds(names))
         except CumemSleepError:
             new.clear()
             raise
@@ -234,6 +231,9 @@ class Pool:
             for slab in found:
                 if new.get(slab.identity) is not slab:  # several owners show the same one
                     self._give_back(slab)
+        self.ledger.empty(empty)
+        for number in empty:
+            self._remove(number)
         for slab in new.values():
             self.ledger.add_adopted_slab(self._number(slab), slab.nbytes)
         known = {slab.identity: number for number, slab in self._slabs.items()}
@@ -241,30 +241,19 @@ class Pool:
 
     def tidy(self) -> None:
         """Let go of adopted slabs without backups, and take memory of our own in their place."""
-        for number in self.ledger.empty_slabs(adopted=True):
+        for number in self.ledger.empty_adopted_slabs():
             self._remove(number)
         if not self.short:
             self.take_more()
-
-    def _make_room(self, nbytes: int, names: Mapping[Hashable, str]) -> None:
-        if self._is_stopped:
-            raise InvalidState("the vault is shutting down: offer this to its successor")
-        excess = self._excess(nbytes)
-        if not excess:
-            return
-        empty = self.ledger.empty(excess)
-        if not empty:
-            raise OutOfHostMemory(nbytes, max(0, nbytes - excess), "vault", self.ledger.who_holds(names))
-        for number in empty:
-            self._remove(number)
 
     def _unknown(self, found: Sequence[memory.Slab]) -> dict[tuple[int, int], memory.Slab]:
         """Those that are not adopted yet, by their identities: several owners may show the same one."""
         known = {slab.identity for slab in self._slabs.values()}
         return {slab.identity: slab for slab in found if slab.identity not in known}
 
-    def _excess(self, nbytes: int) -> int:
-        """How much of our own memory has to go for so many bytes more."""
+    def _excess(self, new: Mapping[tuple[int, int], memory.Slab]) -> int:
+        """How much of our own memory has to go for these."""
+        nbytes = sum(slab.nbytes for slab in new.values())
         return max(0, self.ledger.own_bytes + self.ledger.adopted_bytes + nbytes - self.memory_bytes)
 
     def _number(self, slab: memory.Slab) -> int:

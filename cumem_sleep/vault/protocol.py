@@ -26,11 +26,12 @@ from typing import Any, NamedTuple
 
 from ..errors import DriverError, InvalidArgument, InvalidState, OutOfHostMemory, VaultError
 
-VERSION = 2
+VERSION = 3
 MAX_REQUEST_BYTES = 2 << 20
 MAX_REQUEST_VALUES = 1 << 17  # numbers, strings and so on: parsing them takes the vault 15 to 35 ms
 MAX_ANSWER_BYTES = 64 << 20
 MAX_AT_ONCE = 1 << 16  # of one list in a request
+MAX_BACKUPS = 1 << 9  # that a request is about: the vault needs about 15 µs for each
 MAX_DESCRIPTORS = 253  # of one message: SCM_MAX_FD
 BUSY_INTERVAL_S = 1.0
 
@@ -50,10 +51,9 @@ class OtherVersion(Nonsense):
 
     def __init__(self, version: int) -> None:
         super().__init__(f"received version {version} of the protocol, expected version {VERSION}")
-        self.version = version
 
 
-class Message(NamedTuple):
+class VaultMessage(NamedTuple):
     """One message; the descriptors are the receiver's to close. `descriptors_lost`: this process can open no more."""
 
     body: dict[str, Any]
@@ -95,14 +95,14 @@ class Channel:
             close_all(self._batches.popleft()[0])
         self._drop_unsent()
 
-    def send(self, body: Mapping[str, Any] | str, descriptors: Sequence[int] = (), version: int = VERSION) -> None:
-        """Send it now or with later calls of `flush`; a str is JSON. The descriptors are the channel's from here on.
+    def send(self, body: Mapping[str, Any], descriptors: Sequence[int] = (), version: int = VERSION) -> None:
+        """Send it now or with later calls of `flush`. The descriptors are the channel's from here on.
 
         Raises:
             InvalidArgument: it is longer than the other side takes; nothing was sent.
             OSError: the connection has ended.
         """
-        text = (body if isinstance(body, str) else json.dumps(body, separators=(",", ":"))).encode()
+        text = json.dumps(body, separators=(",", ":")).encode()
         if len(text) > self._max_sent_bytes or len(descriptors) > MAX_DESCRIPTORS:
             close_all(descriptors)
             raise InvalidArgument(
@@ -159,7 +159,7 @@ class Channel:
         self._received += content
         return bool(content)
 
-    def next_message(self) -> Message | None:
+    def next_message(self) -> VaultMessage | None:
         """The next whole message that has come, or None.
 
         Raises:
@@ -182,21 +182,23 @@ class Channel:
         text = bytes(self._received[_HEADER.size : end])
         del self._received[:end]
         descriptors, lost = self._batches.popleft() if count and self._batches else ([], False)
-        if (len(descriptors) != count and not lost) or len(self._batches) > (len(self._received) > 0):
+        try:
+            if (len(descriptors) != count and not lost) or len(self._batches) > (len(self._received) > 0):
+                raise Nonsense("a message's descriptor count does not match its header")
+            return VaultMessage(self._body(text), descriptors, lost)
+        except Nonsense:
             close_all(descriptors)
-            raise Nonsense("a message's descriptor count does not match its header")
+            raise
+
+    def _body(self, text: bytes) -> dict[str, Any]:
         if self._max_received_values is not None and _values(text) > self._max_received_values:
-            close_all(descriptors)
             raise Nonsense(f"a message has over {self._max_received_values} values")
         decode = json.loads if self._max_received_values is None else _WITHOUT_FRACTIONS.decode
-        try:
+        with suppress(ValueError, RecursionError):
             body = decode(text.decode())
-        except (ValueError, RecursionError):
-            body = None
-        if not isinstance(body, dict):
-            close_all(descriptors)
-            raise Nonsense("a message is not a JSON object")
-        return Message(body, descriptors, lost)
+            if isinstance(body, dict):
+                return body
+        raise Nonsense("a message is not a JSON object")
 
     def _check_unfinished(self) -> None:
         """Of a message that has not come as a whole, the descriptors come with its first byte; there are no others."""
@@ -229,7 +231,7 @@ _WITHOUT_FRACTIONS = json.JSONDecoder(parse_float=_refuse_fraction)  # these tak
 
 
 def close_all(descriptors: Sequence[int]) -> None:
-    """Close descriptors of this process."""
+    """Close descriptors of this process; -1 stands for none."""
     for descriptor in descriptors:
         with suppress(OSError):
             os.close(descriptor)
@@ -264,25 +266,25 @@ def boolean(body: Mapping[str, Any], name: str) -> bool:
     return value
 
 
-def integers(body: Mapping[str, Any], name: str) -> list[int]:
+def integers(body: Mapping[str, Any], name: str, most: int = MAX_AT_ONCE) -> list[int]:
     """The list of whole numbers of that name, none negative. Raises Nonsense: there is none."""
-    value = _list(body, name)
+    value = _list(body, name, most)
     _check_numbers(name, value)
     return value
 
 
 def rows(body: Mapping[str, Any], name: str, columns: int) -> list[list[int]]:
     """The list of that name, of rows of so many whole numbers. Raises Nonsense: there is none."""
-    value = _list(body, name)
+    value = _list(body, name, MAX_AT_ONCE)
     if not all(isinstance(row, list) and len(row) == columns for row in value):
         raise Nonsense(f"{name}: expected rows of {columns} numbers")
     _check_numbers(name, chain.from_iterable(value))
     return value
 
 
-def objects(body: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
+def objects(body: Mapping[str, Any], name: str, most: int) -> list[dict[str, Any]]:
     """The list of objects of that name. Raises Nonsense: there is none."""
-    value = _list(body, name)
+    value = _list(body, name, most)
     if not all(isinstance(each, dict) for each in value):
         raise Nonsense(f"{name}: expected objects")
     return value
@@ -293,12 +295,12 @@ def _check_numbers(name: str, values: Iterable[object]) -> None:
         raise Nonsense(f"{name}: expected whole numbers")
 
 
-def _list(body: Mapping[str, Any], name: str) -> list[Any]:
+def _list(body: Mapping[str, Any], name: str, most: int) -> list[Any]:
     value = body.get(name)
     if not isinstance(value, list):
         raise Nonsense(f"{name}: expected a list")
-    if len(value) > MAX_AT_ONCE:
-        raise InvalidArgument(f"{name}: {len(value)} at once: expected at most {MAX_AT_ONCE}")
+    if len(value) > most:
+        raise InvalidArgument(f"{name}: {len(value)} at once: expected at most {most}")
     return value
 
 

@@ -22,25 +22,26 @@ from functools import partial
 from .. import _core
 from ..errors import InvalidArgument, VaultError, format_bytes
 from . import protocol
-from .address import Address
-from .ledger import Held
-from .pool import Host, Pool
+from .address import VaultAddress
+from .ledger import HeldBytes
+from .pool import VaultHost, VaultPool
 from .protocol import Nonsense
-from .service import Gpu, Service
+from .service import Service, VaultGpu
 from .session import Session
 
 _MAX_CLIENTS = 256
 _HELLO_WITHIN_S = 10.0
+_TURN_S = 0.002  # of a client that has sent several requests: then others are heard
 
 
-def visible_gpus(wanted: Sequence[str] = ()) -> list[Gpu]:
+def visible_gpus(wanted: Sequence[str] = ()) -> list[VaultGpu]:
     """The GPUs of this process; those of these UUIDs or ordinals only, if any are given.
 
     Raises:
         InvalidArgument: there is no such GPU.
     """
     facts = [(ordinal, _core.device_info(ordinal)) for ordinal in range(_core.device_count())]
-    gpus = [Gpu(info.uuid, ordinal, info.name, info.numa_node) for ordinal, info in facts]
+    gpus = [VaultGpu(info.uuid, ordinal, info.name, info.numa_node) for ordinal, info in facts]
     known = {name: gpu for gpu in gpus for name in (gpu.uuid, str(gpu.ordinal))}
     for name in wanted:
         if name not in known:
@@ -63,12 +64,12 @@ class Vault:
 
     def __init__(
         self,
-        address: Address,
+        address: VaultAddress,
         memory_bytes: int,
-        gpus: Sequence[Gpu],
-        host: Host,
+        gpus: Sequence[VaultGpu],
+        host: VaultHost,
         slab_bytes: int | None = None,
-        used_at_once: Sequence[Gpu] = (),
+        used_at_once: Sequence[VaultGpu] = (),
     ) -> None:
         """Nothing is taken yet.
 
@@ -83,10 +84,10 @@ class Vault:
         self._address = address
         self._say = host.say
         self._sessions: list[Session] = []
-        self._resuming: set[Session] = set()
+        self._to_read: set[Session] = set()
         _raise_descriptor_limit()
         nodes = [gpu.node for gpu in gpus]
-        self._pool = Pool(memory_bytes, slab_bytes, gpus[0].ordinal, nodes, host, self._post, self._memory_changed)
+        self._pool = VaultPool(memory_bytes, slab_bytes, gpus[0].ordinal, nodes, host, self._post, self._serve_waiting)
         self._used_at_once = dict.fromkeys((gpus[0], *used_at_once))
         self._service = Service(
             address.path, gpus, self._pool, self._sessions, self._post, self._end, self._fail, self._gpu_lost
@@ -96,7 +97,6 @@ class Vault:
         self._posted: deque[Callable[[], None]] = deque()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._stopping = ""  # "", "wait" or "now"
-        self._is_stop_noted = False
         self._failure: VaultError | None = None
 
     def run(self) -> None:
@@ -145,7 +145,7 @@ class Vault:
         for _ in range(len(self._posted)):  # what these post comes after everybody else's turn
             self._posted.popleft()()
 
-    def _memory_changed(self) -> None:
+    def _serve_waiting(self) -> None:
         self._service.serve_waiting()
 
     def _gpu_lost(self, failure: VaultError) -> None:
@@ -156,15 +156,14 @@ class Vault:
         if not self._stopping:
             return False
         needed = self._pool.ledger.held().needed
-        if not self._is_stop_noted:
-            self._is_stop_noted = True
+        if not self._pool.is_stopped:
             self._service.take_no_more()
             if needed:
                 self._say(f"asleep: {self._sleepers() or format_bytes(needed)}; the vault {_ENDS[self._stopping]}")
         return self._stopping == "now" or not needed
 
     def _sleepers(self) -> str:
-        held = [(session, self._service.held(session).needed) for session in self._sessions]
+        held = [(session, self._pool.ledger.held(session.owner).needed) for session in self._sessions]
         return ", ".join(f"{session} {format_bytes(needed)}" for session, needed in held if needed)
 
     def _tick(self, now: float) -> None:
@@ -207,7 +206,7 @@ class Vault:
                 self._selector.unregister(self._address.listener)  # until the next tick
             return
         pid, uid = protocol.peer_credentials(connection)
-        session = Session(connection, pid, time.monotonic(), self._resume)
+        session = Session(connection, pid, time.monotonic(), self._read_later)
         self._sessions.append(session)
         if uid != os.getuid():
             self._cut_off(session, f"it runs as user {uid}, and this vault serves user {os.getuid()} only")
@@ -224,7 +223,7 @@ class Vault:
             return
         try:
             session.channel.flush()
-            goes_on = not session.may_ask or session.channel.receive()
+            goes_on = not self._hears(session) or session.channel.receive()
         except OSError:
             goes_on = False
         self._read_on(session)
@@ -233,9 +232,13 @@ class Vault:
 
     def _read_on(self, session: Session) -> None:
         """Do what was asked, as long as not too much is open; then see what to wait for."""
-        self._resuming.discard(session)
+        self._to_read.discard(session)
+        turn_ends = time.monotonic() + _TURN_S
         try:
             while session.is_served and session.may_ask:
+                if time.monotonic() > turn_ends:
+                    self._read_later(session)
+                    break
                 message = session.channel.next_message()
                 if message is None:
                     break
@@ -245,8 +248,12 @@ class Vault:
         if session.is_served:
             self._listen(session)
 
+    def _hears(self, session: Session) -> bool:
+        """Whether it is to be read from: not before what it has sent is done."""
+        return session.may_ask and session not in self._to_read
+
     def _listen(self, session: Session) -> None:
-        events = selectors.EVENT_READ if session.may_ask else 0
+        events = selectors.EVENT_READ if self._hears(session) else 0
         events |= selectors.EVENT_WRITE if session.channel.unsent_bytes else 0
         callback = partial(self._readable, session)
         registered = session.channel in self._selector.get_map()
@@ -254,12 +261,12 @@ class Vault:
             self._selector.modify(session.channel, events, callback)
         elif events:
             self._selector.register(session.channel, events, callback)
-        elif registered:
-            self._selector.unregister(session.channel)  # its answers wake it up; its end is seen by its pidfd, or later
+        else:
+            self._unregister(session.channel)  # its answers wake it up; its end is seen by its pidfd, or later
 
-    def _resume(self, session: Session) -> None:
-        if session not in self._resuming:
-            self._resuming.add(session)
+    def _read_later(self, session: Session) -> None:
+        if session not in self._to_read:
+            self._to_read.add(session)
             self._post(partial(self._read_on, session))
 
     def _fail(self, session: Session, error: Exception) -> None:
@@ -274,14 +281,13 @@ class Vault:
         """Do no more for it. It keeps its backups until it ends the connection: it can read them itself."""
         if session.is_cut_off:
             return
-        self._service.count_cut_off()
+        self._service.cut_off += 1
         self._say(f"{session} is cut off: {reason}")
         session.send({"cut": reason})
         session.is_cut_off = True
         self._service.cancel(session)
-        if session.channel in self._selector.get_map():
-            self._selector.unregister(session.channel)
-        if not session.lent and self._service.held(session) == Held():
+        self._unregister(session.channel)
+        if not session.lent and self._pool.ledger.held(session.owner) == HeldBytes():
             self._end(session)
 
     def _end(self, session: Session) -> None:
@@ -289,12 +295,15 @@ class Vault:
         if not session.is_open:
             return
         self._sessions.remove(session)
-        if session.channel in self._selector.get_map():
-            self._selector.unregister(session.channel)
-        if session.process >= 0 and session.process in self._selector.get_map():
-            self._selector.unregister(session.process)
+        self._unregister(session.channel)
+        if session.process >= 0:
+            self._unregister(session.process)
         session.close()
         self._service.forget(session)
+
+    def _unregister(self, file: protocol.Channel | int) -> None:
+        if file in self._selector.get_map():
+            self._selector.unregister(file)
 
 
 _ENDS = {"wait": "ends when they have woken", "now": "ends; they can still wake, more slowly"}

@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 from . import protocol
-from .link import Lent
+from .link import BorrowedMemory
 from .protocol import Channel
 
 _MAX_OPEN_REQUESTS = 128
@@ -26,7 +26,7 @@ class Session:
         is_greeted: it has said hello.
         identity: the same for all connections of one client, of which each takes over from those before.
         is_open: it is connected; no more after `Vault` has ended the session.
-        at_work: how many requests are being worked at, a few steps at a time. Meanwhile no other one is heard.
+        owner: what the ledger knows it by. A later connection of the same client takes it over.
         is_cut_off: nothing more is done for it. It keeps its backups until it ends the connection.
         lent: its memory that may be mapped here, by its own numbers.
         known_slabs: of which it has a descriptor.
@@ -44,8 +44,8 @@ class Session:
         self.is_open = True
         self.is_cut_off = False
         self.open_requests = 0
-        self.at_work = 0
-        self.lent: dict[int, Lent] = {}
+        self.owner = object()
+        self.lent: dict[int, BorrowedMemory] = {}
         self.known_slabs: set[int] = set()
         self.process = -1
         self._resume = resume
@@ -59,20 +59,19 @@ class Session:
     @property
     def may_ask(self) -> bool:
         """Whether it has not too much open, or too many answers unread."""
-        is_quiet = self.open_requests < _MAX_OPEN_REQUESTS and self.channel.unsent_bytes < _MAX_UNSENT_BYTES
-        return is_quiet and not self.at_work
+        return self.open_requests < _MAX_OPEN_REQUESTS and self.channel.unsent_bytes < _MAX_UNSENT_BYTES
 
     @property
-    def is_copying(self) -> bool:
-        """Whether copies from or to its memory are under way."""
-        return any(lent.jobs for lent in self.lent.values())
+    def has_lent(self) -> bool:
+        """Whether memory of its own may be mapped here, or being copied."""
+        return not all(lent.is_returned for lent in self.lent.values())
 
     @property
     def is_served(self) -> bool:
         """Whether it is there, and was not cut off."""
         return self.is_open and not self.is_cut_off
 
-    def send(self, body: Mapping[str, Any] | str, descriptors: Sequence[int] = ()) -> None:
+    def send(self, body: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
         """Say it, if there is still somebody. That the connection has ended is found by who reads it."""
         if not self.is_served:
             protocol.close_all(descriptors)
@@ -80,23 +79,17 @@ class Session:
         with suppress(OSError):
             self.channel.send(body, descriptors)
 
-    def answer(self, request: int, result: Mapping[str, Any] | str | Exception) -> None:
-        """The one answer to a request; a str is JSON already."""
-        if isinstance(result, Exception):
-            self.send({"id": request, "error": protocol.error_to_json(result)})
-        elif isinstance(result, str):
-            self.send(f'{{"id":{request},"ok":{result}}}')
-        else:
-            self.send({"id": request, "ok": result})
+    def answer(self, request: int, result: Mapping[str, Any] | Exception) -> None:
+        """The one answer to a request. With it the client may ask on."""
+        kind, said = ("error", protocol.error_to_json(result)) if isinstance(result, Exception) else ("ok", result)
+        could_ask = self.may_ask
+        self.send({"id": request, kind: said})
         self.open_requests -= 1
-        self.go_on()
-
-    def go_on(self) -> None:
-        """Hear its next request, if it may ask."""
-        self._resume(self)
+        if not could_ask or self.channel.unsent_bytes:
+            self._resume(self)
 
     def close(self) -> None:
         """End the connection."""
         self.is_open = False
         self.channel.close()
-        protocol.close_all([self.process] if self.process >= 0 else [])
+        protocol.close_all([self.process])

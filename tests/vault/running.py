@@ -17,7 +17,7 @@ from support import DRIVER
 
 import cumem_sleep
 from cumem_sleep import _core
-from cumem_sleep.vault.client import Backup, Key, Lent, Range, Sealed, VaultClient
+from cumem_sleep.vault.client import Key, LentMemory, Range, Sealed, VaultBackup, VaultClient
 from cumem_sleep.vault.ledger import UNIT_BYTES
 
 MIB = 1 << 20
@@ -108,12 +108,12 @@ class Segment:
         self.client, self.address, self.nbytes = client, address, nbytes
         self.gpu = _core.device_info(device).uuid
 
-    def lend(self) -> tuple[Lent, int]:
+    def lend(self) -> tuple[LentMemory, int]:
         """Its memory, and where in that it lies."""
         descriptor, base, nbytes = _core.export_memory(self.address)
         return self.client.lend(self.gpu, descriptor, nbytes), self.address - base
 
-    def ranges(self, backup: Backup, lent_offset: int = 0) -> list[Range]:
+    def ranges(self, backup: VaultBackup, lent_offset: int = 0) -> list[Range]:
         """In pieces that are not whole pages."""
         step = 3 * MIB + 17
         return [
@@ -121,35 +121,35 @@ class Segment:
             for start in range(0, backup.nbytes, step)
         ]
 
-    def back_up(self, nbytes: int | None = None) -> Backup:
+    def back_up(self, nbytes: int | None = None) -> VaultBackup:
         (backup,) = self.client.reserve(self.gpu, [self.nbytes if nbytes is None else nbytes])
         self.write(backup)
         return backup
 
-    def write(self, backup: Backup) -> None:
+    def write(self, backup: VaultBackup) -> None:
         lent, offset = self.lend()
         self.client.wait([self.client.write(lent, self.ranges(backup, offset))])
         take_back(self.client, [lent])
 
-    def read(self, backup: Backup) -> None:
+    def read(self, backup: VaultBackup) -> None:
         lent, offset = self.lend()
         self.client.wait([self.client.read(lent, self.ranges(backup, offset))])
         take_back(self.client, [lent])
 
 
-def take_back(client: VaultClient, lent: Sequence[Lent]) -> None:
+def take_back(client: VaultClient, lent: Sequence[LentMemory]) -> None:
     """Return when the vault has given this memory back."""
     request = client.begin_to_take_back(lent)
     client.wait([] if request is None else [request])
 
 
-def seal(client: VaultClient, backup: Backup, name: str, note: str = "") -> Key:
+def seal(client: VaultClient, backup: VaultBackup, name: str, note: str = "") -> Key:
     key = Key(name, backup.nbytes, "")
     client.seal([Sealed(backup, key, note)])
     return key
 
 
-def from_slabs(client: VaultClient, backup: Backup) -> bytes:
+def from_slabs(client: VaultClient, backup: VaultBackup) -> bytes:
     """The backup, as its owner reads it without the vault."""
     content = b""
     for slab, offset, nbytes in backup.extents:

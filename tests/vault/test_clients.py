@@ -188,7 +188,8 @@ def test_what_is_too_long_is_refused_and_ends_nothing(client: VaultClient) -> No
     gpu = client.gpus[0]
     (backup,) = client.reserve(gpu, [PAGE])
     for refused in (
-        lambda: client.reserve(gpu, [1] * 65537),
+        lambda: client._ask("reserve", gpu=gpu, sizes=[1] * (protocol.MAX_BACKUPS + 1), more_bytes=0, wait=False),
+        lambda: client._ask("release", numbers=[], slabs=[1] * 65537),
         lambda: client.find("x" * 257, []),
         lambda: client.find(gpu, [Key("x" * 65, 1, "")]),
         lambda: client.seal([Sealed(backup, Key("x", PAGE, ""), "n" * 8192)]),
@@ -351,13 +352,15 @@ def in_this_process(folder: pathlib.Path) -> Iterator[Callable[..., VaultClient]
     """Connects to a vault that runs in a thread here, so that what it reads can be patched."""
     import threading
 
-    from cumem_sleep.vault.address import Address
-    from cumem_sleep.vault.pool import Host
+    from cumem_sleep.vault.address import VaultAddress
+    from cumem_sleep.vault.pool import VaultHost
     from cumem_sleep.vault.server import Vault, visible_gpus
 
     _core.open_driver(str(pathlib.Path(_core.__file__).parent / "libcuda_sim.so"))
     lines: list[str] = []
-    vault = Vault(Address(folder / "vault.sock"), 4 * PAGE, visible_gpus(), Host(lambda: 1 << 40, 1, lines.append))
+    vault = Vault(
+        VaultAddress(folder / "vault.sock"), 4 * PAGE, visible_gpus(), VaultHost(lambda: 1 << 40, 1, lines.append)
+    )
     thread = threading.Thread(target=vault.run)
     thread.start()
     yield lambda deadline_s=30: VaultClient(folder / "vault.sock", "test", deadline_s)

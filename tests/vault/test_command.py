@@ -19,8 +19,6 @@ from cumem_sleep.vault.client import VaultClient
 
 pytestmark = [pytest.mark.sim, pytest.mark.slow]
 
-ROOT = pathlib.Path(__file__).parent.parent.parent
-
 
 @pytest.fixture
 def asleep(vault: RunningVault, client: VaultClient, allocator: CuMemAllocator) -> RunningVault:

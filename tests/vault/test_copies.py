@@ -10,7 +10,7 @@ from running import MIB, RunningVault, Segment, eventually, from_slabs, seal, ta
 from support import PAGE, Memory, assert_clean_exit, run_script
 
 from cumem_sleep import CuMemAllocator, DriverError, InvalidArgument, InvalidState, OutOfHostMemory, _core
-from cumem_sleep.vault.client import Backup, Range, VaultClient
+from cumem_sleep.vault.client import Range, VaultBackup, VaultClient
 from cumem_sleep.vault.ledger import Key
 
 
@@ -82,13 +82,13 @@ def test_slabs_are_read_only(segment: MakeSegment, client: VaultClient) -> None:
 
 def test_slabs_without_backups_are_closed(segment: MakeSegment, client: VaultClient) -> None:
     first, second = segment(PAGE).back_up(), segment(PAGE).back_up()
-    assert len(client.slabs) == 1
+    assert len(client.slabs.numbers) == 1
     client.release([first])
-    assert len(client.slabs) == 1
+    assert len(client.slabs.numbers) == 1
     client.release([second])
-    assert len(client.slabs) == 0
+    assert len(client.slabs.numbers) == 0
     segment(PAGE).back_up()
-    assert len(client.slabs) == 1
+    assert len(client.slabs.numbers) == 1
 
 
 # Sharing
@@ -244,7 +244,7 @@ def test_anothers_backup_cannot_be_read_or_given_back(
     content = memory.fill_random(mine.address, PAGE)
     backup = mine.back_up()
     other = Segment(vault.client("other"), mine.address, PAGE)
-    stolen = Backup(backup.number, backup.nbytes, (), "")
+    stolen = VaultBackup(backup.number, backup.nbytes, (), "")
     for steal in (other.read, other.write):
         with pytest.raises(InvalidState, match="not held"):
             steal(stolen)

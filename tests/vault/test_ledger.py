@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 
 import pytest
 from hypothesis import settings, stateful
 from hypothesis import strategies as st
 
 from cumem_sleep import InvalidArgument, InvalidState, OutOfHostMemory
-from cumem_sleep.vault.ledger import UNIT_BYTES, Extent, Held, Hold, Key, Ledger
+from cumem_sleep.vault import ledger as ledger_module
+from cumem_sleep.vault.ledger import UNIT_BYTES, HeldBytes, Hold, Key, Ledger, SlabRange
 
 GPU = "GPU-0"
 SLAB = 8 * UNIT_BYTES
@@ -29,6 +31,63 @@ def ledger(slabs: int = 2) -> Ledger:
     return made
 
 
+def holds_of(books: Ledger) -> dict[int, Hold]:
+    """All holds, by their numbers."""
+    return {number: hold for holds in books._holds.values() for number, hold in holds.items()}
+
+
+def check(books: Ledger) -> None:
+    """What is always true."""
+    free = [SlabRange(*at, nbytes) for runs in books._runs.values() for at, nbytes in runs._sizes_at.items()]
+    covered: dict[int, list[tuple[int, int]]] = {slab: [] for slab in books._slabs}
+    for extent in free:
+        covered[extent.slab].append((extent.offset, extent.nbytes))
+    assert holds_of(books) == {hold.number: hold for entry in books._entries for hold in entry.holds}
+    for entry in books._entries:
+        assert entry.holds or entry.copies, "an entry that nobody holds"
+        assert all(hold.entry is entry for hold in entry.holds)
+        assert entry.key is None or books._by_key[entry.key] is entry, "two entries of the same bytes"
+        assert entry.nbytes <= entry.taken_bytes
+        assert entry.slabs == {extent.slab for extent in entry.extents}
+        assert (entry in books._evictable) == (not entry.needed and not entry.is_adopted)
+        assert entry.owners == len({hold.owner for hold in entry.holds})
+        for extent in entry.extents:
+            if not books._slabs[extent.slab].is_adopted:
+                covered[extent.slab].append((extent.offset, extent.nbytes))
+    for number, each in books._slabs.items():
+        assert each.entries == {entry for entry in books._entries if number in entry.slabs}
+        at = 0
+        for offset, nbytes in sorted(covered[number]):
+            assert offset == at, "extents overlap, or bytes are lost"
+            at += nbytes
+        assert at == (0 if each.is_adopted else each.nbytes)
+    runs = sorted(free)
+    assert all(left.slab != right.slab or left.offset + left.nbytes < right.offset for left, right in pairwise(runs))
+    assert books.free_bytes == sum(run.nbytes for run in free)
+    assert books._evictable_bytes == sum(entry.taken_bytes for entry in books._evictable)
+    assert [entry.used for entry in books._evictable] == sorted(entry.used for entry in books._evictable)
+    assert books._by_key.keys() == {entry.key for entry in books._entries if entry.key is not None}
+    check_what_is_held(books)
+
+
+def check_what_is_held(books: Ledger) -> None:
+    groups = {group for hold in holds_of(books).values() for group in ledger_module._groups(hold)}
+    assert books._held.keys() - {ledger_module._ALL} == groups - {ledger_module._ALL}
+    for group in {*groups, ledger_module._ALL}:
+        needed = retained = shared = 0
+        for entry in books._entries:
+            meant = [hold for hold in entry.holds if group in ledger_module._groups(hold)]
+            copies = entry.copies if group == ledger_module._ALL else 0
+            if meant or copies:
+                is_needed = copies > 0 or any(hold.needed for hold in meant)
+                needed += entry.taken_bytes * is_needed
+                retained += entry.taken_bytes * (not is_needed)
+                shared += entry.taken_bytes * (entry.owners > 1)
+        assert books.held(*group) == HeldBytes(needed, retained, shared)
+    saved = [entry.taken_bytes * (len(entry.holds) - 1) for entry in books._entries if entry.holds]
+    assert books.saved_bytes == sum(saved)
+
+
 def test_a_reservation_is_exact_to_a_unit() -> None:
     books = ledger()
     (small, large) = books.reserve("a", GPU, [1, UNIT_BYTES + 1])
@@ -41,8 +100,9 @@ def test_a_reservation_that_does_not_fit_changes_nothing_and_says_who_holds_what
     books.reserve("a", GPU, [SLAB])
     kept = books.reserve("b", GPU, [UNIT_BYTES])[0]
     books.mark("b", [kept.number], needed=False)
-    with pytest.raises(OutOfHostMemory, match=r"vault.*pid 1 \(vllm\) holds 512\.00 KiB") as failure:
-        books.reserve("b", GPU, [UNIT_BYTES, SLAB], names={"a": "pid 1 (vllm)", "b": "pid 2"})
+    with pytest.raises(OutOfHostMemory, match="vault") as failure:
+        books.reserve("b", GPU, [UNIT_BYTES, SLAB])
+    assert books.who_holds({"a": "pid 1 (vllm)", "b": "pid 2"}) == "pid 1 (vllm) holds 512.00 KiB"
     assert (failure.value.needed_bytes, failure.value.available_bytes) == (SLAB + UNIT_BYTES, SLAB)
     assert books.hold("b", kept.number) is kept
     assert books.free_bytes == SLAB - UNIT_BYTES
@@ -54,7 +114,7 @@ def test_a_large_reservation_takes_what_lies_between_others() -> None:
     books.release("a", [hold.number for hold in holds[::2]])
     (large,) = books.reserve("a", GPU, [3 * UNIT_BYTES + 1])
     assert len(large.entry.extents) == 4
-    books.check()
+    check(books)
 
 
 def test_ranges_of_a_backup_cross_its_extents() -> None:
@@ -63,12 +123,12 @@ def test_ranges_of_a_backup_cross_its_extents() -> None:
     books.release("a", [holds[0].number, holds[4].number])
     (large,) = books.reserve("a", GPU, [2 * UNIT_BYTES])
     first, second = large.entry.extents
-    assert list(large.entry.ranges(10, 5)) == [Extent(0, first.offset + 10, 5)]
+    assert list(large.entry.ranges(10, 5)) == [SlabRange(0, first.offset + 10, 5)]
     assert list(large.entry.ranges(UNIT_BYTES - 1, 2)) == [
-        Extent(0, first.offset + UNIT_BYTES - 1, 1),
-        Extent(0, second.offset, 1),
+        SlabRange(0, first.offset + UNIT_BYTES - 1, 1),
+        SlabRange(0, second.offset, 1),
     ]
-    assert list(large.entry.ranges(UNIT_BYTES, 7)) == [Extent(0, second.offset, 7)]
+    assert list(large.entry.ranges(UNIT_BYTES, 7)) == [SlabRange(0, second.offset, 7)]
 
 
 def test_equal_bytes_are_found_by_another_owner_and_held_once() -> None:
@@ -79,10 +139,10 @@ def test_equal_bytes_are_found_by_another_owner_and_held_once() -> None:
     assert second is not None
     assert (second.entry, second.entry.note) == (first.entry, "a note")
     assert books.find("b", "GPU-1", key("x", encoding="other")) is None
-    assert books.held() == books.held_by("a") == books.held_for("GPU-1") == Held(UNIT_BYTES, 0, UNIT_BYTES)
-    assert books.saved_bytes() == UNIT_BYTES
+    assert books.held() == books.held("a") == books.held(gpu="GPU-1") == HeldBytes(UNIT_BYTES, 0, UNIT_BYTES)
+    assert books.saved_bytes == UNIT_BYTES
     books.drop_owner("a")
-    assert books.held() == Held(UNIT_BYTES, 0, 0)
+    assert books.held() == HeldBytes(UNIT_BYTES, 0, 0)
 
 
 def test_two_that_copied_the_same_bytes_share_one_entry_once_both_are_sealed() -> None:
@@ -161,7 +221,7 @@ def test_nobody_gets_extents_that_are_being_copied() -> None:
     with pytest.raises(InvalidState, match="still being written"):
         books.seal("a", hold.number, key("x"))
     books.drop_owner("a")
-    books.check()
+    check(books)
     with pytest.raises(OutOfHostMemory):
         books.reserve("b", GPU, [1])
     books.end_copy(entry)
@@ -171,7 +231,7 @@ def test_nobody_gets_extents_that_are_being_copied() -> None:
 def test_adopted_slabs_keep_what_is_shown_and_take_nothing_new() -> None:
     books = ledger(1)
     books.add_adopted_slab(7, SLAB)
-    extents = [Extent(7, 0, UNIT_BYTES), Extent(7, 4 * UNIT_BYTES, UNIT_BYTES)]
+    extents = [SlabRange(7, 0, UNIT_BYTES), SlabRange(7, 4 * UNIT_BYTES, UNIT_BYTES)]
     shown = books.show("a", GPU, key("x", 2 * UNIT_BYTES), "note", UNIT_BYTES + 5, extents)
     again = books.show("b", GPU, key("x", 2 * UNIT_BYTES), "other", UNIT_BYTES + 5, extents)
     assert shown.entry is again.entry
@@ -180,24 +240,24 @@ def test_adopted_slabs_keep_what_is_shown_and_take_nothing_new() -> None:
     books.mark("b", [again.number], needed=False)
     books.reserve("c", GPU, [SLAB])
     assert not books.mark("a", [shown.number], needed=True), "nothing is gained by evicting it"
-    assert books.empty_slabs(adopted=True) == []
+    assert books.empty_adopted_slabs() == []
     books.drop_owner("a")
     books.drop_owner("b")
-    assert books.empty_slabs(adopted=True) == [7]
+    assert books.empty_adopted_slabs() == [7]
     books.remove_slab(7)
     assert books.adopted_bytes == 0
-    books.check()
+    check(books)
 
 
-@pytest.mark.parametrize("extent", [Extent(0, 0, 1), Extent(7, SLAB, 1), Extent(7, 0, 0), Extent(9, 0, 1)])
-def test_extents_that_are_not_in_an_adopted_slab_are_not_taken(extent: Extent) -> None:
+@pytest.mark.parametrize("extent", [SlabRange(0, 0, 1), SlabRange(7, SLAB, 1), SlabRange(7, 0, 0), SlabRange(9, 0, 1)])
+def test_extents_that_are_not_in_an_adopted_slab_are_not_taken(extent: SlabRange) -> None:
     books = ledger(1)
     books.add_adopted_slab(7, SLAB)
     with pytest.raises(InvalidArgument, match="extent"):
         books.show("a", GPU, key("x"), "", 1, [extent])
     with pytest.raises(InvalidArgument, match="extents of 65536 bytes"):
-        books.show("a", GPU, key("x"), "", UNIT_BYTES + 1, [Extent(7, 0, UNIT_BYTES)])
-    books.check()
+        books.show("a", GPU, key("x"), "", UNIT_BYTES + 1, [SlabRange(7, 0, UNIT_BYTES)])
+    check(books)
 
 
 def test_slabs_are_emptied_of_what_nobody_needs() -> None:
@@ -205,25 +265,69 @@ def test_slabs_are_emptied_of_what_nobody_needs() -> None:
     needed, old, new = (books.reserve(owner, GPU, [SLAB])[0] for owner in "abc")
     for owner, hold in (("b", old), ("c", new)):
         books.mark(owner, [hold.number], needed=False)
-    assert books.empty(3 * SLAB) == []
+    assert books.to_empty(3 * SLAB) == []
     assert books.mark("c", [new.number], needed=False) == []
-    assert books.empty(SLAB) == [old.entry.extents[0].slab]
+    chosen = books.to_empty(SLAB)
+    assert chosen == [old.entry.extents[0].slab]
+    assert books.empty(chosen)
     assert books.mark("b", [old.number], needed=True) == [old.number]
     assert books.hold("a", needed.number) is needed
-    books.check()
+    check(books)
 
 
-def test_slabs_are_emptied_in_steps_before_they_go() -> None:
+def test_slabs_are_emptied_a_few_backups_at_a_time() -> None:
     books = ledger(2)
     holds = books.reserve("a", GPU, [UNIT_BYTES] * 16)
     books.mark("a", [hold.number for hold in holds], needed=False)
-    for nothing in (0, 3 * SLAB):
-        assert list(books.emptying(nothing)) == []
-    for _ in books.emptying(SLAB):
-        books.check()
-    assert books.held() == Held(0, SLAB, 0)
-    assert lines_run(lambda: books.empty(SLAB)) < 100, "next to nothing is left to be done"
-    books.check()
+    assert books.to_empty(0) == books.to_empty(3 * SLAB) == []
+    calls = 1
+    while not books.empty(books.to_empty(SLAB), most=3):
+        calls += 1
+        check(books)
+    assert calls == 3
+    assert books.held() == HeldBytes(0, SLAB, 0)
+    check(books)
+
+
+def test_room_is_made_and_owners_go_a_few_backups_at_a_time() -> None:
+    books = ledger(2)
+    holds = books.reserve("a", GPU, [UNIT_BYTES] * 16)
+    books.mark("a", [hold.number for hold in holds[:8]], needed=False)
+    assert [books.make_room(5 * UNIT_BYTES, most=3) for _ in range(2)] == [False, True]
+    assert books.held() == HeldBytes(SLAB, 3 * UNIT_BYTES, 0)
+    assert [books.drop_owner("a", most=7) for _ in range(2)] == [False, True]
+    assert books.held() == HeldBytes()
+    check(books)
+
+
+def test_a_backup_of_many_holds_is_evicted_a_few_at_a_time() -> None:
+    books = ledger(1)
+    (first,) = books.reserve("a", GPU, [SLAB])
+    books.seal("a", first.number, key("x", SLAB))
+    holds = [first, *(books.find("a", GPU, key("x", SLAB)) for _ in range(4))]
+    books.mark("a", [hold.number for hold in holds if hold is not None], needed=False)
+    assert not books.make_room(1, most=3)
+    assert (len(books.numbers("a")), books.evicted_bytes) == (2, 0)
+    assert books.make_room(1, most=3)
+    assert (books.numbers("a"), books.evicted_bytes) == ([], SLAB)
+    check(books)
+
+
+def test_what_is_set_aside_for_one_owner_is_reserved_by_no_other() -> None:
+    books = ledger(2)
+    retained = books.reserve("a", GPU, [SLAB])
+    books.mark("a", [retained[0].number], needed=False)
+    books.claims["b"] = SLAB + UNIT_BYTES
+    assert (books.available_bytes("a"), books.available_bytes("b")) == (SLAB - UNIT_BYTES, 2 * SLAB)
+    with pytest.raises(OutOfHostMemory):
+        books.reserve("a", GPU, [SLAB])
+    books.reserve("a", GPU, [SLAB - UNIT_BYTES])
+    books.reserve("b", GPU, [UNIT_BYTES])
+    books.claims["b"] = SLAB
+    assert books.available_bytes("b") == SLAB
+    books.drop_owner("b")
+    assert books.available_bytes("a") == SLAB + UNIT_BYTES
+    check(books)
 
 
 def test_memory_of_the_gpu_s_own_numa_node_comes_first() -> None:
@@ -275,7 +379,7 @@ FEW, MANY = 32, 256
         lambda books, mine, _others: books.release("a", [mine[0].number]),
         lambda books, _mine, others: books.mark("b", [others[0].number], needed=True),
         lambda books, mine, _others: books.owners("a", [mine[0].number]),
-        lambda books, _mine, _others: (books.available_bytes(), books.saved_bytes(), books.held(), books.held_for(GPU)),
+        lambda books, _mine, _others: (books.available_bytes(), books.saved_bytes, books.held(), books.held(gpu=GPU)),
         lambda books, _mine, _others: books.who_holds({"a": "a", "b": "b"}),
     ],
     ids=["reserve", "find", "seal", "mark", "release", "need", "owners", "what is held", "who holds it"],
@@ -294,7 +398,7 @@ def test_what_one_backup_costs_does_not_depend_on_others(
         lambda books, count: books.reserve("a", GPU, [UNIT_BYTES * (count - 1)]),
         lambda books, _count: books.reserve("a", GPU, [books.available_bytes()]),
         lambda books, _count: books.drop_owner("a"),
-        lambda books, _count: books.empty(SLAB),
+        lambda books, _count: books.empty(books.to_empty(SLAB)),
     ],
     ids=["many", "one in many fragments", "all that may be evicted", "an owner that goes", "empty slabs"],
 )
@@ -303,32 +407,17 @@ def test_what_many_backups_cost_grows_as_their_number(call: Callable[[Ledger, in
     assert 0 < many <= MANY // FEW * few * 1.05
 
 
-def test_a_step_of_a_large_reservation_costs_no_more_than_one_of_a_small_one() -> None:
-    def most_of_a_step(count: int) -> int:
-        books = in_fragments(count)[0]
-        sizes = [books.available_bytes() - count * UNIT_BYTES, *[UNIT_BYTES] * count]
-        steps = books.reserving("a", GPU, sizes)
-        next(steps)  # checks all sizes
-        costs = [lines_run(lambda: next(steps, None)) for _ in range(5 * count)]
-        assert costs[-1] <= 3, "it has ended"
-        return max(costs)
-
-    assert most_of_a_step(MANY) <= most_of_a_step(FEW)
-
-
-def test_a_reservation_whose_memory_others_need_meanwhile_is_refused() -> None:
-    books = ledger(2)
-    retained = books.reserve("a", GPU, [SLAB // 4] * 4)
-    books.mark("a", [hold.number for hold in retained], needed=False)
-    steps = books.reserving("b", GPU, [UNIT_BYTES, 2 * SLAB - UNIT_BYTES])
-    next(steps)
-    kept = [hold.number for hold in retained[1:]]
-    assert books.mark("a", kept, needed=True) == []
-    with pytest.raises(OutOfHostMemory):
-        list(steps)
-    assert books.held_by("b") == Held()
-    assert books.available_bytes() == 2 * SLAB - 3 * SLAB // 4
-    books.check()
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda books: books.make_room(books.free_bytes + 16 * UNIT_BYTES, most=4),
+        lambda books: books.drop_owner("a", most=4),
+    ],
+    ids=["make room", "an owner that goes"],
+)
+def test_what_is_done_to_so_many_backups_costs_no_more_where_there_are_more(call: Callable[[Ledger], object]) -> None:
+    few, many = (lines_run(partial(call, in_fragments(count)[0])) for count in (FEW, MANY))
+    assert 0 < few == many
 
 
 class LedgerMachine(stateful.RuleBasedStateMachine):
@@ -341,7 +430,6 @@ class LedgerMachine(stateful.RuleBasedStateMachine):
         self.books = ledger(3)
         self.mine: dict[int, str] = {}
         self.copies: list[tuple[int, object]] = []
-        self.reserving: list[tuple[str, Generator[None, None, list[Hold]]]] = []
 
     def some(self, data: st.DataObject) -> tuple[str, int]:
         number = data.draw(st.sampled_from(sorted(self.mine)))
@@ -350,7 +438,7 @@ class LedgerMachine(stateful.RuleBasedStateMachine):
     @stateful.rule(owner=owners, units=st.integers(8, 24), gap=st.integers(2, 3))
     def fragment(self, owner: str, units: int, gap: int) -> None:
         """Many small ones, of which some go at once."""
-        if units * UNIT_BYTES > self.books.available_bytes():
+        if units * UNIT_BYTES > self.books.available_bytes(owner):
             return
         holds = self.books.reserve(owner, GPU, [UNIT_BYTES] * units)
         self.forget_evicted()
@@ -359,53 +447,37 @@ class LedgerMachine(stateful.RuleBasedStateMachine):
             self.books.release(owner, [hold.number])
             del self.mine[hold.number]
 
-    @stateful.rule(owner=owners, units=st.lists(st.integers(1, 10), min_size=1, max_size=4))
-    def begin_to_reserve(self, owner: str, units: list[int]) -> None:
-        steps = self.books.reserving(owner, GPU, [count * UNIT_BYTES for count in units])
-        if sum(units) * UNIT_BYTES <= self.books.available_bytes():
-            self.reserving.append((owner, steps))
-            self.go_on(steps=1)
+    @stateful.rule(owner=owners, units=st.integers(0, 10))
+    def claim(self, owner: str, units: int) -> None:
+        """It is the owner's, whatever others do, unless they come to need what could be evicted."""
+        self.books.claims[owner] = 0
+        if units * UNIT_BYTES <= self.books.available_bytes(owner):
+            self.books.claims[owner] = units * UNIT_BYTES
+            assert self.books.available_bytes(owner) >= units * UNIT_BYTES
 
-    @stateful.precondition(lambda self: self.reserving)
-    @stateful.rule(steps=st.integers(1, 20))
-    def go_on(self, steps: int) -> None:
-        """With a reservation, between whose steps anything may happen. What it has so far, nobody knows of."""
-        owner, reserving = self.reserving.pop()
-        known = set(self.books._holds)
-        try:
-            for _ in range(steps):
-                next(reserving)
-        except (StopIteration, OutOfHostMemory):  # what might have been evicted is needed meanwhile
-            pass
-        else:
-            self.reserving.insert(0, (owner, reserving))
+    @stateful.rule(units=st.integers(1, 24), most=st.integers(1, 4))
+    def make_room(self, units: int, most: int) -> None:
+        before = len(self.mine)
+        is_free = self.books.make_room(units * UNIT_BYTES, most)
+        assert is_free == (self.books.free_bytes >= units * UNIT_BYTES)
         self.forget_evicted()
-        self.mine.update(dict.fromkeys(self.books._holds.keys() - known, owner))
-
-    @stateful.precondition(lambda self: self.reserving)
-    @stateful.rule()
-    def give_up_reserving(self) -> None:
-        self.reserving.pop()[1].close()
+        assert before - len(self.mine) <= most
 
     def forget_evicted(self) -> None:
-        evicted = [n for n, owner in self.mine.items() if n not in {hold.number for hold in self.all_holds()}]
-        for number in evicted:
+        for number in self.mine.keys() - holds_of(self.books).keys():
             del self.mine[number]
-
-    def all_holds(self) -> Iterator[object]:
-        return iter(self.books._holds.values())
 
     @stateful.rule(owner=owners, units=st.lists(st.integers(1, 10), min_size=1, max_size=4), odd=st.integers(0, 99))
     def reserve(self, owner: str, units: list[int], odd: int) -> None:
         sizes = [count * UNIT_BYTES - odd for count in units]
         before = set(self.mine)
-        fits = sum(units) * UNIT_BYTES <= self.books.available_bytes()
-        needed = {hold.number for hold in self.books._holds.values() if hold.entry.needed}
+        fits = sum(units) * UNIT_BYTES <= self.books.available_bytes(owner)
+        needed = {hold.number for hold in holds_of(self.books).values() if hold.entry.needed}
         try:
             holds = self.books.reserve(owner, GPU, sizes)
         except OutOfHostMemory:
             assert not fits
-            assert {hold.number for hold in self.books._holds.values()} == before
+            assert {hold.number for hold in holds_of(self.books).values()} == before
             return
         assert fits
         self.forget_evicted()
@@ -431,8 +503,9 @@ class LedgerMachine(stateful.RuleBasedStateMachine):
     @stateful.rule(owner=owners, name=st.sampled_from("xyz"), units=st.integers(1, 10))
     def find(self, owner: str, name: str, units: int) -> None:
         wanted = key(name, units * UNIT_BYTES)
+        is_there = wanted in {entry.key for entry in self.books._entries}  # maybe for a copy alone
         found = self.books.find(owner, GPU, wanted)
-        assert (found is not None) == (wanted in {hold.entry.key for hold in self.all_holds() if hold is not found})
+        assert (found is not None) == is_there
         if found is not None:
             self.mine[found.number] = owner
 
@@ -468,8 +541,9 @@ class LedgerMachine(stateful.RuleBasedStateMachine):
 
     @stateful.rule(slabs=st.integers(1, 3))
     def empty_slabs(self, slabs: int) -> None:
-        needed = {hold.number for hold in self.books._holds.values() if hold.entry.needed}
-        chosen = self.books.empty(slabs * SLAB)
+        needed = {hold.number for hold in holds_of(self.books).values() if hold.entry.needed}
+        chosen = self.books.to_empty(slabs * SLAB)
+        self.books.empty(chosen)
         self.forget_evicted()
         assert needed <= set(self.mine)
         for number in chosen:
@@ -479,12 +553,10 @@ class LedgerMachine(stateful.RuleBasedStateMachine):
 
     @stateful.invariant()
     def holds(self) -> None:
-        self.books.check()
-        assert {hold.number: hold.owner for hold in self.books._holds.values()} == self.mine
+        check(self.books)
+        assert {hold.number: hold.owner for hold in holds_of(self.books).values()} == self.mine
         held = self.books.held()
-        free = self.books.free_bytes + self.books._unplaced_bytes
-        placing = sum(e.taken_bytes - sum(x.nbytes for x in e.extents) for e in self.books._entries)
-        assert held.needed + held.retained + free - placing == self.books.own_bytes
+        assert held.needed + held.retained + self.books.free_bytes == self.books.own_bytes
 
 
 TestLedgerMachine = LedgerMachine.TestCase

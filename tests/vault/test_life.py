@@ -16,9 +16,9 @@ from support import PAGE, Memory
 
 from cumem_sleep import CuMemAllocator, InvalidState, OutOfHostMemory, VaultError, VaultLost, _core
 from cumem_sleep.vault import protocol
-from cumem_sleep.vault.address import Address
-from cumem_sleep.vault.client import Backup, Shown, VaultClient
-from cumem_sleep.vault.pool import Host, Pool
+from cumem_sleep.vault.address import VaultAddress
+from cumem_sleep.vault.client import Shown, VaultBackup, VaultClient
+from cumem_sleep.vault.pool import VaultHost, VaultPool
 from cumem_sleep.vault.server import Vault, visible_gpus
 
 pytestmark = [pytest.mark.sim, pytest.mark.slow]
@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.sim, pytest.mark.slow]
 StartVault = Callable[..., RunningVault]
 
 
-class Sleeper:
+class SleepingClient:
     """A process with one backup, sealed under its own name."""
 
     def __init__(self, client: VaultClient, allocator: CuMemAllocator, memory: Memory, nbytes: int = PAGE) -> None:
@@ -36,26 +36,26 @@ class Sleeper:
         self.backup = self.segment.back_up()
         self.key = seal(client, self.backup, f"{self.segment.address:x}", note="n")
 
-    def check(self, client: VaultClient, backup: Backup) -> None:
+    def check(self, client: VaultClient, backup: VaultBackup) -> None:
         """Its bytes come back through this client."""
         segment = Segment(client, self.segment.address, self.segment.nbytes)
         self._memory.fill_random(segment.address, segment.nbytes)
         segment.read(backup)
         assert self._memory.read(segment.address, segment.nbytes) == self.content
 
-    def show_to(self, client: VaultClient) -> Backup:
+    def show_to(self, client: VaultClient) -> VaultBackup:
         return client.show(self.segment.gpu, [Shown(self.backup, self.key, self.client.slabs)])[0]
 
 
 @pytest.fixture
-def sleeper(client: VaultClient, allocator: CuMemAllocator, memory: Memory) -> Sleeper:
-    return Sleeper(client, allocator, memory)
+def sleeper(client: VaultClient, allocator: CuMemAllocator, memory: Memory) -> SleepingClient:
+    return SleepingClient(client, allocator, memory)
 
 
 # Death
 
 
-def test_a_killed_vault_is_noticed_at_once_and_its_slabs_are_read(vault: RunningVault, sleeper: Sleeper) -> None:
+def test_a_killed_vault_is_noticed_at_once_and_its_slabs_are_read(vault: RunningVault, sleeper: SleepingClient) -> None:
     client = sleeper.client
     assert client.lost is None
     vault.kill()
@@ -66,7 +66,7 @@ def test_a_killed_vault_is_noticed_at_once_and_its_slabs_are_read(vault: Running
             call()
     assert from_slabs(client, sleeper.backup) == sleeper.content
     client.release([sleeper.backup])
-    assert len(client.slabs) == 0
+    assert len(client.slabs.numbers) == 0
 
 
 @pytest.mark.parametrize("copying", ["write", "read"])
@@ -88,7 +88,7 @@ def test_a_vault_that_is_killed_while_it_copies_is_noticed(
 
 
 def test_a_new_vault_adopts_without_a_copy(
-    vault: RunningVault, start_vault: StartVault, sleeper: Sleeper, allocator: CuMemAllocator, memory: Memory
+    vault: RunningVault, start_vault: StartVault, sleeper: SleepingClient, allocator: CuMemAllocator, memory: Memory
 ) -> None:
     replica = vault.client("replica")
     (shared,) = replica.find(sleeper.segment.gpu, [sleeper.key])
@@ -115,11 +115,13 @@ def test_a_new_vault_adopts_without_a_copy(
     client.release([adopted])
     eventually(lambda: new.status()["adopted_bytes"] == 0, "the old memory is gone")
     new.wait_until_ready()
-    Sleeper(client, allocator, memory, 30 * PAGE)
+    SleepingClient(client, allocator, memory, 30 * PAGE)
     client.close()
 
 
-def test_adopted_memory_is_written_by_nobody(vault: RunningVault, start_vault: StartVault, sleeper: Sleeper) -> None:
+def test_adopted_memory_is_written_by_nobody(
+    vault: RunningVault, start_vault: StartVault, sleeper: SleepingClient
+) -> None:
     descriptor, nbytes = sleeper.client.slabs.descriptor(sleeper.backup.extents[0].slab)
     vault.kill()
     os.fchmod(descriptor, 0o600)
@@ -139,7 +141,7 @@ def test_adopted_memory_is_written_by_nobody(vault: RunningVault, start_vault: S
 
 
 def test_what_is_shown_has_to_be_a_vaults_memory(
-    vault: RunningVault, start_vault: StartVault, sleeper: Sleeper
+    vault: RunningVault, start_vault: StartVault, sleeper: SleepingClient
 ) -> None:
     old, gpu = sleeper.client, sleeper.segment.gpu
     (slab,) = {extent.slab for extent in sleeper.backup.extents}
@@ -159,7 +161,7 @@ def test_what_is_shown_has_to_be_a_vaults_memory(
     beyond = [extent._replace(offset=nbytes - 1) for extent in sleeper.backup.extents]
     too_small = [extent._replace(nbytes=PAGE - 1) for extent in sleeper.backup.extents]
     for extents in (beyond, too_small):
-        wrong = Backup(sleeper.backup.number, PAGE, tuple(extents), "")
+        wrong = VaultBackup(sleeper.backup.number, PAGE, tuple(extents), "")
         with pytest.raises(InvalidState, match="extent"):
             client.show(gpu, [Shown(wrong, sleeper.key, old.slabs)])
     eventually(lambda: new.status()["adopted_bytes"] == 0, "what nothing lies in is let go")
@@ -170,13 +172,13 @@ def test_what_is_shown_has_to_be_a_vaults_memory(
 
 
 def test_a_vault_takes_no_more_than_it_may_with_what_it_adopts(
-    vault: RunningVault, start_vault: StartVault, sleeper: Sleeper, allocator: CuMemAllocator, memory: Memory
+    vault: RunningVault, start_vault: StartVault, sleeper: SleepingClient, allocator: CuMemAllocator, memory: Memory
 ) -> None:
     vault.kill()
     new = start_vault("32MiB", "--slab-size", "16MiB")
     new.wait_until_ready()
     client = new.client()
-    full = [Sleeper(client, allocator, memory, 8 * PAGE) for _ in range(2)]
+    full = [SleepingClient(client, allocator, memory, 8 * PAGE) for _ in range(2)]
     with pytest.raises(OutOfHostMemory, match="vault"):
         sleeper.show_to(client)
     assert from_slabs(sleeper.client, sleeper.backup) == sleeper.content
@@ -200,8 +202,8 @@ def test_a_vault_that_ends_gives_no_memory_back_that_others_read(
     allocator._operations.open()
     posted: deque[Callable[[], None]] = deque()
     changed: list[bool] = []
-    host = Host(lambda: 1 << 40, 1, lambda _: None)
-    old, new = (Pool(PAGE, None, 0, [-1], host, posted.append, lambda: changed.append(True)) for _ in range(2))
+    host = VaultHost(lambda: 1 << 40, 1, lambda _: None)
+    old, new = (VaultPool(PAGE, None, 0, [-1], host, posted.append, lambda: changed.append(True)) for _ in range(2))
     for pool in (old, new):
         pool.take_more()
         eventually(lambda: bool(posted), "the slab is there")
@@ -228,7 +230,7 @@ def test_a_stopped_vault_is_given_up_in_time_and_keeps_everything(
     vault: RunningVault, allocator: CuMemAllocator, memory: Memory
 ) -> None:
     client = vault.client()
-    sleeper = Sleeper(client, allocator, memory)
+    sleeper = SleepingClient(client, allocator, memory)
     client.deadline_s = 0.3
     vault.signal(signal.SIGSTOP)
     with pytest.raises(VaultLost, match=r"silent for 0\.3 s") as lost:
@@ -253,7 +255,7 @@ def test_a_vault_that_is_at_work_is_waited_for(
 ) -> None:
     vault = start_vault("64MiB", CUMEM_SLEEP_SIM_COPY_DELAY_US="4500000")
     client = vault.client(deadline_s=4)  # it says every second that it is at work
-    sleeper = Sleeper(client, allocator, memory)
+    sleeper = SleepingClient(client, allocator, memory)
     assert from_slabs(client, sleeper.backup) == sleeper.content
     client.close()
 
@@ -261,7 +263,9 @@ def test_a_vault_that_is_at_work_is_waited_for(
 # One socket
 
 
-def test_a_second_vault_leaves_the_socket_alone(vault: RunningVault, start_vault: StartVault, sleeper: Sleeper) -> None:
+def test_a_second_vault_leaves_the_socket_alone(
+    vault: RunningVault, start_vault: StartVault, sleeper: SleepingClient
+) -> None:
     second = start_vault("64MiB")
     assert second.end() == 2
     assert second.said(f"another vault (pid {vault.process.pid}) serves {vault.socket}")
@@ -292,7 +296,7 @@ def test_a_vault_nobody_needs_ends_at_once(vault: RunningVault) -> None:
     assert not vault.said("asleep")
 
 
-def test_a_vault_hands_over(vault: RunningVault, start_vault: StartVault, sleeper: Sleeper) -> None:
+def test_a_vault_hands_over(vault: RunningVault, start_vault: StartVault, sleeper: SleepingClient) -> None:
     vault.signal(signal.SIGTERM)
     assert vault.end() == 0
     assert vault.said(f"asleep: pid {os.getpid()} (test) 2.00 MiB; the vault ends; they can still wake")
@@ -306,7 +310,7 @@ def test_a_vault_waits_for_those_who_sleep(start_vault: StartVault, allocator: C
     vault = start_vault("64MiB", "--at-exit", "wait")
     vault.wait_until_ready()
     client = vault.client()
-    sleeper = Sleeper(client, allocator, memory)
+    sleeper = SleepingClient(client, allocator, memory)
     vault.signal(signal.SIGTERM)
     eventually(lambda: vault.said("ends when they have woken"), "it says for whom it waits")
     with pytest.raises(InvalidState, match="shutting down"):
@@ -319,7 +323,7 @@ def test_a_vault_waits_for_those_who_sleep(start_vault: StartVault, allocator: C
 def test_a_second_signal_ends_the_wait(start_vault: StartVault, allocator: CuMemAllocator, memory: Memory) -> None:
     vault = start_vault("64MiB", "--at-exit", "wait")
     vault.wait_until_ready()
-    sleeper = Sleeper(vault.client(), allocator, memory)
+    sleeper = SleepingClient(vault.client(), allocator, memory)
     vault.signal(signal.SIGTERM)
     eventually(lambda: vault.said("ends when they have woken"), "it says for whom it waits")
     vault.signal(signal.SIGINT)
@@ -330,7 +334,7 @@ def test_a_second_signal_ends_the_wait(start_vault: StartVault, allocator: CuMem
 # The beginning
 
 
-class Room:
+class RoomBySlab:
     """How much the host has: asked for each slab, one ahead of each `give`."""
 
     def __init__(self) -> None:
@@ -346,19 +350,21 @@ class Room:
 
 
 @pytest.fixture
-def room() -> Room:
-    return Room()
+def room() -> RoomBySlab:
+    return RoomBySlab()
 
 
 @pytest.fixture
 def slow_vault(
-    folder: pathlib.Path, room: Room, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch
+    folder: pathlib.Path, room: RoomBySlab, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., VaultClient]]:
     """A vault of four slabs of a page in a thread here, which takes each when the room says so."""
     allocator.get_current_usage()
     allocator._operations.open()
     monkeypatch.setattr(protocol, "BUSY_INTERVAL_S", 0.05)
-    vault = Vault(Address(folder / "vault.sock"), 4 * PAGE, visible_gpus(), Host(room.ask, 1, lambda _: None), PAGE)
+    vault = Vault(
+        VaultAddress(folder / "vault.sock"), 4 * PAGE, visible_gpus(), VaultHost(room.ask, 1, lambda _: None), PAGE
+    )
     thread = threading.Thread(target=vault.run)
     thread.start()
     yield lambda deadline_s=30.0: VaultClient(folder / "vault.sock", "test", deadline_s)
@@ -369,7 +375,7 @@ def slow_vault(
     assert not thread.is_alive()
 
 
-def test_a_vault_serves_with_what_is_ready(slow_vault: Callable[..., VaultClient], room: Room) -> None:
+def test_a_vault_serves_with_what_is_ready(slow_vault: Callable[..., VaultClient], room: RoomBySlab) -> None:
     client = slow_vault()
     gpu = client.gpus[0]
     assert client.status()["pinned_bytes"] == 0
@@ -379,10 +385,12 @@ def test_a_vault_serves_with_what_is_ready(slow_vault: Callable[..., VaultClient
     client.close()
 
 
-def test_a_reservation_waits_for_memory_that_is_to_come(slow_vault: Callable[..., VaultClient], room: Room) -> None:
+def test_a_reservation_waits_for_memory_that_is_to_come(
+    slow_vault: Callable[..., VaultClient], room: RoomBySlab
+) -> None:
     client, other = slow_vault(deadline_s=2.0), slow_vault()
     gpu = client.gpus[0]
-    got: list[Backup] = []
+    got: list[VaultBackup] = []
     thread = threading.Thread(target=lambda: got.extend(client.reserve(gpu, [3 * PAGE])))
     thread.start()
     eventually(lambda: other.status()["waiting"] == 1, "it waits")
@@ -401,7 +409,30 @@ def test_a_reservation_waits_for_memory_that_is_to_come(slow_vault: Callable[...
     other.close()
 
 
-def test_a_host_without_memory_ends_the_wait(slow_vault: Callable[..., VaultClient], room: Room) -> None:
+def test_the_rest_of_a_reservation_goes_before_those_who_wait(
+    slow_vault: Callable[..., VaultClient], room: RoomBySlab
+) -> None:
+    client, other = slow_vault(), slow_vault()
+    gpu = client.gpus[0]
+    room.give()
+    parts = {"gpu": gpu, "sizes": [PAGE // 2], "wait": False}
+    eventually(lambda: client.status()["pinned_bytes"] == PAGE, "the first slab")
+    assert len(client._ask("reserve", **parts, more_bytes=PAGE // 2)["backups"]) == 1
+    thread = threading.Thread(target=lambda: other.reserve(gpu, [2 * PAGE]))
+    thread.start()
+    eventually(lambda: client.status()["waiting"] == 1, "it waits")
+    assert client._ask("reserve", **parts, more_bytes=PAGE)["backups"] is None, "more than was set aside"
+    assert len(client._ask("reserve", **parts, more_bytes=0)["backups"]) == 1
+    assert client.status()["free_bytes"] == 0
+    for _ in range(2):
+        room.give()
+    thread.join(30)
+    assert not thread.is_alive()
+    client.close()
+    other.close()
+
+
+def test_a_host_without_memory_ends_the_wait(slow_vault: Callable[..., VaultClient], room: RoomBySlab) -> None:
     client = slow_vault()
     room.bytes = PAGE - 1
     room.give()
@@ -417,7 +448,7 @@ def test_a_host_without_memory_ends_the_wait(slow_vault: Callable[..., VaultClie
     client.close()
 
 
-def test_a_waiting_client_that_goes_holds_up_nobody(slow_vault: Callable[..., VaultClient], room: Room) -> None:
+def test_a_waiting_client_that_goes_holds_up_nobody(slow_vault: Callable[..., VaultClient], room: RoomBySlab) -> None:
     client, other = slow_vault(), slow_vault()
     client.deadline_s = 0.2
     monkey = pytest.MonkeyPatch()
@@ -435,14 +466,14 @@ def test_a_waiting_client_that_goes_holds_up_nobody(slow_vault: Callable[..., Va
 def test_a_lock_of_another_kind_is_not_followed(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
     (folder / "vault.sock.lock").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(VaultError, match="lock"):
-        Address(folder / "vault.sock")
+        VaultAddress(folder / "vault.sock")
     assert not (tmp_path / "elsewhere").exists()
 
 
 def test_the_lock_outlives_the_socket(folder: pathlib.Path) -> None:
-    address = Address(folder / "vault.sock")
+    address = VaultAddress(folder / "vault.sock")
     with pytest.raises(VaultError, match=f"pid {os.getpid()}"):
-        Address(folder / "vault.sock")
+        VaultAddress(folder / "vault.sock")
     address.close()
     with (folder / "vault.sock.lock").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -17,10 +17,10 @@ from support import PAGE, Memory, run_script
 
 from cumem_sleep import CuMemAllocator, DriverError, VaultError, VaultLost, _core, sim
 from cumem_sleep.vault import link
-from cumem_sleep.vault.address import Address
+from cumem_sleep.vault.address import VaultAddress
 from cumem_sleep.vault.client import Range, VaultClient
-from cumem_sleep.vault.link import Job, Lent, Link, Piece
-from cumem_sleep.vault.pool import Host
+from cumem_sleep.vault.link import BorrowedMemory, Job, LinkPiece, VaultLink
+from cumem_sleep.vault.pool import VaultHost
 from cumem_sleep.vault.server import Vault, visible_gpus
 from cumem_sleep.vault.service import Service
 
@@ -50,7 +50,7 @@ class Streams:
         assert self.may_end.acquire(timeout=30)
 
 
-class LentStub(Lent):
+class BorrowedStub(BorrowedMemory):
     def __init__(self) -> None:
         super().__init__(-1, 0, 1 << 20)
 
@@ -66,28 +66,28 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
 
 
 @pytest.fixture
-def out(streams: Streams) -> Iterator[Link]:
-    made = Link(0, to_host=True)
+def out(streams: Streams) -> Iterator[VaultLink]:
+    made = VaultLink(0, to_host=True)
     yield made
     for _ in range(100):
         streams.may_end.release()
     made.stop()
 
 
-class Client:
+class CopyingClient:
     """Asks for copies; each is named by its number."""
 
-    def __init__(self, out: Link, hundreds: int) -> None:
+    def __init__(self, out: VaultLink, hundreds: int) -> None:
         self.out, self.first = out, 100 * hundreds
         self.ended: list[Exception | None] = []
 
     def copy(self, pieces: int) -> None:
-        names = [Piece(None, 0, self.first + number, 1) for number in range(pieces)]  # type: ignore[arg-type]
-        self.out.submit(Job(self, LentStub(), deque(names), self.ended.append))
+        names = [LinkPiece(None, 0, self.first + number, 1) for number in range(pieces)]  # type: ignore[arg-type]
+        self.out.submit(Job(self, BorrowedStub(), deque(names), self.ended.append))
 
 
-def test_clients_take_turns_piece_by_piece(out: Link, streams: Streams) -> None:
-    greedy, modest, late = (Client(out, number) for number in (1, 2, 3))
+def test_clients_take_turns_piece_by_piece(out: VaultLink, streams: Streams) -> None:
+    greedy, modest, late = (CopyingClient(out, number) for number in (1, 2, 3))
     greedy.copy(8)
     eventually(lambda: len(streams.started) == 4, "as many as may be in flight")
     modest.copy(2)
@@ -102,7 +102,7 @@ def test_clients_take_turns_piece_by_piece(out: Link, streams: Streams) -> None:
 
 
 def test_a_rate_is_of_the_copies_since_the_last_pause(
-    monkeypatch: pytest.MonkeyPatch, out: Link, streams: Streams
+    monkeypatch: pytest.MonkeyPatch, out: VaultLink, streams: Streams
 ) -> None:
     now = [100.0]
 
@@ -112,7 +112,7 @@ def test_a_rate_is_of_the_copies_since_the_last_pause(
     monkeypatch.setattr(link, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(streams, "synchronize", copy_for_half_a_second)
     out._counted_until = now[0]
-    client = Client(out, 1)
+    client = CopyingClient(out, 1)
     for pause_s, pieces, last in ((0, 3, (3, 1.5)), (0.9, 1, (4, 2.0)), (5, 2, (2, 1.0))):
         eventually(lambda: bool(out._changed._waiters), "the link has nothing to do")  # type: ignore[attr-defined]
         now[0] += pause_s
@@ -124,8 +124,8 @@ def test_a_rate_is_of_the_copies_since_the_last_pause(
     assert out.copied.gbps == 2e-9
 
 
-def test_nobody_starves_however_others_ask(out: Link, streams: Streams) -> None:
-    one_copy, many_copies, one_by_one = (Client(out, number) for number in (1, 2, 3))
+def test_nobody_starves_however_others_ask(out: VaultLink, streams: Streams) -> None:
+    one_copy, many_copies, one_by_one = (CopyingClient(out, number) for number in (1, 2, 3))
     one_copy.copy(60)
     for _ in range(60):
         many_copies.copy(1)
@@ -134,8 +134,8 @@ def test_nobody_starves_however_others_ask(out: Link, streams: Streams) -> None:
     def again(_: Exception | None) -> None:
         """As soon as its copy has ended."""
         if next(turns, None) is not None:
-            piece = Piece(None, 0, 300, 1)  # type: ignore[arg-type]
-            out.submit(Job(one_by_one, LentStub(), deque([piece]), again))
+            piece = LinkPiece(None, 0, 300, 1)  # type: ignore[arg-type]
+            out.submit(Job(one_by_one, BorrowedStub(), deque([piece]), again))
 
     again(None)
     for _ in range(130):
@@ -149,8 +149,8 @@ def test_nobody_starves_however_others_ask(out: Link, streams: Streams) -> None:
     assert all(later - earlier <= 6 for earlier, later in pairwise(places))
 
 
-def test_what_is_in_flight_ends_before_a_cancelled_job_does(out: Link, streams: Streams) -> None:
-    gone, stays = Client(out, 1), Client(out, 2)
+def test_what_is_in_flight_ends_before_a_cancelled_job_does(out: VaultLink, streams: Streams) -> None:
+    gone, stays = CopyingClient(out, 1), CopyingClient(out, 2)
     gone.copy(8)
     stays.copy(1)
     eventually(lambda: len(streams.started) == 4, "as many as may be in flight")
@@ -164,8 +164,8 @@ def test_what_is_in_flight_ends_before_a_cancelled_job_does(out: Link, streams: 
     assert len([name for name in streams.started if name < 200]) <= 4
 
 
-def test_a_link_that_is_stopped_ends_every_job(out: Link, streams: Streams) -> None:
-    clients = [Client(out, number) for number in range(3)]
+def test_a_link_that_is_stopped_ends_every_job(out: VaultLink, streams: Streams) -> None:
+    clients = [CopyingClient(out, number) for number in range(3)]
     for each in clients:
         each.copy(8)
     for _ in range(10):
@@ -198,14 +198,14 @@ def test_two_clients_that_sleep_at_once_have_equal_turns(
     monkeypatch.setattr(service, "PIECE_BYTES", PAGE // 4)
     turns: list[str] = []
     both_have_asked = threading.Event()
-    start = Link._start
+    start = VaultLink._start
 
-    def watched(link: Link, job: Job, piece: Piece, stack: ExitStack) -> _core.CopyStream | None:
+    def watched(link: VaultLink, job: Job, piece: LinkPiece, stack: ExitStack) -> _core.CopyStream | None:
         turns.append(str(job.client))
         assert both_have_asked.wait(30)
         return start(link, job, piece, stack)
 
-    monkeypatch.setattr(Link, "_start", watched)
+    monkeypatch.setattr(VaultLink, "_start", watched)
     copies = []
     for name in ("early", "late"):
         client = VaultClient(folder / "vault.sock", name)
@@ -227,7 +227,7 @@ def test_two_clients_that_sleep_at_once_have_equal_turns(
 # By the copy engine, or by a kernel
 
 
-class Engine(Streams):
+class TimedStreams(Streams):
     """Whose copies take a time that the test says for 64 MiB, on a clock that nothing else moves."""
 
     def __init__(self) -> None:
@@ -253,21 +253,21 @@ class Engine(Streams):
         self.most_in_flight = max(self.most_in_flight, len(self._enqueued))
         self.now += self._enqueued.popleft()
 
-    def copy(self, into: Link, pieces: int, nbytes: int = 64 << 20) -> list[str]:
+    def copy(self, into: VaultLink, pieces: int, nbytes: int = 64 << 20) -> list[str]:
         """The ways that they took."""
         self.ways.clear()
         ended: list[Exception | None] = []
         block = SimpleNamespace(address=1 << 20, pinned=True)
-        todo = deque(Piece(block, 0, 0, nbytes) for _ in range(pieces))  # type: ignore[arg-type]
-        into.submit(Job("client", LentStub(), todo, ended.append))
+        todo = deque(LinkPiece(block, 0, 0, nbytes) for _ in range(pieces))  # type: ignore[arg-type]
+        into.submit(Job("client", BorrowedStub(), todo, ended.append))
         eventually(lambda: bool(ended), "all has been copied")
         assert ended == [None]
         return list(self.ways)
 
 
 @pytest.fixture
-def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
-    made = Engine()
+def engine(monkeypatch: pytest.MonkeyPatch) -> TimedStreams:
+    made = TimedStreams()
     monkeypatch.setattr(_core, "CopyStream", made)
     monkeypatch.setattr(_core, "device_info", lambda _: SimpleNamespace(host_pointers=True))
     monkeypatch.setattr(_core, "load_copy_kernel", lambda _: None)
@@ -276,17 +276,17 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
 
 
 @pytest.fixture
-def into(engine: Engine) -> Iterator[Link]:
-    made = Link(0, to_host=False)
+def into(engine: TimedStreams) -> Iterator[VaultLink]:
+    made = VaultLink(0, to_host=False)
     yield made
     made.stop()
 
 
-def test_the_engine_copies_while_it_is_fast(engine: Engine, into: Link) -> None:
+def test_the_engine_copies_while_it_is_fast(engine: TimedStreams, into: VaultLink) -> None:
     assert engine.copy(into, 200) == ["kernel", "trial"] + ["engine"] * 199, "both were timed alone"
 
 
-def test_a_kernel_copies_while_the_engine_is_slow(engine: Engine, into: Link) -> None:
+def test_a_kernel_copies_while_the_engine_is_slow(engine: TimedStreams, into: VaultLink) -> None:
     engine.engine_s = 0.0022
     ways = engine.copy(into, 200)
     assert ways[:2] == ["kernel", "trial"]
@@ -294,7 +294,7 @@ def test_a_kernel_copies_while_the_engine_is_slow(engine: Engine, into: Link) ->
     assert "engine" not in ways, "a trial of a slow engine is short"
 
 
-def test_after_a_pause_the_engine_is_tried_anew(engine: Engine, into: Link) -> None:
+def test_after_a_pause_the_engine_is_tried_anew(engine: TimedStreams, into: VaultLink) -> None:
     """A wake right after a sleep does not wait until the engine has shown that it has become slow."""
     engine.copy(into, 100)
     engine.engine_s = 0.0022
@@ -306,7 +306,7 @@ def test_after_a_pause_the_engine_is_tried_anew(engine: Engine, into: Link) -> N
 
 
 @pytest.mark.parametrize("engine_s", [0.001, 0.0022])
-def test_the_rest_of_a_piece_that_was_tried_follows_it(engine: Engine, into: Link, engine_s: float) -> None:
+def test_the_rest_of_a_piece_that_was_tried_follows_it(engine: TimedStreams, into: VaultLink, engine_s: float) -> None:
     """Even if it was the last of its job, or the only one."""
     engine.copy(into, 10)
     engine.engine_s = engine_s
@@ -318,7 +318,7 @@ def test_the_rest_of_a_piece_that_was_tried_follows_it(engine: Engine, into: Lin
         assert engine.spans == [(0, 16 << 20), (16 << 20, 48 << 20), (0, 64 << 20)][: pieces + 1]
 
 
-def test_a_job_that_is_cancelled_in_a_trial_ends_once(engine: Engine, into: Link) -> None:
+def test_a_job_that_is_cancelled_in_a_trial_ends_once(engine: TimedStreams, into: VaultLink) -> None:
     engine.copy(into, 10)
     engine.now += 0.1
     ended: list[Exception | None] = []
@@ -330,8 +330,8 @@ def test_a_job_that_is_cancelled_in_a_trial_ends_once(engine: Engine, into: Link
 
     engine.synchronize = cancelled  # type: ignore[method-assign]
     block = SimpleNamespace(address=1 << 20, pinned=True)
-    todo = deque([Piece(block, 0, 0, 64 << 20)] * 3)  # type: ignore[arg-type]
-    into.submit(Job("client", LentStub(), todo, ended.append))
+    todo = deque([LinkPiece(block, 0, 0, 64 << 20)] * 3)  # type: ignore[arg-type]
+    into.submit(Job("client", BorrowedStub(), todo, ended.append))
     eventually(lambda: bool(ended), "it has ended")
     assert [str(error) for error in ended] == ["the client has gone"]
     engine.synchronize = synchronize  # type: ignore[method-assign]
@@ -340,32 +340,32 @@ def test_a_job_that_is_cancelled_in_a_trial_ends_once(engine: Engine, into: Link
 
 @pytest.mark.parametrize("how", ["cancel", "stop"])
 def test_a_piece_that_is_about_to_be_copied_is_not_if_its_job_is_cancelled(
-    engine: Engine, into: Link, monkeypatch: pytest.MonkeyPatch, how: str
+    engine: TimedStreams, into: VaultLink, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     """It is the last of its job, which nobody finds among those that wait."""
     engine.copy(into, 10)
     engine.now += 0.1
     engine.spans.clear()
-    choose = Link._choose
+    choose = VaultLink._choose
 
-    def gone(link: Link, in_flight: deque[Any]) -> None:
+    def gone(link: VaultLink, in_flight: deque[Any]) -> None:
         if how == "cancel":
             link.cancel("client")
         else:
             threading.Thread(target=link.stop).start()
-            eventually(lambda: link._at_turn is not None and link._at_turn.error is not None, "it is told to stop")
+            eventually(lambda: all(job.error for job in link._jobs), "it is told to stop")
         choose(link, in_flight)
 
-    monkeypatch.setattr(Link, "_choose", gone)
+    monkeypatch.setattr(VaultLink, "_choose", gone)
     ended: list[Exception | None] = []
     block = SimpleNamespace(address=1 << 20, pinned=True)
-    into.submit(Job("client", LentStub(), deque([Piece(block, 0, 0, 64 << 20)]), ended.append))  # type: ignore[arg-type]
+    into.submit(Job("client", BorrowedStub(), deque([LinkPiece(block, 0, 0, 64 << 20)]), ended.append))  # type: ignore[arg-type]
     eventually(lambda: bool(ended), "it has ended")
     assert [str(error) for error in ended] == ["the client has gone" if how == "cancel" else "the vault ends"]
     assert engine.spans == []
 
 
-def test_small_pieces_are_timed_together(engine: Engine, into: Link) -> None:
+def test_small_pieces_are_timed_together(engine: TimedStreams, into: VaultLink) -> None:
     """One of 2 MiB alone says little, and alone they would all be slow."""
     assert engine.copy(into, 32 * 20, 2 << 20) == ["kernel"] * 32 + ["trial"] * 32 * 19
     assert engine.most_in_flight == 4
@@ -374,7 +374,7 @@ def test_small_pieces_are_timed_together(engine: Engine, into: Link) -> None:
     assert engine.copy(into, 32 * 20, 2 << 20) == ["trial"] * 8 + ["kernel"] * (32 * 20 - 8)
 
 
-def test_an_engine_that_becomes_slow_is_noticed_between_pieces(engine: Engine, into: Link) -> None:
+def test_an_engine_that_becomes_slow_is_noticed_between_pieces(engine: TimedStreams, into: VaultLink) -> None:
     engine.copy(into, 10)
     engine.engine_s = 0.0022
     assert "kernel" in engine.copy(into, 60)
@@ -382,7 +382,7 @@ def test_an_engine_that_becomes_slow_is_noticed_between_pieces(engine: Engine, i
 
 @pytest.mark.parametrize("reason", ["no host pointers", "not loaded", "not launched"])
 def test_without_a_kernel_the_engine_copies_all(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, reason: str
+    engine: TimedStreams, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, reason: str
 ) -> None:
     def refuses(*_: object) -> None:
         raise DriverError("cuModuleLoadData", "CUDA_ERROR_INVALID_PTX")
@@ -393,7 +393,7 @@ def test_without_a_kernel_the_engine_copies_all(
         monkeypatch.setattr(_core, "load_copy_kernel", refuses)
     else:
         monkeypatch.setattr(engine, "to_device_by_kernel", refuses)
-    into = Link(0, to_host=False)
+    into = VaultLink(0, to_host=False)
     assert engine.copy(into, 20) + engine.copy(into, 20) == ["engine"] * 40
     into.stop()
     warnings = [record for record in caplog.records if "copy kernel failed" in record.message]
@@ -401,7 +401,7 @@ def test_without_a_kernel_the_engine_copies_all(
 
 
 @pytest.mark.parametrize("at", range(1, 7))
-def test_a_client_that_goes_is_told_of_its_copy_once(engine: Engine, into: Link, at: int) -> None:
+def test_a_client_that_goes_is_told_of_its_copy_once(engine: TimedStreams, into: VaultLink, at: int) -> None:
     """At whichever piece it is cancelled, also at those that are timed alone."""
     ended: list[Exception | None] = []
     to_device, synchronize = engine.to_device, engine.synchronize
@@ -422,8 +422,8 @@ def test_a_client_that_goes_is_told_of_its_copy_once(engine: Engine, into: Link,
 
     engine.to_device, engine.to_device_by_kernel = by_engine, by_kernel  # type: ignore[method-assign]
     block = SimpleNamespace(address=1 << 20, pinned=True)
-    todo = deque(Piece(block, 0, 0, 64 << 20) for _ in range(12))  # type: ignore[arg-type]
-    into.submit(Job("client", LentStub(), todo, ended.append))
+    todo = deque(LinkPiece(block, 0, 0, 64 << 20) for _ in range(12))  # type: ignore[arg-type]
+    into.submit(Job("client", BorrowedStub(), todo, ended.append))
     eventually(lambda: bool(ended), "it is told")
     engine.to_device, engine.synchronize = to_device, synchronize  # type: ignore[method-assign]
     assert engine.copy(into, 3)  # the link goes on, and has said what it had to say
@@ -431,11 +431,11 @@ def test_a_client_that_goes_is_told_of_its_copy_once(engine: Engine, into: Link,
 
 
 @pytest.mark.parametrize("fault", ["not aligned", "not registered"])
-def test_what_a_kernel_does_not_reach_goes_by_the_engine(engine: Engine, into: Link, fault: str) -> None:
+def test_what_a_kernel_does_not_reach_goes_by_the_engine(engine: TimedStreams, into: VaultLink, fault: str) -> None:
     """A vault that takes over memory goes on where it cannot be registered."""
     ended: list[Exception | None] = []
     block = SimpleNamespace(address=(1 << 20) + 8 * (fault == "not aligned"), pinned=fault == "not aligned")
-    into.submit(Job("client", LentStub(), deque([Piece(block, 0, 0, 64)] * 9), ended.append))  # type: ignore[arg-type]
+    into.submit(Job("client", BorrowedStub(), deque([LinkPiece(block, 0, 0, 64)] * 9), ended.append))  # type: ignore[arg-type]
     eventually(lambda: ended == [None], "all has been copied")
     assert engine.ways == ["trial"] * 9, "as the engine copies what is small"
 
@@ -447,7 +447,9 @@ def test_what_a_kernel_does_not_reach_goes_by_the_engine(engine: Engine, into: L
 def here(folder: pathlib.Path, allocator: CuMemAllocator) -> Iterator[Callable[[], VaultClient]]:
     """Connects to a vault in a thread of this process, whose driver can be made to fail."""
     allocator._operations.open()
-    vault = Vault(Address(folder / "vault.sock"), 16 * PAGE, visible_gpus(), Host(lambda: 1 << 40, 1, print), 4 * PAGE)
+    vault = Vault(
+        VaultAddress(folder / "vault.sock"), 16 * PAGE, visible_gpus(), VaultHost(lambda: 1 << 40, 1, print), 4 * PAGE
+    )
     thread = threading.Thread(target=vault.run)
     thread.start()
     first = VaultClient(folder / "vault.sock")
@@ -459,6 +461,44 @@ def here(folder: pathlib.Path, allocator: CuMemAllocator) -> Iterator[Callable[[
     assert not thread.is_alive()
     vault.stop(wait=False)  # as a second signal does, when all is over
     sim.reset()
+
+
+@pytest.mark.parametrize("asks", [False, True])
+def test_a_client_goes_on_when_all_that_it_lent_is_returned(
+    here: Callable[[], VaultClient], allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch, asks: bool
+) -> None:
+    """Until then its memory would not be free, whoever has released it."""
+    client = here()
+    mine = Segment(client, allocator.malloc(PAGE, "weights"), PAGE)
+    (backup,) = client.reserve(mine.gpu, [PAGE])
+    lent, offset = mine.lend()
+    client.wait([client.write(lent, [Range(backup, 0, offset, PAGE)])])
+    closes, may_close = threading.Event(), threading.Event()
+    close = BorrowedMemory.close
+
+    def slowly(memory: BorrowedMemory) -> None:
+        closes.set()
+        assert may_close.wait(30)
+        close(memory)
+
+    monkeypatch.setattr(BorrowedMemory, "close", slowly)
+    if asks:
+        client.begin_to_take_back([lent])
+        assert closes.wait(30)
+    client._lost = VaultLost("it was silent", may_go_on=True)
+    after = VaultClient(client.path, succeeds=client)
+    gone: list[object] = []
+    thread = threading.Thread(target=lambda: gone.append(after.succeed(client, [backup])))
+    thread.start()
+    assert closes.wait(30)
+    thread.join(0.5)
+    assert thread.is_alive()
+    may_close.set()
+    thread.join(30)
+    assert gone == [[]]
+    mine.client = after
+    mine.read(backup)
+    after.close()
 
 
 def test_a_piece_of_which_a_part_is_in_flight_is_waited_for(
@@ -480,10 +520,10 @@ def test_a_piece_of_which_a_part_is_in_flight_is_waited_for(
     monkeypatch.setattr(_core.CopyStream, "__exit__", closes)
     lent = SimpleNamespace(address=lambda: address)
     ended: list[tuple[Exception | None, int]] = []
-    into = Link(0, to_host=False)
+    into = VaultLink(0, to_host=False)
     sim.fail("cuLaunchKernel", after=1)
     sim.fail("cuMemcpyHtoDAsync")
-    pieces = deque([Piece(block, 0, 0, nbytes)])
+    pieces = deque([LinkPiece(block, 0, 0, nbytes)])
     into.submit(Job("client", lent, pieces, lambda error: ended.append((error, len(closed)))))  # type: ignore[arg-type]
     eventually(lambda: bool(ended), "it is told")
     sim.reset()
@@ -533,11 +573,12 @@ def test_memory_stays_until_its_copies_have_ended_even_if_the_wait_for_them_fail
         import pathlib, sys, threading
         sys.path.insert(0, FOLDER)
         from running import *
-        from cumem_sleep.vault.address import Address
+        from cumem_sleep.vault.address import VaultAddress
         from cumem_sleep.vault.server import *
         allocator = fresh_allocator()
         allocator._operations.open()
-        vault = Vault(Address(pathlib.Path(SOCKET)), 4 * PAGE, visible_gpus(), Host(lambda: 1 << 40, 1, print))
+        host = VaultHost(lambda: 1 << 40, 1, print)
+        vault = Vault(VaultAddress(pathlib.Path(SOCKET)), 4 * PAGE, visible_gpus(), host)
         thread = threading.Thread(target=vault.run)
         thread.start()
         client = VaultClient(pathlib.Path(SOCKET))
@@ -564,12 +605,13 @@ def test_a_gpu_that_is_lost_ends_the_vault_for_the_next_one(folder: pathlib.Path
         import pathlib, sys, threading
         sys.path.insert(0, FOLDER)
         from running import *
-        from cumem_sleep.vault.address import Address
+        from cumem_sleep.vault.address import VaultAddress
         from cumem_sleep.vault.server import *
         allocator, memory, lines, failures = fresh_allocator(), Memory(), [], []
         allocator._operations.open()
         path = pathlib.Path.cwd() / "vault.sock"
-        vault = Vault(Address(pathlib.Path(SOCKET)), 4 * PAGE, visible_gpus(), Host(lambda: 1 << 40, 1, lines.append))
+        host = VaultHost(lambda: 1 << 40, 1, lines.append)
+        vault = Vault(VaultAddress(pathlib.Path(SOCKET)), 4 * PAGE, visible_gpus(), host)
 
         def run():
             with raises(VaultError, "GPU-", "CUDA_ERROR_ECC_UNCORRECTABLE"):
@@ -606,8 +648,8 @@ def test_memory_that_cannot_be_registered_is_said_and_tried_again(
     lines: list[str] = []
     monkeypatch.setattr(protocol, "BUSY_INTERVAL_S", 0.02)
     sim.fail("cuMemHostRegister", after=1)
-    host = Host(lambda: 1 << 40, 1, lines.append, try_again_s=0.0)
-    vault = Vault(Address(folder / "vault.sock"), 4 * PAGE, visible_gpus(), host, PAGE)
+    host = VaultHost(lambda: 1 << 40, 1, lines.append, try_again_s=0.0)
+    vault = Vault(VaultAddress(folder / "vault.sock"), 4 * PAGE, visible_gpus(), host, PAGE)
     thread = threading.Thread(target=vault.run)
     thread.start()
     client = VaultClient(folder / "vault.sock")

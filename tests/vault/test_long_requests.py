@@ -17,12 +17,12 @@ import pytest
 from running import SECONDS, Segment, eventually, seal
 from support import PAGE
 
-from cumem_sleep import CuMemAllocator, InvalidArgument, _core, sim
+from cumem_sleep import CuMemAllocator, InvalidArgument, OutOfHostMemory, _core, sim
 from cumem_sleep.vault import protocol
-from cumem_sleep.vault.address import Address
-from cumem_sleep.vault.client import Backup, Key, Sealed, VaultClient
+from cumem_sleep.vault.address import VaultAddress
+from cumem_sleep.vault.client import Key, Sealed, VaultBackup, VaultClient
 from cumem_sleep.vault.ledger import UNIT_BYTES
-from cumem_sleep.vault.pool import Host
+from cumem_sleep.vault.pool import VaultHost
 from cumem_sleep.vault.server import Vault, keep_pauses_short, visible_gpus
 
 pytestmark = [pytest.mark.sim, pytest.mark.slow]
@@ -58,16 +58,16 @@ class Many:
     def connect(self) -> VaultClient:
         return VaultClient(self.socket, "many", SECONDS)
 
-    def reserve(self, count: int = 2 * MANY) -> list[Backup]:
+    def reserve(self, count: int = 2 * MANY) -> list[VaultBackup]:
         return self.client.reserve(self.gpu, [UNIT_BYTES] * count)
 
-    def fragments(self) -> list[Backup]:
+    def fragments(self) -> list[VaultBackup]:
         """Every other one is free then."""
         backups = self.reserve()
         self.client.release(backups[::2])
         return backups[1::2]
 
-    def seal(self, backups: list[Backup], name: str = "") -> list[Key]:
+    def seal(self, backups: list[VaultBackup], name: str = "") -> list[Key]:
         keys = [Key(name or str(at), UNIT_BYTES, "") for at in range(len(backups))]
         self.client.seal([Sealed(each, key, "note") for each, key in zip(backups, keys, strict=True)])
         return keys
@@ -78,8 +78,8 @@ def many(folder: pathlib.Path, allocator: CuMemAllocator, monkeypatch: pytest.Mo
     allocator._operations.open()
     monkeypatch.setattr(selectors, "DefaultSelector", Watched)
     monkeypatch.setattr(_core.HostBlock, "prefault", lambda *_: None)
-    address = Address(folder / "vault.sock")
-    vault = Vault(address, MEMORY, visible_gpus(), Host(lambda: 1 << 40, 1, print), 256 << 20)
+    address = VaultAddress(folder / "vault.sock")
+    vault = Vault(address, MEMORY, visible_gpus(), VaultHost(lambda: 1 << 40, 1, print), 256 << 20)
     thread = threading.Thread(target=vault.run)
     before = gc.get_threshold(), sys.get_int_max_str_digits()
     keep_pauses_short()
@@ -112,6 +112,17 @@ def test_evictions(many: Many) -> None:
     many.client.mark(many.fragments(), needed=False)
     (large,) = many.client.reserve(many.gpu, [3 * MANY * UNIT_BYTES])
     assert sum(extent.nbytes for extent in large.extents) == MEMORY
+    many.client.release([large])
+    many.client.mark(many.reserve(3 * MANY), needed=False)
+    many.client.reserve(many.gpu, [MEMORY])
+
+
+def test_a_client_that_goes(many: Many) -> None:
+    other = many.connect()
+    other.reserve(many.gpu, [UNIT_BYTES] * (3 * MANY))
+    other.close()
+    assert len(many.client.status()["clients"]) == 0
+    eventually(lambda: many.client.status()["free_bytes"] == MEMORY, "all of it is free")
 
 
 def test_equal_backups_of_one_client_and_of_others(many: Many) -> None:
@@ -123,6 +134,74 @@ def test_equal_backups_of_one_client_and_of_others(many: Many) -> None:
     many.client.release(backups)
     other.close()
     eventually(lambda: many.client.status()["free_bytes"] == MEMORY, "all of it is free")
+
+
+class Between:
+    """Calls something after each part of a reservation but the last."""
+
+    def __init__(self, client: VaultClient, then: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None:
+        self.client, self.then, self.calls = client, then, 0
+        self.ask = VaultClient._ask
+        monkeypatch.setattr(VaultClient, "_ask", lambda client, verb, **facts: self.asked(client, verb, facts))
+
+    def asked(self, client: VaultClient, verb: str, facts: dict[str, object]) -> dict[str, object]:
+        answer = self.ask(client, verb, **facts)
+        if client is self.client and facts.get("more_bytes"):
+            self.calls += 1
+            self.then()
+        return answer
+
+
+def test_others_get_nothing_of_what_is_reserved_in_parts(many: Many, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = many.connect()
+
+    def try_to_reserve() -> None:
+        with pytest.raises(OutOfHostMemory):
+            other.reserve(many.gpu, [UNIT_BYTES])
+
+    between = Between(many.client, try_to_reserve, monkeypatch)
+    other.reserve(many.gpu, [MANY * UNIT_BYTES])
+    assert len(many.reserve(2 * MANY)) == 2 * MANY
+    assert between.calls == 2 * MANY // protocol.MAX_BACKUPS - 1
+    other.close()
+
+
+def test_a_reservation_whose_memory_others_need_meanwhile_is_given_back(
+    many: Many, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = many.connect()
+    retained = other.reserve(many.gpu, [UNIT_BYTES] * MANY)
+    other.mark(retained, needed=False)
+    gone: list[VaultBackup] = []
+    between = Between(many.client, lambda: gone.extend(other.mark(retained, needed=True)), monkeypatch)
+    with pytest.raises(OutOfHostMemory):
+        many.reserve(3 * MANY)
+    assert between.calls
+    assert len(gone) <= protocol.MAX_BACKUPS
+    status = many.client.status()
+    assert status["asleep_bytes"] == (MANY - len(gone)) * UNIT_BYTES
+    assert status["left_bytes"] == MEMORY - status["asleep_bytes"]
+    other.close()
+
+
+def test_a_client_that_goes_in_the_middle_of_a_reservation_keeps_nothing(many: Many) -> None:
+    gone = many.connect()
+    gone._ask("reserve", gpu=many.gpu, sizes=[UNIT_BYTES], more_bytes=MEMORY - UNIT_BYTES, wait=True)
+    with pytest.raises(OutOfHostMemory):
+        many.reserve(1)
+    gone.close()
+    eventually(lambda: many.client.status()["left_bytes"] == MEMORY, "all is free")
+    assert len(many.reserve(3 * MANY)) == 3 * MANY
+
+
+def test_many_requests_that_come_at_once(many: Many) -> None:
+    """Others are heard between them."""
+    (backup,) = many.reserve(1)
+    numbers = [backup.number] * protocol.MAX_BACKUPS
+    for at in range(200):
+        many.client._channel.send({"id": 10_000 + at, "do": "mark", "numbers": numbers, "needed": True})
+    assert many.connect().status()["pid"] == os.getpid()
+    many.client.status()
 
 
 def test_looks_and_marks(many: Many) -> None:
@@ -192,11 +271,11 @@ def test_a_request_with_too_many_values_is_not_sent(many: Many) -> None:
 
 
 def test_an_answer_that_would_be_too_long_is_an_error(many: Many) -> None:
-    (backup,) = many.reserve(1)
-    key = Key("x", UNIT_BYTES, "")
-    many.client.seal([Sealed(backup, key, "n" * 4096)])
+    (backup,) = many.client.reserve(many.gpu, [64 << 20])
+    key = Key("x", 64 << 20, "")
+    many.client.seal([Sealed(backup, key, "n" * 65536)])
     with pytest.raises(InvalidArgument, match="ask for less at once"):
-        many.client.find(many.gpu, [key] * 10_000)
+        many.client.find(many.gpu, [key] * 500)
     many.client.release([backup])
     eventually(lambda: many.client.status()["free_bytes"] == MEMORY, "what was found is given back")
 

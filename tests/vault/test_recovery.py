@@ -21,9 +21,9 @@ from cumem_sleep import CuMemAllocator, _core
 from cumem_sleep.backups.vault import VaultTier
 from cumem_sleep.errors import OutOfHostMemory, VaultError, VaultLost
 from cumem_sleep.vault import protocol
-from cumem_sleep.vault.address import Address
-from cumem_sleep.vault.client import Backup, Key, Range, VaultClient
-from cumem_sleep.vault.pool import Host
+from cumem_sleep.vault.address import VaultAddress
+from cumem_sleep.vault.client import Range, VaultBackup, VaultClient
+from cumem_sleep.vault.pool import VaultHost
 from cumem_sleep.vault.server import Vault, visible_gpus
 
 pytestmark = [pytest.mark.sim, pytest.mark.slow]
@@ -51,7 +51,7 @@ def tier_of(allocator: CuMemAllocator) -> VaultTier:
     return tier
 
 
-class Stopped:
+class StoppedVault:
     """A vault that is stopped inside a `with`; only there its client gives it up soon."""
 
     def __init__(self, vault: RunningVault, client: VaultClient) -> None:
@@ -93,7 +93,7 @@ class TestStopped:
         allocator = through()
         contents = fill(allocator, memory, "weights", "default")
         allocator.sleep()
-        with Stopped(vault, tier_of(allocator).client()):
+        with StoppedVault(vault, tier_of(allocator).client()):
             with pytest.raises(VaultLost) as lost:
                 allocator.wake_up()
             assert lost.value.may_go_on
@@ -120,7 +120,7 @@ class TestStopped:
         allocator = through(**settings)
         contents = fill(allocator, memory, "weights", "default")
         stored = allocator.sleep().stored_bytes
-        with Stopped(vault, tier_of(allocator).client()), pytest.raises(VaultLost):
+        with StoppedVault(vault, tier_of(allocator).client()), pytest.raises(VaultLost):
             allocator.wake_up()
         client = tier_of(allocator)._client
         once_it_goes_on(lambda: tier_of(allocator).client())
@@ -138,7 +138,7 @@ class TestStopped:
         allocator = through()
         contents = fill(allocator, memory, "weights", "default")
         allocator.sleep()
-        with Stopped(vault, tier_of(allocator).client()):
+        with StoppedVault(vault, tier_of(allocator).client()):
             for _ in range(2):
                 with suppress(VaultLost):
                     allocator.wake_up()
@@ -153,7 +153,7 @@ class TestStopped:
         contents = fill(allocator, memory, "weights")
         allocator.sleep()
         client = tier_of(allocator).client()
-        with Stopped(vault, client):
+        with StoppedVault(vault, client):
             with pytest.raises(VaultLost):
                 allocator.wake_up()
             client.deadline_s = 10**6
@@ -170,7 +170,7 @@ class TestStopped:
         fill(allocator, memory, "weights")
         client = tier_of(allocator).client()
         lengths = []
-        with Stopped(vault, client):
+        with StoppedVault(vault, client):
             for _ in range(4):
                 with pytest.raises(VaultLost):
                     allocator.sleep()
@@ -185,12 +185,12 @@ class TestStopped:
         allocator = through()
         contents = fill(allocator, memory, "weights", "default")
         allocator.sleep()
-        with Stopped(vault, tier_of(allocator).client()), pytest.raises(VaultLost):
+        with StoppedVault(vault, tier_of(allocator).client()), pytest.raises(VaultLost):
             allocator.wake_up()
         succeed = VaultClient.succeed
 
-        def stopped_before(client: VaultClient, before: VaultClient, backups: Sequence[Backup]) -> object:
-            with Stopped(vault, client):
+        def stopped_before(client: VaultClient, before: VaultClient, backups: Sequence[VaultBackup]) -> object:
+            with StoppedVault(vault, client):
                 return succeed(client, before, backups)
 
         with monkeypatch.context() as patch:
@@ -239,8 +239,8 @@ class TestStopped:
     def test_half_a_request_does_not_keep_it_silent(self, vault: RunningVault) -> None:
         """It answers nothing that it has not heard to its end."""
         client = vault.client()
-        with Stopped(vault, client), pytest.raises(VaultLost):
-            client.find(client.gpus[0], [Key("x" * 64, 1, "")] * 10_000)
+        with StoppedVault(vault, client), pytest.raises(VaultLost):
+            client._ask("find", gpu=client.gpus[0], keys=["x" * 64] * 10_000)
         assert client._channel.unsent_bytes
         eventually(lambda: client.lost is not None and not client.is_silent, "it has said something")
         client.close()
@@ -327,7 +327,8 @@ class TestBroken:
     def test_no_connection_takes_over_from_another_client(self, vault: RunningVault, client: VaultClient) -> None:
         (backup,) = client.reserve(client.gpus[0], [PAGE])
         other = vault.client("other")
-        assert other._ask("resume", numbers=[backup.number], slabs=[])["backups"] == [None]
+        assert other._ask("resume", slabs=[])["numbers"] == []
+        assert other._ask("look", numbers=[backup.number])["backups"] == [None]
         assert vault.status()["asleep_bytes"] == PAGE
         other.close()
 
@@ -361,7 +362,11 @@ class TestNewVaultHangs:
         check(memory, contents)
 
 
-class Room:
+class Enough(Exception):
+    """Of who waits."""
+
+
+class RoomOnceGiven:
     """What the host has; asked for each slab, and answered when `given` is set."""
 
     def __init__(self) -> None:
@@ -375,14 +380,14 @@ class Room:
 @pytest.fixture
 def filling_up(
     folder: pathlib.Path, make_allocator: MakeAllocator, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[tuple[CuMemAllocator, Room]]:
+) -> Iterator[tuple[CuMemAllocator, RoomOnceGiven]]:
     """An allocator, and the room of its vault, a thread here, which has no memory before that is given."""
-    room = Room()
+    room = RoomOnceGiven()
     monkeypatch.setattr(protocol, "BUSY_INTERVAL_S", 0.05)
     allocator = make_allocator(vault=str(folder / "vault.sock"))
     allocator._operations.open()
     vault = Vault(
-        Address(folder / "vault.sock"), 16 * PAGE, visible_gpus(), Host(room.ask, 1, lambda _: None), 8 * PAGE
+        VaultAddress(folder / "vault.sock"), 16 * PAGE, visible_gpus(), VaultHost(room.ask, 1, lambda _: None), 8 * PAGE
     )
     thread = threading.Thread(target=vault.run)
     thread.start()
@@ -395,13 +400,10 @@ def filling_up(
 
 
 class TestMemoryToCome:
-    def test_a_signal_ends_the_wait(self, filling_up: tuple[CuMemAllocator, Room], memory: Memory) -> None:
+    def test_a_signal_ends_the_wait(self, filling_up: tuple[CuMemAllocator, RoomOnceGiven], memory: Memory) -> None:
         allocator, room = filling_up
         contents = fill(allocator, memory, "weights", "default")
         looks = VaultClient(tier_of(allocator)._path)
-
-        class Enough(Exception):
-            pass
 
         def handle(*_: object) -> None:
             raise Enough
@@ -428,9 +430,6 @@ class TestMemoryToCome:
         check(memory, contents)
 
     def test_what_was_handed_out_to_nobody_goes_back_with_the_next_release(self, vault: RunningVault) -> None:
-        class Enough(Exception):
-            pass
-
         def look() -> None:
             raise Enough
 
@@ -442,7 +441,7 @@ class TestMemoryToCome:
         client.close()
 
     def test_prepare_keeps_nobody_from_the_allocator(
-        self, filling_up: tuple[CuMemAllocator, Room], memory: Memory
+        self, filling_up: tuple[CuMemAllocator, RoomOnceGiven], memory: Memory
     ) -> None:
         allocator, room = filling_up
         contents = fill(allocator, memory, "weights", "default")
@@ -466,7 +465,9 @@ class TestMemoryToCome:
         allocator.wake_up()
         check(memory, contents)
 
-    def test_prepare_is_stopped_while_it_waits(self, filling_up: tuple[CuMemAllocator, Room], memory: Memory) -> None:
+    def test_prepare_is_stopped_while_it_waits(
+        self, filling_up: tuple[CuMemAllocator, RoomOnceGiven], memory: Memory
+    ) -> None:
         allocator, _ = filling_up
         fill(allocator, memory, "weights")
         preparation = allocator.prepare()
@@ -475,7 +476,7 @@ class TestMemoryToCome:
         assert preparation.error is None
 
     def test_who_does_not_wait_holds_up_nobody_and_goes_before_nobody(
-        self, filling_up: tuple[CuMemAllocator, Room]
+        self, filling_up: tuple[CuMemAllocator, RoomOnceGiven]
     ) -> None:
         allocator, room = filling_up
         path = tier_of(allocator)._path

@@ -32,7 +32,7 @@ from cumem_sleep.backups.vault import VaultTier, VaultTransfers, name_of
 from cumem_sleep.digest.device import DigestRun
 from cumem_sleep.errors import VaultError, VaultLost, VaultUnavailable
 from cumem_sleep.transfer.transfer import Transfer
-from cumem_sleep.vault.client import Backup, Sealed, VaultClient
+from cumem_sleep.vault.client import Sealed, VaultBackup, VaultClient
 from cumem_sleep.vault.ledger import Key
 
 pytestmark = pytest.mark.sim
@@ -341,7 +341,7 @@ print("done", flush=True)
 """
 
 
-class TestGivingBack:
+class TestGivingBackToTheVault:
     """What was lent to the vault comes back segment by segment, and the last of it before a sleep releases memory."""
 
     @pytest.mark.parametrize("lane_pages", [1, *(pytest.param(pages, marks=pytest.mark.slow) for pages in (2, 3, 5))])
@@ -821,7 +821,7 @@ class TestWhatOnceBroke:
         allocator.sleep()
         mark = VaultClient.mark
 
-        def lose_the_answer(client: VaultClient, backups: Sequence[Backup], needed: bool) -> list[Backup]:
+        def lose_the_answer(client: VaultClient, backups: Sequence[VaultBackup], needed: bool) -> list[VaultBackup]:
             gone = mark(client, backups, needed)
             if not needed:
                 raise VaultLost("it is silent")

@@ -17,7 +17,7 @@ from cumem_sleep import CuMemAllocator, CumemSleepError, _core, sim
 from cumem_sleep.vllm import plugin
 
 
-class Worker:
+class VaultWorker:
     """Stands for vLLM's `WorkerWrapperBase`, in which the plugin puts its methods, and for the worker in it."""
 
     def __init__(self, rank: int, device: int, seed: int, pages: int) -> None:
@@ -83,7 +83,7 @@ class Worker:
 
 def main() -> None:
     rank, device, seed, pages = map(int, sys.argv[1:])
-    worker = Worker(rank, device, seed, pages)
+    worker = VaultWorker(rank, device, seed, pages)
     print(json.dumps("ready"), flush=True)
     for line in sys.stdin:
         name, *arguments = json.loads(line)
