@@ -33,7 +33,7 @@ from cumem_sleep.codec.kernels import try_kernels
 
 SEGMENT_BYTES = 64 << 20  # each with a code of its own, as segments of a model have
 SAMPLE_BYTES = 8192
-WORTH = 0.95  # as the workbench asks for
+WORTH = 0.95  # as the workspace asks for
 STANDARD_DEVIATION = 0.02
 
 Make = Callable[[int, int], torch.Tensor]  # of (bytes, seed): content on the GPU, as bytes
@@ -95,7 +95,7 @@ class Coded:
     codes: list[Code]
 
     @property
-    def layout(self) -> codec.Layout:
+    def layout(self) -> codec.ExponentLayout:
         return self.codes[0].layout
 
     def table(self, sources: npt.ArrayLike, targets: npt.ArrayLike, sizes: npt.ArrayLike) -> torch.Tensor:

@@ -22,8 +22,8 @@ from typing import Any
 from record import GIB, write
 
 from cumem_sleep import CuMemAllocator, _core, host_facts
+from cumem_sleep.core.tuning import Tuning
 from cumem_sleep.tools.bench.memory import DeviceMemory, open_memory
-from cumem_sleep.tuning import Tuning
 
 SLAB_BYTES, PREFAULT_BYTES = Tuning().slab_bytes, Tuning().prefault_bytes
 DEVICE_BYTES = 2 * GIB

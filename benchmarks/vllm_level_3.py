@@ -42,7 +42,7 @@ from model_server import Answer, Deadline, Server, exit_on_sigterm
 from vault_process import Vault
 
 from cumem_sleep import DriverError, _core, sim
-from cumem_sleep.driver import driver_path
+from cumem_sleep.core.driver import driver_path
 from cumem_sleep.tools.machine import machine_facts
 
 HERE = Path(__file__).resolve().parent

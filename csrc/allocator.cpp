@@ -91,7 +91,7 @@ SegmentPtr SegmentTable::allocate(size_t bytes, int device, const Label& label) 
     const size_t whole = round_up(std::max<size_t>(bytes, 1), granularity(device));
     if (whole < bytes)
         throw InvalidState("cannot allocate " + std::to_string(bytes) + " bytes: more than the address space");
-    if (const size_t margin = region_margin_; margin > 0 && label.backup != Backup::kByLevel)
+    if (const size_t margin = region_margin_; margin > 0 && label.backup != BackupPlan::kByLevel)
         if (const size_t free_bytes = memory_info(device).free_bytes; free_bytes < whole || free_bytes - whole < margin)
             throw OutOfDeviceMemory(device, whole, free_bytes > margin ? free_bytes - margin : 0, "");
     SegmentPtr segment;
@@ -366,7 +366,7 @@ void cumem_sleep_free(void* address, size_t, int, CUstream) {
 }
 
 bool cumem_sleep_wants() {
-    if (Driver::is_forked() || label_of_thread().backup == Backup::kByLevel) return false;
+    if (Driver::is_forked() || label_of_thread().backup == BackupPlan::kByLevel) return false;
     if (Driver::is_open()) return true;
     const std::string* const path = driver_to_open;
     if (!path) return false;

@@ -49,7 +49,7 @@ struct Segment {
 
     const uint64_t id;  // never used twice in a process, unlike addresses
     const std::string tag;
-    const Backup backup;
+    const BackupPlan backup;
     Mapping mapping;
     std::atomic<Sleep> sleep{Sleep::kAwake};
     std::atomic<bool> freed{false};       // written with the table's mutex held

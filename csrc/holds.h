@@ -33,7 +33,7 @@ class HeldSegments {
 // interpreter lock held.
 class Allocation {
   public:
-    Allocation(size_t bytes, const std::string& tag, int device, Backup backup)
+    Allocation(size_t bytes, const std::string& tag, int device, BackupPlan backup)
         : address_(SegmentTable::get().allocate(bytes, device, {tag, backup})->mapping.address()) {}
     ~Allocation();
     Allocation(const Allocation&) = delete;

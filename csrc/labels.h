@@ -18,7 +18,7 @@ namespace cumem_sleep {
 
 // What decides about the bytes at a sleep. Memory of a pool (kByLevel) and of a region sleep apart from each
 // other, by calls of their own.
-enum class Backup {
+enum class BackupPlan {
     kByLevel,  // of a pool: the level, or the tags of the call
     kAlways,   // of a region whose bytes are kept
     kNever,    // of a region whose bytes are dropped
@@ -27,7 +27,7 @@ enum class Backup {
 // What an allocation is given, and keeps.
 struct Label {
     std::string tag = "default";
-    Backup backup = Backup::kByLevel;
+    BackupPlan backup = BackupPlan::kByLevel;
 
     bool operator<(const Label& other) const { return std::tie(tag, backup) < std::tie(other.tag, other.backup); }
 };

@@ -114,10 +114,10 @@ void bind_devices(py::module_& module) {
 }
 
 void bind_segment(py::module_& module) {
-    py::enum_<Backup>(module, "Backup")
-        .value("BY_LEVEL", Backup::kByLevel)
-        .value("ALWAYS", Backup::kAlways)
-        .value("NEVER", Backup::kNever);
+    py::enum_<BackupPlan>(module, "BackupPlan")
+        .value("BY_LEVEL", BackupPlan::kByLevel)
+        .value("ALWAYS", BackupPlan::kAlways)
+        .value("NEVER", BackupPlan::kNever);
     py::class_<Segment, SegmentPtr> segment(module, "Segment");
     py::enum_<Segment::Sleep>(segment, "Sleep")
         .value("AWAKE", Segment::Sleep::kAwake)
@@ -151,7 +151,7 @@ void bind_segment_table(py::module_& module) {
         "segments_in",
         [](bool regions, const std::optional<std::set<std::string>>& tags) {
             return SegmentTable::get().segments([&](const Segment& segment) {
-                return (segment.backup != Backup::kByLevel) == regions && (!tags || tags->count(segment.tag));
+                return (segment.backup != BackupPlan::kByLevel) == regions && (!tags || tags->count(segment.tag));
             });
         },
         py::arg("regions"), py::arg("tags"), NoGil(),
@@ -169,8 +169,8 @@ void bind_segment_table(py::module_& module) {
         py::arg("devices"), NoGil(), "Of all segments on these devices.");
     py::class_<Allocation>(module, "Allocation")
         // No factory: pybind11 registers what one returns before NoGil() ends.
-        .def(py::init<size_t, std::string, int, Backup>(), py::arg("bytes"), py::arg("tag"), py::arg("device"),
-             py::arg("backup") = Backup::kByLevel, NoGil())
+        .def(py::init<size_t, std::string, int, BackupPlan>(), py::arg("bytes"), py::arg("tag"), py::arg("device"),
+             py::arg("backup") = BackupPlan::kByLevel, NoGil())
         .def_property_readonly("handed_out", &Allocation::hand_out,
                                "The address, which from then on is the caller's to free. Not a call, because Python\n"
                                "handles signals after calls.");
@@ -217,10 +217,10 @@ void bind_thread_state(py::module_& module) {
     py::class_<ScopeOfLabel>(module, "ThreadLabel",
                              "What allocations get, of the task that makes this and of what it starts on this thread,\n"
                              "from its making until it is left or freed. PyTorch's are those of the whole thread.")
-        .def(py::init([](std::string tag, Backup backup) {
+        .def(py::init([](std::string tag, BackupPlan backup) {
                  return std::make_unique<ScopeOfLabel>(Label{std::move(tag), backup});
              }),
-             py::arg("tag"), py::arg("backup") = Backup::kByLevel)
+             py::arg("tag"), py::arg("backup") = BackupPlan::kByLevel)
         .def("close", &ScopeOfLabel::close)
         .def("__enter__", [](ScopeOfLabel&) {})
         .def("__exit__", [](ScopeOfLabel& self, const py::args&) { self.close(); });
@@ -229,7 +229,7 @@ void bind_thread_state(py::module_& module) {
     module.def("labels_overlap", &labels_overlap, "Whether tasks of this thread are in different labels.");
     module.def(
         "set_process_label",
-        [](std::string tag, Backup backup, const std::string& driver_path) {
+        [](std::string tag, BackupPlan backup, const std::string& driver_path) {
             set_process_label({std::move(tag), backup}, driver_path);
         },
         py::arg("tag"), py::arg("backup"), py::arg("driver_path"),

@@ -18,11 +18,20 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from . import _core, log
+from . import _core
 from .backups.store import BackupStore
 from .checkpoint.process import THIS_PROCESS, Checkpointed
 from .codec.compressor import Compressor
-from .cuda_state import CudaState
+from .core import log
+from .core.cuda_state import CudaState
+from .core.levels import DEFERRABLE_TAGS, IsDropped, dropped_at_level, in_pools, in_regions, is_deep, woken_in_pools
+from .core.operation import Call, CudaUse, Operation, Operations
+from .core.pools import Pools
+from .core.scopes import scoped
+from .core.segments import awake_in_words, total_bytes
+from .core.tags import DEFAULT_TAG, GRAPH_TAG, UsedTags, checked_tag, tag_or_default
+from .core.tuning import Tuning
+from .core.variables import warn_of_misspelt
 from .digest.device import DeviceDigester
 from .errors import (
     MOST_ADDRESS,
@@ -35,16 +44,6 @@ from .errors import (
     check_integer,
     shown,
 )
-from .levels import (
-    DEFERRABLE_TAGS,
-    IsDropped,
-    dropped_at_level,
-    in_pools,
-    in_regions,
-    is_deep,
-    woken_in_pools,
-)
-from .operation import Call, CudaUse, Operation, Operations
 from .operations.agreement import Agreement, RankCall
 from .operations.deepen import deepen, why_not_for_ranks
 from .operations.first_allocation import FirstAllocation
@@ -53,18 +52,12 @@ from .operations.look import read_backup, usage
 from .operations.prepare import Preparation, wanted_ahead
 from .operations.sleep import sleep
 from .operations.wake import wake, waking
-from .pools import Pools
 from .ranks.group import as_group
 from .ranks.mesh import connect
 from .regions import Regions
 from .report import BackupPlace, OperationTotals, SleepReport, TagUsage, WakeReport
-from .scopes import scoped
-from .segments import awake_in_words, total_bytes
 from .settings import Settings
-from .tags import DEFAULT_TAG, GRAPH_TAG, UsedTags, checked_tag, tag_or_default
 from .transfer.copiers import Copiers
-from .tuning import Tuning
-from .variables import warn_of_misspelt
 
 # Their threads are stopped in order at exit. One that nobody uses any more stays here while a thread works for it.
 _allocators: weakref.WeakSet[CuMemAllocator] = weakref.WeakSet()
@@ -127,7 +120,7 @@ class CuMemAllocator:
             cuda=self._cuda,
             turn=self._store.turns.operation,
             place=self._store.room.place,
-            note_before=self._layer.left.note_before,
+            note_before=self._layer.residue.note_before,
             left_pool=_left_pool,
             freed_by_hook=_forget_freed_backups,
             has_slept=self._first_allocation.after,
@@ -261,7 +254,7 @@ class CuMemAllocator:
         """Put this around code that loads modules and captures CUDA graphs. Sleeps then report what that code left on
         the GPU as an item of its own (`SleepReport.left`). In vLLM the plugin does this.
         """
-        return self._layer.left.warm_up()
+        return self._layer.residue.warm_up()
 
     def note_communicators(self, nbytes: Mapping[int, int]) -> None:
         """Say how much device memory came with communicators (NCCL's) that were made before this layer allocated.
@@ -278,7 +271,7 @@ class CuMemAllocator:
         for device, taken in nbytes.items():
             check_integer("device", device, minimum=0)
             check_integer(f"bytes of device {device}", taken, minimum=0)
-        self._layer.left.by_communicators.update(nbytes)
+        self._layer.residue.by_communicators.update(nbytes)
 
     @property
     def regions(self) -> Regions:
@@ -308,16 +301,16 @@ class CuMemAllocator:
         if tag is None:
             tag, backup = _core.thread_tag(), _core.thread_backup()
         else:
-            tag, backup = checked_tag(tag), _core.Backup.BY_LEVEL
+            tag, backup = checked_tag(tag), _core.BackupPlan.BY_LEVEL
         with self._cuda.lease():
             if device >= (count := _core.device_count()):
                 raise InvalidArgument(f"device={device}: there are {count}, numbered from 0")
             free_bytes, total_on_device = _core.memory_info(device)
             if nbytes > total_on_device:  # beyond what the driver can be asked for, it answers "invalid value"
                 raise OutOfDeviceMemory(nbytes, free_bytes, device)
-            self._layer.left.note_before(device)
+            self._layer.residue.note_before(device)
             allocation = _core.Allocation(nbytes, tag, device, backup)
-        (self._used_tags if backup == _core.Backup.BY_LEVEL else self._region_tags).add(tag)
+        (self._used_tags if backup == _core.BackupPlan.BY_LEVEL else self._region_tags).add(tag)
         return allocation.handed_out  # no call, no signal may come after this: the address could be lost
 
     def free(self, address: int) -> None:

@@ -7,18 +7,18 @@ from contextlib import AbstractContextManager
 from functools import partial
 
 from . import _core
-from .driver import driver_path
+from .core.driver import driver_path
+from .core.levels import SegmentGroup, in_regions, without_backup
+from .core.operation import Call, CudaUse, Operation, Operations
+from .core.scopes import scoped
+from .core.tags import DEFAULT_TAG, UsedTags, checked_tag, tag_or_default
 from .errors import InvalidArgument, InvalidState, check_bool, check_integer
 from .integrations import preload
-from .levels import Group, in_regions, without_backup
-from .operation import Call, CudaUse, Operation, Operations
 from .operations.layer import Layer
 from .operations.look import usage
 from .operations.sleep import sleep
 from .operations.wake import asleep, wake, waking
 from .report import SleepReport, TagUsage, WakeReport
-from .scopes import scoped
-from .tags import DEFAULT_TAG, UsedTags, checked_tag, tag_or_default
 
 
 class Regions:
@@ -73,7 +73,7 @@ class Regions:
         return self._labelled(tag, _plan(backup))
 
     @scoped
-    def _labelled(self, tag: str, plan: _core.Backup) -> Iterator[None]:
+    def _labelled(self, tag: str, plan: _core.BackupPlan) -> Iterator[None]:
         with self._operations.cuda.lease(), _core.ThreadLabel(tag, plan):
             self._tags.add(tag)
             yield
@@ -216,10 +216,10 @@ class Regions:
         """What the segments of regions of each tag hold, and their backups."""
         return usage(self._operations, self._layer, in_regions())
 
-    def _meant(self, tags: str | Iterable[str] | None) -> Group:
+    def _meant(self, tags: str | Iterable[str] | None) -> SegmentGroup:
         return in_regions(None if tags is None else self._tags.checked(tags))
 
 
-def _plan(backup: bool) -> _core.Backup:
+def _plan(backup: bool) -> _core.BackupPlan:
     check_bool("backup", backup)
-    return _core.Backup.ALWAYS if backup else _core.Backup.NEVER
+    return _core.BackupPlan.ALWAYS if backup else _core.BackupPlan.NEVER

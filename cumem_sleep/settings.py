@@ -83,7 +83,7 @@ def parse_bool(name: str, text: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Kind:
+class SettingKind:
     """What a setting may be: as a value of a field, and as the text of a variable.
 
     Attributes:
@@ -132,39 +132,39 @@ class Kind:
         return value
 
 
-def _one_of(*words: str) -> Kind:
-    return Kind((str,), f"one of {', '.join(words)}", words.__contains__)
+def _one_of(*words: str) -> SettingKind:
+    return SettingKind((str,), f"one of {', '.join(words)}", words.__contains__)
 
 
-def _whole(least: int, most: int, what: str = "a whole number", *, is_optional: bool = False) -> Kind:
+def _whole(least: int, most: int, what: str = "a whole number", *, is_optional: bool = False) -> SettingKind:
     expected = f"{what} from {least} to {most}" if most < MOST_BYTES else f"{what} of at least {least}"
-    return Kind((int,), expected, lambda value: least <= value <= most, lambda _, text: int(text), is_optional)
+    return SettingKind((int,), expected, lambda value: least <= value <= most, lambda _, text: int(text), is_optional)
 
 
-def _bytes(*, is_optional: bool = False) -> Kind:
+def _bytes(*, is_optional: bool = False) -> SettingKind:
     return replace(_whole(0, MOST_BYTES, is_optional=is_optional), parse=parse_bytes)
 
 
-def _seconds(least: float, *, is_optional: bool = False) -> Kind:
+def _seconds(least: float, *, is_optional: bool = False) -> SettingKind:
     expected = f"seconds from {least} to {_DAY_S}"
-    return Kind(
+    return SettingKind(
         (int, float), expected, lambda value: least <= value <= _DAY_S, lambda _, text: float(text), is_optional
     )
 
 
-_FLAG = Kind((bool,), "True or False", lambda _: True, parse_bool)
-_VAULT_PLACE = Kind(
+_FLAG = SettingKind((bool,), "True or False", lambda _: True, parse_bool)
+_VAULT_PLACE = SettingKind(
     (str,),
     "off, auto, or the path of a vault's socket (with a slash)",
     lambda place: place in ("off", "auto") or ("/" in place and "\0" not in place),
 )
-_METHODS = Kind(
+_METHODS = SettingKind(
     (tuple,),
     "a tuple of method names (in a variable, names are separated by commas)",
     lambda methods: all(isinstance(method, str) and method.isidentifier() for method in methods),
     lambda _, text: tuple(method.strip() for method in text.split(",")),
 )
-_TOKEN = Kind(  # what HTTP's headers take
+_TOKEN = SettingKind(  # what HTTP's headers take
     (str,),
     "printable ASCII without spaces, at least one character (unset: no token)",
     lambda token: token != "" and all("!" <= letter <= "~" for letter in token),
@@ -178,7 +178,7 @@ _TOKEN = Kind(  # what HTTP's headers take
 _Fields = TypeVar("_Fields", bound="_FromEnvironment")
 
 
-def _setting(kind: Kind, default: Any, text: str, said: str = "") -> Any:
+def _setting(kind: SettingKind, default: Any, text: str, said: str = "") -> Any:
     """A field.
 
     Args:

@@ -16,8 +16,8 @@ from cumem_sleep import CuMemAllocator, _core
 from cumem_sleep.backups.backup import Backup
 from cumem_sleep.backups.host import HostLane, HostTransfers
 from cumem_sleep.backups.tier import Footprint, HostLimit, Tier
-from cumem_sleep.extents import Extent
-from cumem_sleep.pinned import pinned_block
+from cumem_sleep.core.extents import Extent
+from cumem_sleep.core.pinned import pinned_block
 from cumem_sleep.report import BackupPlace
 
 EXTENT_BYTES = 2 << 20

@@ -25,8 +25,8 @@ import numpy.typing as npt
 import cumem_sleep
 from cumem_sleep import CuMemAllocator, CumemSleepError, Settings, _core, sim
 from cumem_sleep.backups.filling import Filling
+from cumem_sleep.core.pinned import node_of
 from cumem_sleep.digest.reference import CHUNK_BYTES, Digest, digests_from, sums_of
-from cumem_sleep.pinned import node_of
 
 MIB = 1 << 20
 PAGE = 2 * MIB  # the granularity of device memory

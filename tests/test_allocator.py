@@ -26,10 +26,10 @@ from cumem_sleep import (
     TagUsage,
     _core,
     sim,
-    variables,
 )
 from cumem_sleep import allocator as allocator_module
-from cumem_sleep.pools import Pools
+from cumem_sleep.core import variables
+from cumem_sleep.core.pools import Pools
 
 MakeAllocator = Callable[..., CuMemAllocator]
 

@@ -37,7 +37,7 @@ from snippets import (
 )
 
 from cumem_sleep import CuMemAllocator, Settings, SleepReport, WakeReport, errors
-from cumem_sleep.levels import dropped_at_level
+from cumem_sleep.core.levels import dropped_at_level
 from cumem_sleep.settings import VARIABLES, GateSettings
 from cumem_sleep.tools import cli
 from cumem_sleep.vllm import SleepGate, metrics, plugin

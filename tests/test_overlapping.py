@@ -19,14 +19,15 @@ from functools import partial
 import pytest
 from support import BACKED_UP, HANGS_S, PAGE, Memory, hooks, in_thread
 
-from cumem_sleep import CuMemAllocator, InvalidArgument, _core, scopes
+from cumem_sleep import CuMemAllocator, InvalidArgument, _core
+from cumem_sleep.core import scopes
+from cumem_sleep.core.pools import Pools
 from cumem_sleep.integrations.torch_memory_saver import TorchMemorySaver, configure_subprocess
 from cumem_sleep.integrations.torch_memory_saver.environment import changed
-from cumem_sleep.pools import Pools
 
-Label = tuple[str, _core.Backup]
+Label = tuple[str, _core.BackupPlan]
 Scope = Callable[[CuMemAllocator, str], AbstractContextManager[object]]
-BY_LEVEL, ALWAYS, NEVER = _core.Backup.BY_LEVEL, _core.Backup.ALWAYS, _core.Backup.NEVER
+BY_LEVEL, ALWAYS, NEVER = _core.BackupPlan.BY_LEVEL, _core.BackupPlan.ALWAYS, _core.BackupPlan.NEVER
 NO_LABEL: Label = ("default", BY_LEVEL)
 
 
@@ -38,7 +39,7 @@ def disabled(allocator: CuMemAllocator, tag: str) -> Iterator[None]:
 
 
 # Each way of allocating with a label, and the plan of what is allocated there.
-SCOPES: dict[str, tuple[Scope, _core.Backup]] = {
+SCOPES: dict[str, tuple[Scope, _core.BackupPlan]] = {
     "pool": (lambda allocator, tag: allocator.use_memory_pool(tag), BY_LEVEL),
     "region": (lambda allocator, tag: allocator.regions.use(tag, backup=True), ALWAYS),
     "region without a pool": (lambda allocator, tag: allocator.regions.use_without_pool(tag), NEVER),
@@ -58,7 +59,7 @@ def scope(request: pytest.FixtureRequest, allocator: CuMemAllocator) -> Callable
 
 
 @pytest.fixture
-def plan(request: pytest.FixtureRequest, scope: object) -> _core.Backup:  # noqa: ARG001  (comes first)
+def plan(request: pytest.FixtureRequest, scope: object) -> _core.BackupPlan:  # noqa: ARG001  (comes first)
     return SCOPES[request.node.callspec.params["scope"]][1]
 
 
@@ -127,7 +128,7 @@ class Task:
 class TestTasksOfOneThread:
     @pytest.mark.parametrize("first_to_leave", [0, 1])
     def test_each_has_its_own_label_and_nothing_is_left(
-        self, scope: MakeScope, plan: _core.Backup, first_to_leave: int
+        self, scope: MakeScope, plan: _core.BackupPlan, first_to_leave: int
     ) -> None:
         async def overlap() -> None:
             tags = ["kv_cache", "weights"]
@@ -162,7 +163,7 @@ class TestTasksOfOneThread:
             assert memory.read(address, PAGE) == content
 
     def test_a_task_inherits_its_starters_label_until_that_one_leaves(
-        self, scope: MakeScope, plan: _core.Backup
+        self, scope: MakeScope, plan: _core.BackupPlan
     ) -> None:
         async def start() -> None:
             with contextlib.ExitStack() as stack:
@@ -180,7 +181,7 @@ class TestTasksOfOneThread:
 
         asyncio.run(start())
 
-    def test_a_loop_that_runs_inside_is_inside(self, scope: MakeScope, plan: _core.Backup) -> None:
+    def test_a_loop_that_runs_inside_is_inside(self, scope: MakeScope, plan: _core.BackupPlan) -> None:
         async def look() -> tuple[Label, Label]:
             return label_now(), label_of_hook()
 
@@ -226,7 +227,9 @@ class TestPyTorchWhereTasksOverlap:
     """It cannot tell them apart, nor can its hook: nothing that it allocates then may be dropped."""
 
     @pytest.mark.parametrize("tags", [("kv_cache", "weights"), ("weights", "kv_cache")])
-    def test_gets_memory_that_no_level_drops(self, scope: MakeScope, plan: _core.Backup, tags: tuple[str, str]) -> None:
+    def test_gets_memory_that_no_level_drops(
+        self, scope: MakeScope, plan: _core.BackupPlan, tags: tuple[str, str]
+    ) -> None:
         async def overlap() -> None:
             first, second = [await Task(scope(tag)).entered() for tag in tags]
             assert _core.labels_overlap()
@@ -237,7 +240,7 @@ class TestPyTorchWhereTasksOverlap:
 
         asyncio.run(overlap())
 
-    def test_gets_the_label_that_both_have(self, scope: MakeScope, plan: _core.Backup) -> None:
+    def test_gets_the_label_that_both_have(self, scope: MakeScope, plan: _core.BackupPlan) -> None:
         async def overlap() -> None:
             tasks = [await Task(scope("weights")).entered() for _ in range(2)]
             assert not _core.labels_overlap()
@@ -273,7 +276,7 @@ class TestPyTorchWhereTasksOverlap:
 
 
 class TestOrder:
-    def test_scopes_of_one_task_may_end_in_any(self, scope: MakeScope, plan: _core.Backup) -> None:
+    def test_scopes_of_one_task_may_end_in_any(self, scope: MakeScope, plan: _core.BackupPlan) -> None:
         for order in ([0, 1, 2], [0, 2, 1], [1, 0, 2], [1, 2, 0], [2, 0, 1], [2, 1, 0]):
             entered = {number: scope(f"tag{number}") for number in range(3)}
             for number, each in entered.items():
@@ -297,7 +300,7 @@ class TestOrder:
         before.close()
         assert_outside()
 
-    def test_generators_that_take_turns(self, scope: MakeScope, plan: _core.Backup) -> None:
+    def test_generators_that_take_turns(self, scope: MakeScope, plan: _core.BackupPlan) -> None:
         def hold(tag: str) -> Iterator[None]:
             with scope(tag):
                 yield
@@ -322,7 +325,7 @@ class TestOrder:
         del kept
         assert_outside()
 
-    def test_an_error_on_entering_leaves_the_outer_one(self, scope: MakeScope, plan: _core.Backup) -> None:
+    def test_an_error_on_entering_leaves_the_outer_one(self, scope: MakeScope, plan: _core.BackupPlan) -> None:
         with scope("outer"):
             for bad in ("", "\0"):
                 with pytest.raises(InvalidArgument), scope(bad):
@@ -352,7 +355,7 @@ class TestOrder:
 
 
 class TestThreads:
-    def test_another_one_ends_it(self, scope: MakeScope, plan: _core.Backup) -> None:
+    def test_another_one_ends_it(self, scope: MakeScope, plan: _core.BackupPlan) -> None:
         outer, inner = scope("outer"), scope("inner")
         outer.__enter__()
         inner.__enter__()
@@ -368,7 +371,7 @@ class TestThreads:
         entered.__exit__(None, None, None)
         assert_outside()
 
-    def test_a_generator_is_closed_by_another_one(self, scope: MakeScope, plan: _core.Backup) -> None:
+    def test_a_generator_is_closed_by_another_one(self, scope: MakeScope, plan: _core.BackupPlan) -> None:
         def hold() -> Iterator[None]:
             with scope("kv_cache"):
                 yield

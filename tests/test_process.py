@@ -255,7 +255,7 @@ class TestFork:
             self.WAIT,
             ALLOCATED,
             """
-            from cumem_sleep.pinned import pinned_table
+            from cumem_sleep.core.pinned import pinned_table
 
             other = allocator.malloc(PAGE, "default")
             if ASLEEP:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import json
 import pathlib
@@ -11,13 +12,14 @@ import types
 import pytest
 
 import cumem_sleep
+from cumem_sleep.core.torch_pools import OLDEST_TORCH
 from cumem_sleep.tools.doctor.gpus import OLDEST_CUDA
-from cumem_sleep.torch_pools import OLDEST_TORCH
 from cumem_sleep.vllm import compatibility
 
 ROOT = pathlib.Path(__file__).parent.parent
 PROJECT = (ROOT / "pyproject.toml").read_text()
 CI = (ROOT / ".ci" / "run").read_text()
+PACKAGE = ROOT / "cumem_sleep"
 
 
 def test_the_version_is_said_once() -> None:
@@ -130,3 +132,17 @@ def test_a_release_of_another_version_is_refused(prepare_release: types.ModuleTy
     with pytest.raises(SystemExit, match=r"v999: pyproject\.toml says version"):
         prepare_release.main("https://github.com/someone/something", "v999", tmp_path)
     assert (tmp_path / "pyproject.toml").read_text() == PROJECT
+
+
+def test_a_class_name_stands_for_one_thing() -> None:
+    """In the whole package, the aliases of types included."""
+    places: dict[str, list[str]] = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            aliases = [target for target in getattr(node, "targets", []) if isinstance(target, ast.Name)]
+            names = [node.name] if isinstance(node, ast.ClassDef) else [target.id for target in aliases]
+            for name in names:
+                if re.fullmatch(r"_?[A-Z][a-z]\w*", name) and not (name.startswith("_") and aliases):
+                    places.setdefault(name, []).append(str(path.relative_to(PACKAGE)))
+    assert len(places) > 300
+    assert {name: where for name, where in places.items() if len(where) > 1} == {}

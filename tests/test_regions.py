@@ -131,14 +131,14 @@ class TestBackupIsOfTheRegion:
             second = allocator.malloc(PAGE)
         with allocator.use_memory_pool("outer"), allocator.regions.use("inner"):
             nested = allocator.malloc(PAGE)
-        assert _core.thread_backup() == _core.Backup.BY_LEVEL
+        assert _core.thread_backup() == _core.BackupPlan.BY_LEVEL
         allocator.regions.sleep()
         assert states() == {first: BACKED_UP, inner: DROPPED, outside: AWAKE, second: BACKED_UP, nested: DROPPED}
 
     def test_one_with_an_exception_in_it_is_left(self, allocator: CuMemAllocator) -> None:
         with pytest.raises(KeyError), allocator.regions.use("x", backup=True):
             raise KeyError
-        assert (_core.thread_tag(), _core.thread_backup()) == ("default", _core.Backup.BY_LEVEL)
+        assert (_core.thread_tag(), _core.thread_backup()) == ("default", _core.BackupPlan.BY_LEVEL)
 
     def test_a_tag_that_is_named_is_a_pools(self, allocator: CuMemAllocator) -> None:
         with allocator.regions.use("x", backup=True):
@@ -488,7 +488,7 @@ def test_graph_pools_need_pytorch_and_a_gpu(allocator: CuMemAllocator) -> None:
 def test_without_the_hook_a_process_is_no_region(allocator: CuMemAllocator) -> None:
     with pytest.raises(InvalidState, match="LD_PRELOAD="):
         allocator.regions.use_for_process()
-    assert _core.thread_backup() == _core.Backup.BY_LEVEL
+    assert _core.thread_backup() == _core.BackupPlan.BY_LEVEL
 
 
 def test_a_freed_region_leaves_nothing(allocator: CuMemAllocator) -> None:

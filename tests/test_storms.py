@@ -151,7 +151,7 @@ STORM = """
                 scope.__exit__(None, None, None)
 
         attempt(choice.choice([nest, overlap]))
-        assert (_core.thread_tag(), _core.thread_backup()) == ("default", _core.Backup.BY_LEVEL), chosen
+        assert (_core.thread_tag(), _core.thread_backup()) == ("default", _core.BackupPlan.BY_LEVEL), chosen
         assert not _core.labels_overlap()
         assert not saver._initialized().in_region
         assert os.environ.get("LD_PRELOAD", "") == preloaded, chosen

@@ -9,7 +9,8 @@ import re
 
 import pytest
 
-from cumem_sleep import Settings, variables
+from cumem_sleep import Settings
+from cumem_sleep.core import variables
 from cumem_sleep.settings import PREFIX, VARIABLES, GateSettings
 from cumem_sleep.tools import cli, help_texts
 

@@ -13,8 +13,8 @@ from .. import _core
 from ..codec.codec import CHUNK_BYTES
 from ..codec.codecs import decode
 from ..codec.encoding import EncodedRun, Encoding
+from ..core.extents import Extent, Piece, Ranges
 from ..digest.reference import Digest
-from ..extents import Extent, Piece, Ranges
 from .tier import Tier
 
 _ROOM_TO_GROW = 250  # 0.4 %

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from .. import _core
 from ..codec.encoding import Encoding
+from ..core.extents import Extent, Ranges
 from ..digest.reference import Digest
 from ..errors import InvalidState
-from ..extents import Extent, Ranges
 from .backup import Backup
 from .tier import Content, Footprint, Tier
 

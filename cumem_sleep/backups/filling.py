@@ -7,12 +7,12 @@ from contextlib import ExitStack
 from itertools import chain
 
 from .. import _core
-from ..codec.workbench import Workbench
-from ..extents import Transfers
-from ..segments import by_device, total_bytes
+from ..codec.workspace import Workspace
+from ..core.extents import Transfers
+from ..core.segments import by_device, total_bytes
+from ..core.tuning import Tuning
 from ..transfer.link import LinkOut
 from ..transfer.transfer import Transfer
-from ..tuning import Tuning
 from .catalogue import Catalogue
 
 _MOST_LANES = 4
@@ -27,7 +27,7 @@ class Filling:
     Args:
         streams: takes the streams of the copies; when it is left, no copy is in flight.
         segments: all that may be added.
-        workbenches: by device, where segments are encoded.
+        workspaces: by device, where segments are encoded.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Filling:
         streams: ExitStack,
         tuning: Tuning,
         segments: Sequence[_core.Segment],
-        workbenches: Mapping[int, Workbench],
+        workspaces: Mapping[int, Workspace],
     ) -> None:
         self._catalogue = catalogue
         self._transfers = transfers
@@ -45,7 +45,7 @@ class Filling:
         self._tuning = tuning
         self._most_bytes = {device: total_bytes(mine) for device, mine in by_device(segments).items()}
         self._raw: dict[int, Transfer] = {}  # by device
-        self._workbenches = workbenches
+        self._workspaces = workspaces
         self._added: list[_core.Segment] = []
 
     def add(self, part: Sequence[_core.Segment]) -> list[Transfer]:
@@ -73,9 +73,9 @@ class Filling:
             OutOfHostMemory, DriverError, InvalidState, CodecError: not every byte is there.
         """
         for device, mine in by_device(part).items():
-            if device in self._workbenches:
+            if device in self._workspaces:
                 runs = chain.from_iterable(backup.runs() for backup in map(self._catalogue.of, mine) if backup)
-                self._workbenches[device].encode(runs, self._transfers)
+                self._workspaces[device].encode(runs, self._transfers)
 
     def _transfer(self, device: int) -> Transfer:
         """Made before pages are touched, because touching pages delays every change of the address space."""
@@ -101,5 +101,5 @@ class Filling:
         self._transfers.end()
         return self._added
 
-    def _at_work(self) -> Iterable[Transfer | Workbench]:
-        return [*self._raw.values(), *self._workbenches.values()]
+    def _at_work(self) -> Iterable[Transfer | Workspace]:
+        return [*self._raw.values(), *self._workspaces.values()]

@@ -13,12 +13,12 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import _core, host_facts
+from ..core.extents import Extent, Lane, Transfers
+from ..core.pinned import node_of
+from ..core.tuning import Tuning
 from ..errors import InvalidState
-from ..extents import Extent, Lane, Transfers
-from ..pinned import node_of
 from ..report import BackupPlace
 from ..settings import Settings
-from ..tuning import Tuning
 from .tier import Footprint, HostLimit, Tier, Turn, budget_limits
 
 _MOST_PREFAULT_THREADS = 16

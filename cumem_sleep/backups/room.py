@@ -9,12 +9,12 @@ from itertools import islice
 from .. import _core
 from ..codec.codecs import least_bytes
 from ..codec.encoding import Encoding
+from ..core.segments import by_device, total_bytes
+from ..core.tuning import Tuning
 from ..digest.reference import Digest
 from ..errors import OutOfHostMemory
 from ..report import BackupPlace
-from ..segments import by_device, total_bytes
 from ..settings import Settings
-from ..tuning import Tuning
 from .backup import Backup, extent_sizes
 from .catalogue import Catalogue
 from .tier import Content, Tier

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from .. import _core
+from ..core.tuning import Tuning
 from ..settings import Settings
-from ..tuning import Tuning
 from .catalogue import Catalogue
 from .room import BackupRoom
 from .turns import Turns

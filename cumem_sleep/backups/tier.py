@@ -15,8 +15,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from ..core.extents import Extent, Transfers
 from ..digest.reference import Digest
-from ..extents import Extent, Transfers
 from ..report import BackupPlace
 from ..settings import Settings
 

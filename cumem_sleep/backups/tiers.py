@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from .. import log
+from ..core import log
+from ..core.tuning import Tuning
 from ..errors import VaultUnavailable
 from ..settings import Settings
-from ..tuning import Tuning
 from .host import HostTier
 from .tier import Tier, Turn
 from .vault import VaultTier

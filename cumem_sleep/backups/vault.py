@@ -18,9 +18,10 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
-from .. import _core, log
+from .. import _core
+from ..core import log
+from ..core.extents import Extent, Lane, Transfers
 from ..errors import CumemSleepError, VaultLost, VaultUnavailable
-from ..extents import Extent, Lane, Transfers
 from ..report import BackupPlace
 from ..settings import Settings
 from ..vault import protocol

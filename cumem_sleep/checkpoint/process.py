@@ -48,7 +48,7 @@ class Deadlines:
     answer_s: float = 180.0
 
 
-class Refused(Exception):
+class CheckpointRefused(Exception):
     """The CUDA state stays on the GPU, and works as before; the argument says why."""
 
 
@@ -85,7 +85,7 @@ def examine() -> str:
         finally:
             helper.end()
     except _HelperLost as error:
-        raise Refused(str(error)) from None
+        raise CheckpointRefused(str(error)) from None
 
 
 class ProcessCheckpoint:
@@ -120,7 +120,7 @@ class ProcessCheckpoint:
         Args:
             unpin: called when only other threads, and the driver, can still prevent that. It may call the driver, and
                 wait for the GPU, on which no work runs then.
-            last_check: called when they do, and before anything else; it may raise `Refused`.
+            last_check: called when they do, and before anything else; it may raise `CheckpointRefused`.
 
         Raises:
             Refused: it cannot be; all is as before.
@@ -128,23 +128,23 @@ class ProcessCheckpoint:
         """
         with self._turn:
             if self.stays:
-                raise Refused("this process ends")
+                raise CheckpointRefused("this process ends")
             devices = {device: _core.device_info(device) for device in range(_core.device_count())}
             self._uuids = {device: info.uuid for device, info in devices.items()}
             try:
                 helper = self._ready_helper()
             except _HelperLost as error:
-                raise Refused(str(error)) from None
+                raise CheckpointRefused(str(error)) from None
             self._wait_for_work()
             unpin()
             if not _core.suspend_driver_calls(self.deadlines.calls_end_s):
-                raise Refused(
+                raise CheckpointRefused(
                     f"CUDA was in use for longer than {self.deadlines.calls_end_s:.0f} s: by calls of other threads of"
                     " this process, or by a block of using_cuda(), or of a memory pool or region, that has not ended"
                 )
             try:
                 last_check()
-            except Refused:
+            except CheckpointRefused:
                 _core.resume_driver_calls()
                 raise
             answer = self._checkpointed(helper)
@@ -176,7 +176,7 @@ class ProcessCheckpoint:
         if answer["state"] != "RUNNING" and answer.get("call") != "cuCheckpointProcessLock":
             self._bring_back({}, f"a checkpoint that failed ({reason})")
         _core.resume_driver_calls()
-        raise Refused(reason)
+        raise CheckpointRefused(reason)
 
     def _wait_for_work(self) -> None:
         """Wait for what runs on the GPUs, as the lock will, and not longer.
@@ -200,11 +200,11 @@ class ProcessCheckpoint:
         try:
             worker.start(wait)
         except InvalidState as error:  # at a limit, or Python is exiting
-            raise Refused(f"work on the GPU cannot be waited for: {error}") from None
+            raise CheckpointRefused(f"work on the GPU cannot be waited for: {error}") from None
         if not worker.wait(self.deadlines.lock_s):
-            raise Refused(f"work on the GPU did not end within {self.deadlines.lock_s:.0f} s")
+            raise CheckpointRefused(f"work on the GPU did not end within {self.deadlines.lock_s:.0f} s")
         if errors:
-            raise Refused(str(errors[0]))
+            raise CheckpointRefused(str(errors[0]))
 
     def bring_back(self, also_needed_bytes: Mapping[int, int]) -> Mapping[str, float]:
         """Put the CUDA state on the GPU again, and let driver calls through.

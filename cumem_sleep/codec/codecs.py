@@ -11,7 +11,8 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
-from .. import _core, log
+from .. import _core
+from ..core import log
 from ..errors import CodecError
 from . import exponent
 from .codec import CHUNK_BYTES, Bytes, Code, Codec, Kernels, Layout

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .. import _core, log
+from .. import _core
+from ..core import log
+from ..core.tuning import Tuning
 from ..errors import CodecError
-from ..tuning import Tuning
 from .codec import Layout
 from .codecs import make_ready, require_kernels, usual_layouts
-from .workbench import Workbench
+from .workspace import Workspace
 
 
 class Compressor:
@@ -51,21 +52,21 @@ class Compressor:
             except CodecError as error:
                 self.give_up(error)
 
-    def workbench(
+    def workspace(
         self,
         device: int,
         spare_bytes: int,
-        lenders: Sequence[_core.Segment] = (),
+        lending_segments: Sequence[_core.Segment] = (),
         *,
         keep_bytes: bool = True,
         small: bool = False,
-    ) -> Workbench:
+    ) -> Workspace:
         """Slots on `device`, for one operation; a context manager.
 
         Args:
             spare_bytes: how much device memory may be taken for them.
-            lenders: segments whose memory may be used meanwhile if there is too little.
-            keep_bytes: whether the lenders' bytes are put back at the end.
+            lending_segments: segments whose memory may be used meanwhile if there is too little.
+            keep_bytes: whether the lending_segments' bytes are put back at the end.
             small: take little memory and count few chunks at a time, because the model runs meanwhile; nobody waits, so
                 kernels are compiled for any segment.
 
@@ -74,4 +75,6 @@ class Compressor:
             DriverError, OutOfHostMemory: the driver refused.
         """
         require_kernels()
-        return Workbench(device, self._tuning, spare_bytes, lenders, self._ready, keep_bytes=keep_bytes, small=small)
+        return Workspace(
+            device, self._tuning, spare_bytes, lending_segments, self._ready, keep_bytes=keep_bytes, small=small
+        )

@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import _core
+from ..core.extents import Extent, Piece
 from ..errors import InvalidState
-from ..extents import Extent, Piece
 from .codec import CHUNK_BYTES, Bytes, Code, Integers, parameters_of
 
 
@@ -79,7 +79,7 @@ class EncodedRun:
         )
 
 
-class Batch:
+class ChunkBatch:
     """Chunks of one layout, for one launch of a kernel, one after another in a slot.
 
     Attributes:
@@ -133,7 +133,7 @@ class Batch:
             )
 
 
-def batches(runs: Iterable[EncodedRun], most_rows: int, most_bytes: int) -> Iterator[Batch]:
+def batches(runs: Iterable[EncodedRun], most_rows: int, most_bytes: int) -> Iterator[ChunkBatch]:
     """The chunks in batches, in order; those of one batch have the same layout, and are at most so many and so large.
 
     A chunk that is larger is alone.
@@ -145,11 +145,11 @@ def batches(runs: Iterable[EncodedRun], most_rows: int, most_bytes: int) -> Iter
         while first < len(run):
             fits = int(np.searchsorted(np.cumsum(run.sizes[first : first + rows]), room, side="right"))
             if batch and (not fits or batch[0].code.layout != run.code.layout):
-                yield Batch(batch)
+                yield ChunkBatch(batch)
                 batch, rows, room = [], most_rows, most_bytes
                 continue
             part = run.part(first, first + max(fits, 1))
             batch.append(part)
             first, rows, room = first + len(part), rows - len(part), room - part.bytes
     if batch:
-        yield Batch(batch)
+        yield ChunkBatch(batch)

@@ -47,7 +47,7 @@ _Size = TypeVar("_Size", int, Integers)
 
 
 @dataclass(frozen=True)
-class Layout:
+class ExponentLayout:
     """How a value is split: the highest `symbol_bits` after the rotation, and raw bits in planes, the lowest first.
 
     A plane has 8, 4, 2 or 1 bits of each value.
@@ -105,15 +105,15 @@ class Layout:
 
 
 LAYOUTS = (
-    Layout("bf16", 2, 8, (8,)),
-    Layout("fp16", 2, 5, (8, 2, 1)),
-    Layout("e4m3", 1, 4, (4,)),
-    Layout("e5m2", 1, 5, (2, 1)),
-    Layout("fp32", 4, 8, (8, 8, 8)),
+    ExponentLayout("bf16", 2, 8, (8,)),
+    ExponentLayout("fp16", 2, 5, (8, 2, 1)),
+    ExponentLayout("e4m3", 1, 4, (4,)),
+    ExponentLayout("e5m2", 1, 5, (2, 1)),
+    ExponentLayout("fp32", 4, 8, (8, 8, 8)),
 )
 
 
-def rank(layout: Layout, samples: Bytes) -> tuple[Integers, npt.NDArray[np.float64]]:
+def rank(layout: ExponentLayout, samples: Bytes) -> tuple[Integers, npt.NDArray[np.float64]]:
     """The nine most frequent symbols of each sample, and the ratio expected of a code with them."""
     counts = _histograms(layout, samples)
     # With the symbol in the lowest bits, one sort gives the order, which is the same every time for equal counts.
@@ -126,7 +126,7 @@ def rank(layout: Layout, samples: Bytes) -> tuple[Integers, npt.NDArray[np.float
     return top & ((1 << layout.symbol_bits) - 1), bits / layout.value_bits
 
 
-def _histograms(layout: Layout, samples: Bytes) -> Integers:
+def _histograms(layout: ExponentLayout, samples: Bytes) -> Integers:
     """How often each symbol occurs in each sample, of shape (segments, symbols)."""
     # Shifting out the sign leaves the symbol in the highest bits.
     symbols = (samples.view(layout.dtype) << 1) >> (layout.value_bits - layout.symbol_bits)
@@ -222,7 +222,7 @@ def _decode_chunk(code: Code, stored: Bytes) -> Bytes:
     return values.view(np.uint8)
 
 
-def _rotated(layout: Layout, content: Bytes) -> Values:
+def _rotated(layout: ExponentLayout, content: Bytes) -> Values:
     values: Values = np.ascontiguousarray(content).view(layout.dtype)
     rotated: Values = (values << 1) | (values >> (layout.value_bits - 1))
     return rotated

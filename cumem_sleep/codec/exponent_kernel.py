@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .exponent import ALIGN_BYTES, BLOCK_VALUES, LEVEL_0_BYTES, PASSED_ON, PLACES, Layout
+from .exponent import ALIGN_BYTES, BLOCK_VALUES, LEVEL_0_BYTES, PASSED_ON, PLACES, ExponentLayout
 
 _VALUES = tl.constexpr(BLOCK_VALUES)
 _LEVEL_0_BYTES = tl.constexpr(LEVEL_0_BYTES)
@@ -25,7 +25,7 @@ _ENCODE_OPTIONS = {"num_warps": 8, "maxnreg": 64}
 _DECODE_OPTIONS = {"num_warps": 8, "maxnreg": 64}
 
 
-def count(layout: Layout, table: int, chunks: int) -> None:
+def count(layout: ExponentLayout, table: int, chunks: int) -> None:
     """Add up the encoded size of each chunk, on the current stream.
 
     A row's source is the chunk, its target a u32 that the caller has zeroed.
@@ -33,7 +33,7 @@ def count(layout: Layout, table: int, chunks: int) -> None:
     _count_blocks[_grid(layout, chunks)](table, *_constants(layout), **_COUNT_OPTIONS)
 
 
-def encode(layout: Layout, table: int, counters: int, chunks: int) -> None:
+def encode(layout: ExponentLayout, table: int, counters: int, chunks: int) -> None:
     """Encode chunks, on the current stream.
 
     A row's source is the chunk, its target memory for the encoded bytes that were counted and that the row states.
@@ -45,7 +45,7 @@ def encode(layout: Layout, table: int, counters: int, chunks: int) -> None:
     _encode_blocks[_grid(layout, chunks)](table, counters, *_constants(layout), **_ENCODE_OPTIONS)
 
 
-def decode(layout: Layout, table: int, chunks: int) -> None:
+def decode(layout: ExponentLayout, table: int, chunks: int) -> None:
     """Decode chunks, on the current stream; a row's source (device or pinned memory) and target are 16-byte aligned.
 
     Nothing outside of the row's encoded bytes is read, and nothing outside of the chunk written, whatever the bytes.
@@ -53,11 +53,11 @@ def decode(layout: Layout, table: int, chunks: int) -> None:
     _decode_blocks[_grid(layout, chunks)](table, *_constants(layout), **_DECODE_OPTIONS)
 
 
-def _grid(layout: Layout, chunks: int) -> tuple[int]:
+def _grid(layout: ExponentLayout, chunks: int) -> tuple[int]:
     return (chunks * layout.blocks_per_chunk,)
 
 
-def _constants(layout: Layout) -> tuple[int, int, int, tuple[tuple[int, int], ...]]:
+def _constants(layout: ExponentLayout) -> tuple[int, int, int, tuple[tuple[int, int], ...]]:
     """BLOCKS in a chunk, BITS of a value, RAW bits of those, and the PLANES: width, and lowest bit in a value."""
     return layout.blocks_per_chunk, layout.value_bits, layout.raw_bits, layout.placed_planes
 

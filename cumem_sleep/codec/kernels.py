@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from .. import _core
+from ..core.pinned import pinned_block
 from ..errors import CodecError, CumemSleepError
-from ..pinned import pinned_block
 from .codec import CHUNK_BYTES, PARAMETER_BYTES, ROW_BYTES, Bytes, Code, Codec, Kernels, Layout, parameters_of, rows
 
 

@@ -1,4 +1,4 @@
-"""The device memory that a workbench works in: free memory or, where the device has none left, that of a segment."""
+"""The device memory that a workspace works in: free memory or, where the device has none left, that of a segment."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from contextlib import suppress
 from itertools import product
 
 from .. import _core
+from ..core.pinned import pinned_block
+from ..core.tuning import Tuning
 from ..errors import DriverError, OutOfDeviceMemory
-from ..pinned import pinned_block
-from ..tuning import Tuning
 from .codec import CHUNK_BYTES
 from .slots import head_bytes
 
 
-def workbench_bytes(tuning: Tuning, slots: int, slot_bytes: int) -> int:
+def workspace_bytes(tuning: Tuning, slots: int, slot_bytes: int) -> int:
     """The size of all slots, in whole pages."""
     nbytes = slots * (head_bytes(tuning.rows) + slot_bytes)
     return -(-nbytes // CHUNK_BYTES) * CHUNK_BYTES
 
 
-class LentMemory:
+class SegmentLoan:
     """The start of a segment, while it is used for something else. Afterwards its bytes are there again, or zeros.
 
     Zeros are what the driver hands out memory with.
@@ -41,7 +41,7 @@ class LentMemory:
     def lend(self) -> None:
         """From now on its bytes may be overwritten.
 
-        Not earlier: if an interrupt discards the workbench, nothing would put the bytes back.
+        Not earlier: if an interrupt discards the workspace, nothing would put the bytes back.
         """
         if self._kept is not None:
             self._segment.lend()
@@ -73,25 +73,25 @@ class LentMemory:
 
 
 def take_memory(
-    device: int, tuning: Tuning, spare_bytes: int, lenders: Sequence[_core.Segment], *, keep_bytes: bool
-) -> tuple[_core.Scratch | LentMemory | None, int, int]:
+    device: int, tuning: Tuning, spare_bytes: int, lending_segments: Sequence[_core.Segment], *, keep_bytes: bool
+) -> tuple[_core.Scratch | SegmentLoan | None, int, int]:
     """Memory for slots (None: there is none), how many they are, and how many bytes of encoded chunks each takes.
 
     Args:
         spare_bytes: how much may be free memory.
-        lenders: segments that may lend theirs.
+        lending_segments: segments that may lend theirs.
         keep_bytes: whether their bytes are put back.
     """
     for slots, slot_bytes in ((tuning.most_slots, tuning.slot_bytes[0]), *product([tuning.slots], tuning.slot_bytes)):
-        nbytes = workbench_bytes(tuning, slots, slot_bytes)
+        nbytes = workspace_bytes(tuning, slots, slot_bytes)
         with suppress(OutOfDeviceMemory):
             if nbytes <= spare_bytes:
                 return _core.Scratch(device, nbytes), slots, slot_bytes
     slots, slot_bytes = tuning.slots, tuning.lent_slot_bytes
-    nbytes = workbench_bytes(tuning, slots, slot_bytes)
-    large = [segment for segment in lenders if segment.device == device and segment.bytes >= nbytes]
+    nbytes = workspace_bytes(tuning, slots, slot_bytes)
+    large = [segment for segment in lending_segments if segment.device == device and segment.bytes >= nbytes]
     if not large:
         return None, slots, slot_bytes
     segment = min(large, key=lambda segment: segment.bytes)  # mapping may wait for the driver to scrub
     segment.map()
-    return LentMemory(segment, nbytes, keep_bytes=keep_bytes), slots, slot_bytes
+    return SegmentLoan(segment, nbytes, keep_bytes=keep_bytes), slots, slot_bytes

@@ -11,8 +11,8 @@ from contextlib import closing
 import numpy as np
 
 from .. import _core
-from ..pinned import pinned_block
-from ..tuning import Tuning
+from ..core.pinned import pinned_block
+from ..core.tuning import Tuning
 from .codec import CHUNK_BYTES, Bytes, Code, Integers, Layout, parameters_of
 from .codecs import all_layouts, choose_codes, make_ready, usual_layouts
 from .encoding import Encoding
@@ -25,7 +25,7 @@ _WORTH = 0.95
 
 
 class Planner:
-    """What the plans of one workbench have in common.
+    """What the plans of one workspace have in common.
 
     Args:
         ready: kernels that are compiled and tested, with their devices.
@@ -38,14 +38,14 @@ class Planner:
         self.count_rows = tuning.few_rows if small else tuning.rows
         self._worth_compiling_bytes = 0 if small else tuning.worth_compiling_bytes
         self._bytes_of: Counter[Layout] = Counter()  # planned so far: those that suit the layout best
-        self.samples: list[Samples] = []  # as many as were ever in use at once
+        self.samples: list[ContentSamples] = []  # as many as were ever in use at once
 
-    def idle_samples(self, segments: int) -> Samples:
+    def idle_samples(self, segments: int) -> ContentSamples:
         """For so many segments. They are used again, because pinning memory takes long while copies are in flight."""
         for samples in self.samples:
             if not samples.segments and samples.room >= segments:
                 return samples
-        self.samples.append(Samples(max(segments, PLANNED_AT_ONCE), self.device))
+        self.samples.append(ContentSamples(max(segments, PLANNED_AT_ONCE), self.device))
         return self.samples[-1]
 
     def choose(self, segments: Sequence[_core.Segment], content: Bytes) -> list[Code | None]:
@@ -80,7 +80,7 @@ class Plan:
 
     def __init__(self, planner: Planner, next_slot: Callable[[], Slot], segments: Sequence[_core.Segment]) -> None:
         self.segments = segments
-        self.samples: Samples | None = None
+        self.samples: ContentSamples | None = None
         self._planner = planner
         self._next_slot = next_slot
         self._coded: list[tuple[_core.Segment, Code, Integers]] = []  # with the sizes that are being counted
@@ -144,7 +144,7 @@ class Plan:
             self._coded += [(segment, code, mine) for (segment, code), mine in parts]
 
 
-class Samples:
+class ContentSamples:
     """A sample of each of some segments, from places all over it, copied to the host.
 
     Attributes:

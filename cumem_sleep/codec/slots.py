@@ -6,10 +6,10 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import _core
-from ..extents import Lane, Transfers
+from ..core.extents import Lane, Transfers
 from .codec import ROW_BYTES, Bytes, Integers, Layout, rows
 from .codecs import kernels_of
-from .encoding import Batch
+from .encoding import ChunkBatch
 from .kernels import launching
 
 
@@ -35,10 +35,10 @@ class Slot:
     """
 
     def __init__(self, device: int, address: int, most_rows: int, block: _core.HostBlock, number: int) -> None:
-        self.batch: Batch | None = None
+        self.batch: ChunkBatch | None = None
         self.is_busy = False
         self._is_copied = True
-        self._unchecked: list[Batch] = []  # encoded, with counters that have not been read
+        self._unchecked: list[ChunkBatch] = []  # encoded, with counters that have not been read
         self._counted = 0  # counters of these, and of what is being counted
         self._sizes: Integers | None = None  # where `finish` puts what is being counted
         self._most_rows = most_rows
@@ -74,7 +74,7 @@ class Slot:
         self._sizes = sizes
         self.is_busy = True
 
-    def encode(self, batch: Batch) -> None:
+    def encode(self, batch: ChunkBatch) -> None:
         """Begin to encode a batch; `copy`, or at the latest `finish`, begins to copy it."""
         self._set_rows(rows(batch.parameters, batch.addresses, self.chunks_address + batch.starts, batch.sizes))
         self.stream.zero(self.chunks_address, batch.bytes)
@@ -95,7 +95,7 @@ class Slot:
             for piece in self.batch.pieces(self.chunks_address):
                 self.opened_lane.write(piece.extent, piece.offset, piece.address, piece.bytes)
 
-    def decode(self, batch: Batch, sources: Integers, targets: Integers | None = None) -> None:
+    def decode(self, batch: ChunkBatch, sources: Integers, targets: Integers | None = None) -> None:
         """Begin to decode a batch.
 
         Args:

@@ -8,12 +8,13 @@ from itertools import accumulate, chain, groupby
 
 import numpy as np
 
-from .. import _core, log
+from .. import _core
+from ..core import log
+from ..core.extents import Lane, Piece, Ranges
+from ..core.pinned import bounce_block, pinned_block
+from ..core.segments import by_device
+from ..core.tuning import Tuning
 from ..errors import DriverError, OutOfHostMemory
-from ..extents import Lane, Piece, Ranges
-from ..pinned import bounce_block, pinned_block
-from ..segments import by_device
-from ..tuning import Tuning
 from .kernel import GpuSums
 from .reference import CHUNK_BYTES, Digest, Words, digests_from, sums_of
 

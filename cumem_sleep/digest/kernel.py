@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import _core
-from ..pinned import pinned_table
+from ..core.pinned import pinned_table
 from .reference import CHUNK_BYTES
 
 

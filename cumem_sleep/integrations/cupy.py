@@ -8,8 +8,8 @@ from typing import Any
 
 from .. import _core
 from ..allocator import CuMemAllocator
+from ..core.tags import checked_tag
 from ..errors import InvalidState
-from ..tags import checked_tag
 
 
 def cupy_allocator(tag: str = "weights") -> Callable[[int], Any]:

@@ -15,11 +15,12 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from .. import _core, log
+from .. import _core
+from ..core import log
+from ..core.operation import Call
 from ..errors import CumemSleepError, InvalidState, RankFailed
-from ..operation import Call
 from ..ranks.decisions import GO, Decision, Why
-from ..ranks.mesh import Kind, Mesh, Message
+from ..ranks.mesh import Mesh, MessageKind, RankMessage
 from ..report import PhaseTimer
 
 LOOK_S = 0.02  # between looks for a wish to stop
@@ -89,7 +90,7 @@ class Agreement:
     def decide(self, round_: int, wanted: Decision) -> Decision:
         """The decision: `wanted`, unless another rank was first."""
         if not wanted.go:  # before it is decided, because it says more
-            self.mesh.send(Message(Kind.VOTE, round_, decision=wanted))
+            self.mesh.send(RankMessage(MessageKind.VOTE, round_, decision=wanted))
         if self.mesh.record is not None:
             return self.mesh.record.decide(round_, wanted)
         if self.mesh.rank == 0:
@@ -110,13 +111,13 @@ class Agreement:
             else:
                 self.listen(LOOK_S)
         self._told[round_] = wanted
-        self.mesh.send(Message(Kind.DECIDED, round_, decision=wanted))
+        self.mesh.send(RankMessage(MessageKind.DECIDED, round_, decision=wanted))
         return wanted
 
     def _let_rank_0_decide(self, round_: int, wanted: Decision) -> Decision:
         if not wanted.go:
             return wanted  # rank 0 waits for the word that this rank has not given
-        self.mesh.send(Message(Kind.YOURS, round_), 0)
+        self.mesh.send(RankMessage(MessageKind.YOURS, round_), 0)
         deadline = time.monotonic() + self.timeout_s
         while round_ not in self._told:
             if 0 in self.mesh.gone or time.monotonic() > deadline:
@@ -124,13 +125,13 @@ class Agreement:
             self.listen(LOOK_S)
         return self._told[round_]
 
-    def _take(self, sender: int, message: Message) -> None:
+    def _take(self, sender: int, message: RankMessage) -> None:
         heard = self.heard(message.round)
-        if message.kind is Kind.BEGUN:
+        if message.kind is MessageKind.BEGUN:
             heard.operations[sender] = message.operation
-        elif message.kind is Kind.VOTE:
+        elif message.kind is MessageKind.VOTE:
             heard.votes[sender] = message.decision
-        elif message.kind is Kind.YOURS:
+        elif message.kind is MessageKind.YOURS:
             heard.yours.add(sender)
         else:
             self._told[message.round] = message.decision
@@ -170,7 +171,7 @@ class RankCall(Call):
                 " is a fork of a rank"
             )
         self._round = self._agreement.next_round()
-        self._mesh.send(Message(Kind.BEGUN, self._round, self._operation))
+        self._mesh.send(RankMessage(MessageKind.BEGUN, self._round, self._operation))
         if (decision := self._agreement.decision(self._round)) is not None:
             self._conclude(decision)
         elif self._mesh.gone:
@@ -181,7 +182,7 @@ class RankCall(Call):
         with timer("agree"):
             try:
                 _core.stop_if_asked()
-                self._mesh.send(Message(Kind.VOTE, self._round))
+                self._mesh.send(RankMessage(MessageKind.VOTE, self._round))
                 wanted = self._outcome_of_votes()
             except _core.OperationStopped:
                 with suppress(RankFailed):

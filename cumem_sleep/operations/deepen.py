@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from .. import _core, log
+from .. import _core
 from ..backups.store import BackupStore
-from ..checkpoint.process import THIS_PROCESS, Refused
+from ..checkpoint.process import THIS_PROCESS, CheckpointRefused
+from ..core import log
+from ..core.segments import awake_in_words
 from ..report import PhaseTimer, SleepReport
-from ..segments import awake_in_words
 
 
 def deepen(store: BackupStore, sleep_first: Callable[[], SleepReport], why_not: str) -> SleepReport:
@@ -39,7 +40,7 @@ def deepen(store: BackupStore, sleep_first: Callable[[], SleepReport], why_not: 
     try:
         _refuse_unless_possible(why_not)
         taken = THIS_PROCESS.take(unpin, _refuse_if_awake)
-    except Refused as refused:
+    except CheckpointRefused as refused:
         log.warning("level 3 is not possible, so this process stays at level 1: %s", refused)
         report, phases = replace(report, why_not_deeper=str(refused)), timer.phases
     else:
@@ -65,15 +66,15 @@ def why_not_for_ranks(ranks: int) -> str:
 
 def _refuse_unless_possible(why_not: str) -> None:
     if why_not:
-        raise Refused(why_not)
+        raise CheckpointRefused(why_not)
     if not _core.can_checkpoint():
-        raise Refused("the driver cannot checkpoint processes: driver 570 or newer (CUDA 12.8) is needed")
+        raise CheckpointRefused("the driver cannot checkpoint processes: driver 570 or newer (CUDA 12.8) is needed")
     _refuse_if_awake()
     if _core.reclaim():  # at level 3 nobody could try again
-        raise Refused("the driver refuses to release unused memory: see the driver's log")
+        raise CheckpointRefused("the driver refuses to release unused memory: see the driver's log")
 
 
 def _refuse_if_awake() -> None:
     """Other threads may allocate until driver calls are suspended."""
     if awake := awake_in_words():
-        raise Refused(awake)
+        raise CheckpointRefused(awake)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from .. import _core, log
+from .. import _core
 from ..backups.turns import Turns
+from ..core import log
+from ..core.segments import by_device, everything_sleeps
+from ..core.tuning import Tuning
 from ..errors import CumemSleepError
-from ..segments import by_device, everything_sleeps
-from ..tuning import Tuning
 
 _BYTES = 2 << 20  # the least that the driver allocates
 

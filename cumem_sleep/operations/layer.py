@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from .. import _core
 from ..backups.store import BackupStore
 from ..codec.compressor import Compressor
+from ..core.tuning import Tuning
 from ..digest.device import DeviceDigester
 from ..errors import DriverError, InvalidState
 from ..settings import Settings
 from ..transfer.copiers import Copiers
-from ..tuning import Tuning
-from .left import LeftOnDevices
+from .residue import Residue
 
 _CAPTURE_ERRORS = "CUDA_ERROR_STREAM_CAPTURE_"
 
@@ -28,7 +28,7 @@ class Layer:
     digester: DeviceDigester
     compressor: Compressor
     copiers: Copiers
-    left: LeftOnDevices = field(default_factory=LeftOnDevices)
+    residue: Residue = field(default_factory=Residue)
     # Called at a wake with the segments that come back without their bytes, before anybody else may use these.
     fills: list[Callable[[Sequence[_core.Segment]], None]] = field(default_factory=list)
     _warm_devices: set[int] = field(default_factory=set)

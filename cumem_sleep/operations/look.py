@@ -10,22 +10,22 @@ import numpy.typing as npt
 
 from .. import _core
 from ..backups.tier import Footprint
+from ..core.levels import SegmentGroup
+from ..core.operation import Operations
+from ..core.segments import describe, segment_around, total_bytes
 from ..errors import InvalidState
-from ..levels import Group
-from ..operation import Operations
 from ..report import TagUsage
-from ..segments import describe, segment_around, total_bytes
 from .layer import Layer
 
 _Sleep = _core.Segment.Sleep
 
 
-def usage(shared: Operations, layer: Layer, meant: Group) -> dict[str, TagUsage]:
+def usage(shared: Operations, layer: Layer, meant: SegmentGroup) -> dict[str, TagUsage]:
     """What the segments of each tag hold, and their backups; does not open the driver."""
     return shared.look("usage", _usage_by_tag, layer, meant) if _core.driver_is_open() else {}
 
 
-def _usage_by_tag(layer: Layer, meant: Group) -> dict[str, TagUsage]:
+def _usage_by_tag(layer: Layer, meant: SegmentGroup) -> dict[str, TagUsage]:
     by_tag: dict[str, list[_core.Segment]] = {}
     for segment in meant():
         by_tag.setdefault(segment.tag, []).append(segment)

@@ -8,17 +8,18 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from numbers import Real
 
-from .. import _core, log
+from .. import _core
 from ..backups.backup import Backup
 from ..backups.tier import NotYet
 from ..codec.codec import CHUNK_BYTES
 from ..codec.encoding import ChangedMeanwhile, EncodedRun, Encoding
-from ..codec.workbench import Workbench
+from ..codec.workspace import Workspace
+from ..core import log
+from ..core.extents import Piece
+from ..core.levels import dropped_at_level, in_pools
+from ..core.segments import total_bytes
 from ..digest.device import DigestRun
 from ..errors import CodecError, CumemSleepError, InvalidArgument, InvalidArgumentType, InvalidState
-from ..extents import Piece
-from ..levels import dropped_at_level, in_pools
-from ..segments import total_bytes
 from .layer import Layer
 
 _SHORTEST_PAUSE_S = 0.0002  # in which other threads get the allocator
@@ -63,7 +64,7 @@ class Preparation:
         self._tuning = layer.tuning
         self._bytes_per_second = layer.settings.prepare_bytes_per_second
         self._warm_up = layer.warm_up
-        self._workbenches: dict[int, Workbench] = {}  # by device
+        self._workspaces: dict[int, Workspace] = {}  # by device
         self._checked_devices: set[int] = set()  # had room for all of it uncompressed when checked
         self._is_ended_by_finaliser = False
         self._is_cut_short = False
@@ -123,8 +124,8 @@ class Preparation:
             self.error = error if isinstance(error, CumemSleepError) else InvalidState(f"prepare failed: {error!r}")
             log.warning("prepare ended early, the next sleep copies the rest: %s", error)
         finally:
-            while self._workbenches:
-                self._workbenches.popitem()[1].close()
+            while self._workspaces:
+                self._workspaces.popitem()[1].close()
             self._prune()
 
     def _prepare(self, segment: _core.Segment, digests: DigestRun) -> None:
@@ -171,7 +172,7 @@ class Preparation:
 
         In one turn, because only an operation waits for that, and not for long: the GPU counts several hundred GB/s.
         (The first time for a type other than bf16 Triton compiles, for seconds.) The model waits for less, since a
-        small workbench launches little at once.
+        small workspace launches little at once.
 
         Raises:
             OutOfHostMemory: it can only be stored uncompressed, and a limit leaves too little for all of its device.
@@ -179,9 +180,9 @@ class Preparation:
         if not self._compressor.on:
             return {}
         try:
-            with self._workbench(segment.device) as workbench:
-                encodings = workbench.plan([segment])
-                if workbench.has_memory:
+            with self._workspace(segment.device) as workspace:
+                encodings = workspace.plan([segment])
+                if workspace.has_memory:
                     return encodings
             if self._store.catalogue.encoding_of(segment) is not None:
                 return None  # a sleep may have the memory, and encodes it again in the room that it has
@@ -198,15 +199,15 @@ class Preparation:
         return {}
 
     @contextmanager
-    def _workbench(self, device: int) -> Iterator[Workbench]:
-        """The workbench of `device`, made at the first use. An error closes it: then no work of it is in flight."""
-        if device not in self._workbenches:
+    def _workspace(self, device: int) -> Iterator[Workspace]:
+        """The workspace of `device`, made at the first use. An error closes it: then no work of it is in flight."""
+        if device not in self._workspaces:
             spare_bytes = _core.memory_info(device)[0]
-            self._workbenches[device] = self._compressor.workbench(device, spare_bytes, small=True)
+            self._workspaces[device] = self._compressor.workspace(device, spare_bytes, small=True)
         try:
-            yield self._workbenches[device]
+            yield self._workspaces[device]
         except BaseException:
-            self._workbenches.pop(device).close()
+            self._workspaces.pop(device).close()
             raise
 
     def _copy_all(self, backup: Backup, digests: DigestRun) -> bool:
@@ -224,10 +225,10 @@ class Preparation:
                 return False
             offset = run.address - segment.address
             try:
-                with backup.tier.transfers() as transfers, self._workbench(segment.device) as workbench:
-                    workbench.encode([run], transfers)
-                    workbench.finish()
-                    digests.add_decoded(segment, offset, workbench.decode_again(run, transfers), run.content_bytes)
+                with backup.tier.transfers() as transfers, self._workspace(segment.device) as workspace:
+                    workspace.encode([run], transfers)
+                    workspace.finish()
+                    digests.add_decoded(segment, offset, workspace.decode_again(run, transfers), run.content_bytes)
             except ChangedMeanwhile:
                 return False
         self._pace(run.content_bytes)

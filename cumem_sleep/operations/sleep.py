@@ -10,19 +10,20 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import chain
 
-from .. import _core, log
+from .. import _core
 from ..backups.filling import Filling
 from ..codec.codec import Code
 from ..codec.encoding import Encoding
 from ..codec.plan import Plan, parts_to_plan
-from ..codec.workbench import Workbench, close_all
+from ..codec.workspace import Workspace, close_all
+from ..core import log
+from ..core.levels import SegmentChoice, SegmentGroup
+from ..core.operation import Call
+from ..core.segments import by_device, describe, total_bytes
 from ..digest.device import DigestRun
 from ..digest.reference import Digest
 from ..errors import CodecError, CumemSleepError, InvalidState, OutOfHostMemory, counted
-from ..levels import Choice, Group
-from ..operation import Call
 from ..report import PhaseTimer, SleepReport
-from ..segments import by_device, describe, total_bytes
 from .layer import Layer, quiesce
 
 _Sleep = _core.Segment.Sleep
@@ -31,8 +32,8 @@ _Sleep = _core.Segment.Sleep
 def sleep(
     layer: Layer,
     call: Call,
-    meant: Group,
-    is_dropped: Choice,
+    meant: SegmentGroup,
+    is_dropped: SegmentChoice,
     operation: str = "sleep",
     *,
     with_left: bool = True,
@@ -83,7 +84,7 @@ def sleep(
             freed_bytes = _core.put_to_sleep(backed_up, dropped, partial(_agree, call, timer, copying))
     copied_bytes = total_bytes(copied)
     devices = {segment.device for segment in segments}
-    left_bytes, left = layer.left.look(devices) if with_left else (0, {})
+    left_bytes, left = layer.residue.look(devices) if with_left else (0, {})
     return SleepReport(
         freed_bytes=freed_bytes,
         copied_bytes=copied_bytes,
@@ -166,9 +167,9 @@ class _BackingUp:
             with ExitStack() as attempt:
                 transfers = attempt.enter_context(self._store.room.tier.transfers())
                 streams, segments = attempt.enter_context(ExitStack()), [*new, *in_parts]
-                with self._workbenches(maybe_changed) as workbenches:
-                    filling = Filling(self._store.catalogue, transfers, streams, self._tuning, segments, workbenches)
-                    part = self._with_new(new, part, workbenches)
+                with self._workspaces(maybe_changed) as workspaces:
+                    filling = Filling(self._store.catalogue, transfers, streams, self._tuning, segments, workspaces)
+                    part = self._with_new(new, part, workspaces)
                     with self._timer("copy"):
                         while part:
                             copies = filling.add(part)
@@ -177,7 +178,7 @@ class _BackingUp:
                                     if not transfer.step():
                                         copies.remove(transfer)
                             filling.encode(part)
-                            part = self._next_part(workbenches)
+                            part = self._next_part(workspaces)
                         self._digests.begin_check(filling.in_flight)
                         self.copied = filling.finish()
                 copying.enter_context(attempt.pop_all())
@@ -217,30 +218,30 @@ class _BackingUp:
             return self._changed_of(others), self._next_changed()
 
     def _with_new(
-        self, new: list[_core.Segment], part: list[_core.Segment], workbenches: Mapping[int, Workbench]
+        self, new: list[_core.Segment], part: list[_core.Segment], workspaces: Mapping[int, Workspace]
     ) -> list[_core.Segment]:
         """Take memory for `new`, before any copy; returns it, or else the first part of what follows `part`."""
         encodings: dict[int, Encoding] = {}
-        if workbenches:
+        if workspaces:
             with self._timer("plan"):
-                stuck = {device for device, workbench in workbenches.items() if not workbench.has_memory}
+                stuck = {device for device, workspace in workspaces.items() if not workspace.has_memory}
                 if stuck:  # nothing can be encoded there, so all is stored uncompressed, and takes more
                     part += self._changed_of(self._undigested)
                     self._undigested.clear()
                     new += [segment for segment in part if segment.device in stuck]
                     part = [segment for segment in part if segment.device not in stuck]
-                encodings = _planned(new, workbenches)
+                encodings = _planned(new, workspaces)
         with self._timer("host_memory"):
             self._store.room.take(new, self._segments, encodings)
         self._put_off(part)
-        return new or self._next_part(workbenches)
+        return new or self._next_part(workspaces)
 
     def _put_off(self, part: Sequence[_core.Segment]) -> None:
         self._unplanned.extend(
             parts_to_plan(chain.from_iterable(by_device(part).values()), self._tuning.count_part_bytes)
         )
 
-    def _next_part(self, workbenches: Mapping[int, Workbench]) -> list[_core.Segment]:
+    def _next_part(self, workspaces: Mapping[int, Workspace]) -> list[_core.Segment]:
         """The next segments that have changed, with memory for their backups; empty if there are no more.
 
         They are digested while copies of those before them are in flight. Likewise, while segments are encoded, the GPU
@@ -251,27 +252,27 @@ class _BackingUp:
                 self._put_off(self._next_changed())
             if not self._unplanned and not self._plans:
                 return []
-            if not workbenches:
+            if not workspaces:
                 part = [segment for one in self._unplanned for segment in one]
                 self._unplanned.clear()
                 self._store.room.take(part, self._segments, {})
                 return part
             if not self._unplanned:
                 self._plans[-1].count()
-                return self._with_memory(self._plans.popleft(), workbenches)
+                return self._with_memory(self._plans.popleft(), workspaces)
             one = self._unplanned.popleft()
-            self._plans.append(workbenches[one[0].device].begin_plan(one, self._codes(one)))
+            self._plans.append(workspaces[one[0].device].begin_plan(one, self._codes(one)))
             if len(self._plans) > 1:
                 self._plans[-2].count()
             if len(self._plans) > (1 if self._plans[-1].samples is None else 2):
-                return self._with_memory(self._plans.popleft(), workbenches)
+                return self._with_memory(self._plans.popleft(), workspaces)
 
-    def _with_memory(self, plan: Plan, workbenches: Mapping[int, Workbench]) -> list[_core.Segment]:
+    def _with_memory(self, plan: Plan, workspaces: Mapping[int, Workspace]) -> list[_core.Segment]:
         """Take memory for planned segments: with the codes of their backups, unless their values are very different."""
         encodings = plan.finish()
         encoded = [b for b in map(self._store.catalogue.of, plan.segments) if b is not None and b.encoding]
         unfit = [b.segment for b in encoded if not b.has_room_for(encodings.get(b.segment.id))]
-        encodings.update(_planned(unfit, workbenches))
+        encodings.update(_planned(unfit, workspaces))
         self._store.room.take(plan.segments, self._segments, encodings)
         return [*plan.segments]
 
@@ -322,20 +323,20 @@ class _BackingUp:
         return changed
 
     @contextmanager
-    def _workbenches(self, segments: Sequence[_core.Segment]) -> Iterator[dict[int, Workbench]]:
-        """A workbench for each device of `segments`; none if nothing is to be compressed."""
-        workbenches: dict[int, Workbench] = {}
+    def _workspaces(self, segments: Sequence[_core.Segment]) -> Iterator[dict[int, Workspace]]:
+        """A workspace for each device of `segments`; none if nothing is to be compressed."""
+        workspaces: dict[int, Workspace] = {}
         try:
             with ExitStack() as stack:
                 for device in by_device(segments) if self._compressor.on else ():
                     with self._timer("plan"):
                         spare_bytes = _core.memory_info(device)[0]
-                        lenders = [segment for segment in self._lenders if segment.sleep == _Sleep.AWAKE]
-                        workbench = self._compressor.workbench(device, spare_bytes, lenders)
-                        workbenches[device] = stack.enter_context(workbench)
-                yield workbenches
-        finally:  # once more: closing may have failed, and lenders need their bytes back
-            close_all(workbenches.values())
+                        lending_segments = [segment for segment in self._lenders if segment.sleep == _Sleep.AWAKE]
+                        workspace = self._compressor.workspace(device, spare_bytes, lending_segments)
+                        workspaces[device] = stack.enter_context(workspace)
+                yield workspaces
+        finally:  # once more: closing may have failed, and lending_segments need their bytes back
+            close_all(workspaces.values())
 
 
 class _Digests:
@@ -398,12 +399,12 @@ def _told_if_not_undone(segments: Sequence[_core.Segment]) -> Iterator[None]:
         raise
 
 
-def _planned(segments: Iterable[_core.Segment], workbenches: Mapping[int, Workbench]) -> dict[int, Encoding]:
+def _planned(segments: Iterable[_core.Segment], workspaces: Mapping[int, Workspace]) -> dict[int, Encoding]:
     """How to encode the segments, by id; those to be stored uncompressed are left out."""
     encodings: dict[int, Encoding] = {}
     for device, mine in by_device(segments).items():
-        if device in workbenches:
-            encodings.update(workbenches[device].plan(mine))
+        if device in workspaces:
+            encodings.update(workspaces[device].plan(mine))
     return encodings
 
 
@@ -411,7 +412,9 @@ def _to_be_digested(layer: Layer, segments: Sequence[_core.Segment]) -> Sequence
     """Those whose digests are of use: to compare with those of backups now, or with those after a wake."""
     if layer.settings.verify != "off" or layer.settings.retain_backups:
         return segments
-    return [segment for segment in segments if segment.backup == _core.Backup.ALWAYS]  # a wake may retain their backups
+    return [
+        segment for segment in segments if segment.backup == _core.BackupPlan.ALWAYS
+    ]  # a wake may retain their backups
 
 
 def _check_unchanged(

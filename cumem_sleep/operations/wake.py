@@ -10,15 +10,15 @@ from itertools import chain
 from .. import _core
 from ..backups.backup import Backup
 from ..backups.tier import Tier
-from ..codec.workbench import Workbench, close_all
+from ..codec.workspace import Workspace, close_all
+from ..core.extents import Transfers
+from ..core.levels import SegmentGroup
+from ..core.operation import Call, Operation, Operations
+from ..core.segments import by_device, describe, total_bytes
 from ..digest.device import DigestRun
 from ..digest.reference import Digest
 from ..errors import BackupMismatch, OutOfDeviceMemory, counted
-from ..extents import Transfers
-from ..levels import Group
-from ..operation import Call, Operation, Operations
 from ..report import PhaseTimer, WakeReport
-from ..segments import by_device, describe, total_bytes
 from ..transfer.decoding import Decoding
 from ..transfer.link import LinkIn
 from ..transfer.transfer import Together, Transfer
@@ -28,7 +28,12 @@ _Sleep = _core.Segment.Sleep
 
 
 def waking(
-    shared: Operations, layer: Layer, meant: Group, work: Callable[..., WakeReport], *arguments: object, call: Call
+    shared: Operations,
+    layer: Layer,
+    meant: SegmentGroup,
+    work: Callable[..., WakeReport],
+    *arguments: object,
+    call: Call,
 ) -> Operation[WakeReport]:
     """The operation that wakes `meant` by `work`."""
     return Operation(
@@ -43,7 +48,7 @@ def waking(
     )
 
 
-def asleep(meant: Group) -> list[_core.Segment]:
+def asleep(meant: SegmentGroup) -> list[_core.Segment]:
     """The segments of `meant` that are asleep."""
     return [segment for segment in meant() if segment.sleep != _Sleep.AWAKE]
 
@@ -80,7 +85,7 @@ def _short(layer: Layer, segments: Sequence[_core.Segment]) -> list[tuple[int, i
     return [(device, needed, free) for device, needed, free in found if needed > free]
 
 
-def wake(layer: Layer, call: Call, meant: Group) -> WakeReport:
+def wake(layer: Layer, call: Call, meant: SegmentGroup) -> WakeReport:
     """Wake the segments of `meant`, for which there is room (`check_device_memory`).
 
     If anything fails, what was taken goes back, and everything stays asleep. The same holds if anything fails on
@@ -108,12 +113,12 @@ def wake(layer: Layer, call: Call, meant: Group) -> WakeReport:
         mapping_blank = _core.Ahead(1, {segment.id: [_core.map_task(segment)] for segment in blank})
         try:
             with mapping, mapping_blank, DigestRun(layer.digester, checked) as digests:
-                with ExitStack() as ways, _workbenches(layer, restored, segments, blank) as benches:
+                with ExitStack() as ways, _workspaces(layer, restored, segments, blank) as benches:
                     transfers = {tier: ways.enter_context(tier.transfers()) for tier in layer.store.catalogue.tiers}
                     # What fits into one batch is all mapped before its copy begins: a thread would not get ahead.
                     if benches or total_bytes(restored) > layer.tuning.engine_batch_bytes:
                         mapping.start()
-                    if not all(workbench.has_memory for workbench in benches.values()):
+                    if not all(workspace.has_memory for workspace in benches.values()):
                         with timer("map"):  # before anything else can take this memory, if only for page tables
                             for ahead, mine in ((mapping, restored), (mapping_blank, blank)):
                                 for segment in mine:
@@ -164,7 +169,7 @@ def _copies(
     streams: ExitStack,
     mapping: _core.Ahead,
     digests: DigestRun | None,
-    workbenches: Mapping[int, Workbench],
+    workspaces: Mapping[int, Workspace],
 ) -> list[deque[Transfer | Decoding]]:
     """The copies to each device, which are made one after the other: each has the whole link.
 
@@ -185,9 +190,9 @@ def _copies(
             if encoded:
                 runs = chain.from_iterable(backup.runs() for backup in encoded)
                 completed = digests.start if digests is not None else _nothing
-                workbench = workbenches[device]
+                workspace = workspaces[device]
                 line.append(
-                    Decoding(device, runs, workbench, way, layer.copiers, mapping.wait, completed, layer.tuning)
+                    Decoding(device, runs, workspace, way, layer.copiers, mapping.wait, completed, layer.tuning)
                 )
         copies.append(line)
     return copies
@@ -223,23 +228,23 @@ def _nothing(segments: Sequence[_core.Segment]) -> None:
 
 
 @contextmanager
-def _workbenches(
+def _workspaces(
     layer: Layer, restored: Sequence[_core.Segment], waking: Sequence[_core.Segment], blank: Sequence[_core.Segment]
-) -> Iterator[dict[int, Workbench]]:
-    """A workbench per device with compressed backups, in memory that `waking` does not need, or lent by `blank`."""
-    workbenches: dict[int, Workbench] = {}
+) -> Iterator[dict[int, Workspace]]:
+    """A workspace per device with compressed backups, in memory that `waking` does not need, or lent by `blank`."""
+    workspaces: dict[int, Workspace] = {}
     encoded = [segment for segment in restored if layer.store.catalogue.encoding_of(segment) is not None]
-    lenders = [segment for segment in blank if not segment.keeps_bytes]
+    lending_segments = [segment for segment in blank if not segment.keeps_bytes]
     needed_bytes = wanting(layer, waking)
     try:
         with ExitStack() as stack:
             for device in by_device(encoded):
                 spare_bytes = _core.memory_info(device)[0] - needed_bytes.get(device, 0)
-                workbench = layer.compressor.workbench(device, spare_bytes, lenders, keep_bytes=False)
-                workbenches[device] = stack.enter_context(workbench)
-            yield workbenches
+                workspace = layer.compressor.workspace(device, spare_bytes, lending_segments, keep_bytes=False)
+                workspaces[device] = stack.enter_context(workspace)
+            yield workspaces
     finally:  # once more: closing may have failed
-        close_all(workbenches.values())
+        close_all(workspaces.values())
 
 
 def _digests_at_sleep(layer: Layer, segments: Sequence[_core.Segment]) -> dict[int, Digest]:

@@ -58,7 +58,7 @@ GO = Decision(-1, Why.ALL_READY)
 
 
 @dataclass(frozen=True)
-class Place:
+class RecordPlace:
     """Where other processes of this host find the record."""
 
     process: int
@@ -70,7 +70,7 @@ class Record:
     """The record of one group. Not thread-safe: operations run one after the other."""
 
     def __init__(self, descriptor: int, nonce: bytes) -> None:
-        self.place = Place(os.getpid(), descriptor, nonce)
+        self.place = RecordPlace(os.getpid(), descriptor, nonce)
         self._descriptor = descriptor
         self._read_bytes = _NONCE_BYTES
         self._decisions: dict[int, Decision] = {}
@@ -82,14 +82,14 @@ class Record:
         descriptor = os.memfd_create("cumem-sleep-ranks", os.MFD_CLOEXEC)
         try:
             os.write(descriptor, nonce)
-            record = cls._opened(Place(os.getpid(), descriptor, nonce))
+            record = cls._opened(RecordPlace(os.getpid(), descriptor, nonce))
         finally:
             os.close(descriptor)
         assert record is not None
         return record
 
     @classmethod
-    def open(cls, place: Place) -> Record | None:
+    def open(cls, place: RecordPlace) -> Record | None:
         """The one that another process made; None if it cannot be reached from here, as on another host."""
         try:
             return cls._opened(place)
@@ -97,7 +97,7 @@ class Record:
             return None
 
     @classmethod
-    def _opened(cls, place: Place) -> Record | None:
+    def _opened(cls, place: RecordPlace) -> Record | None:
         path = f"/proc/{place.process}/fd/{place.descriptor}"
         # Without O_NOFOLLOW: the entry is a link to the memory. What is opened proves itself by the nonce.
         descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK)

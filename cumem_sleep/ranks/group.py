@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from ..errors import InvalidArgument, InvalidArgumentType
 
 
-class Group(Protocol):
+class RankGroup(Protocol):
     """The processes that belong together. `all_gather` is called by all of them, in the same order.
 
     Attributes:
@@ -29,7 +29,7 @@ class Group(Protocol):
         """What every rank gave, by rank; values are plain and can be pickled."""
 
 
-def as_group(group: Any) -> Group:
+def as_group(group: Any) -> RankGroup:
     """The group of the ranks that sleep and wake together: one of `torch.distributed`, or what is one already.
 
     Raises:

@@ -1,7 +1,7 @@
 """Connections from every rank of a group to every other, and the messages on them.
 
-They are made once, from what the ranks tell each other through a `Group` (over `torch.distributed`, say), which is not
-used after that: a collective that times out would break it for everybody else. No thread works here: what arrives
+They are made once, from what the ranks tell each other through a `RankGroup` (over `torch.distributed`, say), which is
+not used after that: a collective that times out would break it for everybody else. No thread works here: what arrives
 waits in the sockets until an operation looks. Messages are JSON, one a line.
 """
 
@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from ..errors import InvalidState
-from .decisions import GO, Decision, Place, Record, Why
-from .group import Group
+from .decisions import GO, Decision, Record, RecordPlace, Why
+from .group import RankGroup
 
 _TOKEN_BYTES = 32
 _MOST_TEXT = 2000  # of an error; a message is never larger than a socket's buffer
@@ -31,7 +31,7 @@ _HELLO_BYTES = _TOKEN_BYTES + 4
 _meshes: weakref.WeakSet[Mesh] = weakref.WeakSet()
 
 
-class Kind(str, Enum):
+class MessageKind(str, Enum):
     """What a message says of a round."""
 
     BEGUN = "begun"  # its operation runs
@@ -41,10 +41,10 @@ class Kind(str, Enum):
 
 
 @dataclass(frozen=True)
-class Message:
+class RankMessage:
     """One message; `operation` goes with BEGUN."""
 
-    kind: Kind
+    kind: MessageKind
     round: int
     operation: str = ""
     decision: Decision = GO
@@ -56,10 +56,10 @@ class Message:
         return json.dumps(facts).encode() + b"\n"
 
     @classmethod
-    def decoded(cls, line: bytes) -> Message:
+    def decoded(cls, line: bytes) -> RankMessage:
         """Of a line of a rank of the same version."""
         kind, round_, operation, failed, why, text = json.loads(line)
-        return cls(Kind(kind), round_, operation, Decision(failed, Why(why), text))
+        return cls(MessageKind(kind), round_, operation, Decision(failed, Why(why), text))
 
 
 @dataclass
@@ -74,7 +74,7 @@ class _Facts:
 
     host: str
     address: str
-    record: Place | None
+    record: RecordPlace | None
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class Mesh:
             self._by_descriptor[peer.socket.fileno()] = number
         _meshes.add(self)
 
-    def send(self, message: Message, rank: int | None = None) -> None:
+    def send(self, message: RankMessage, rank: int | None = None) -> None:
         """To one rank, or to all others. To a rank that has ended, or has read nothing for long, nothing is sent."""
         line = message.encoded()
         for number, peer in self._peers.items():
@@ -124,7 +124,7 @@ class Mesh:
             except OSError:
                 continue  # what it said before it ended is still to be read
 
-    def receive(self, timeout_s: float, take: Callable[[int, Message], None]) -> None:
+    def receive(self, timeout_s: float, take: Callable[[int, RankMessage], None]) -> None:
         """Wait for messages, at most so long, and hand each to `take` with its sender; notes who has `gone`."""
         if not self._by_descriptor:
             return
@@ -142,7 +142,7 @@ class Mesh:
             *lines, rest = bytes(peer.unread).split(b"\n")
             peer.unread[:] = rest
             for line in lines:
-                take(number, Message.decoded(line))
+                take(number, RankMessage.decoded(line))
 
     def close(self) -> None:
         """Again is harmless. The others find that this rank has ended."""
@@ -161,7 +161,7 @@ class Mesh:
         self.gone.add(number)
 
 
-def connect(group: Group, timeout_s: float) -> Mesh:
+def connect(group: RankGroup, timeout_s: float) -> Mesh:
     """Connect to all other ranks of the group, which call this, too.
 
     Raises:
@@ -220,7 +220,7 @@ def _call(rank: int, other: int, address: str, door: _Door, timeout_s: float) ->
 
 
 def _answer(
-    listener: socket.socket, peers: dict[int, socket.socket], group: Group, token: bytes, deadline: float
+    listener: socket.socket, peers: dict[int, socket.socket], group: RankGroup, token: bytes, deadline: float
 ) -> None:
     """Until all higher ranks have called. Who does not know the token is not let in."""
     while missing := set(range(group.rank + 1, group.size)) - set(peers):

@@ -10,10 +10,10 @@ import re
 from dataclasses import dataclass
 from enum import Enum
 
-from ..asgi import Scope, bearer, bears, header
-from ..model_paths import NEEDS_SERVER, RUNS_MODEL
+from ..http.asgi import Scope, bearer, bears, header
+from ..http.model_paths import NEEDS_SERVER, RUNS_MODEL
 from . import hosts
-from .config import Front
+from .config import FrontConfig
 
 MODELS = "/models/"  # /models/NAME/v1/…: a model by path
 _LONGEST_REST = 512  # of a path, after a model's name: the next line has the longest
@@ -30,7 +30,7 @@ class Need(Enum):
 
 
 @dataclass(frozen=True)
-class Place:
+class PathMeaning:
     """What a path is.
 
     Attributes:
@@ -50,42 +50,42 @@ class Place:
 
 
 _OWN = {
-    **{path: Place(Need.NOTHING, ("GET", "HEAD"), path) for path in ("/", "/page.css", "/page.js", "/icon.svg")},
-    **{path: Place(Need.NOTHING, ("GET", "HEAD"), "/health") for path in ("/health", "/ping")},
-    **{path: Place(Need.KEY, ("GET",), path) for path in ("/v1/models", "/status", "/status/live", "/metrics")},
-    **{path: Place(Need.KEY, ("GET",), path) for path in ("/version", "/v1/realtime")},
-    **{path: Place(Need.ADMIN, ("POST",), path) for path in ("/admin/sleep", "/admin/wake", "/admin/stop")},
-    "/admin/log": Place(Need.ADMIN, ("GET",), "/admin/log"),
+    **{path: PathMeaning(Need.NOTHING, ("GET", "HEAD"), path) for path in ("/", "/page.css", "/page.js", "/icon.svg")},
+    **{path: PathMeaning(Need.NOTHING, ("GET", "HEAD"), "/health") for path in ("/health", "/ping")},
+    **{path: PathMeaning(Need.KEY, ("GET",), path) for path in ("/v1/models", "/status", "/status/live", "/metrics")},
+    **{path: PathMeaning(Need.KEY, ("GET",), path) for path in ("/version", "/v1/realtime")},
+    **{path: PathMeaning(Need.ADMIN, ("POST",), path) for path in ("/admin/sleep", "/admin/wake", "/admin/stop")},
+    "/admin/log": PathMeaning(Need.ADMIN, ("GET",), "/admin/log"),
 }
-_MODEL = {path: Place(Need.KEY, ("POST",), target=path, has_body=True) for path in (*RUNS_MODEL, *NEEDS_SERVER)}
+_MODEL = {path: PathMeaning(Need.KEY, ("POST",), target=path, has_body=True) for path in (*RUNS_MODEL, *NEEDS_SERVER)}
 del _MODEL["/v1/responses/{response_id}/cancel"]
 
 
-def place_of(path: str) -> Place | None:
+def place_of(path: str) -> PathMeaning | None:
     """What a path is, if it is anything. It has to be canonical."""
     if place := _OWN.get(path) or _MODEL.get(path):
         return place
     if path.startswith("/v1/models/"):
-        return Place(Need.KEY, ("GET",), "/v1/models/NAME", model=path.removeprefix("/v1/models/"))
+        return PathMeaning(Need.KEY, ("GET",), "/v1/models/NAME", model=path.removeprefix("/v1/models/"))
     if found := _RESPONSE.fullmatch(path):
-        return Place(Need.KEY, ("POST",) if found[2] else ("GET",), target=path)
+        return PathMeaning(Need.KEY, ("POST",) if found[2] else ("GET",), target=path)
     if path.startswith(MODELS):
         return _by_path(path)
     return None
 
 
-def _by_path(path: str) -> Place | None:
+def _by_path(path: str) -> PathMeaning | None:
     # A name may have slashes: the longest rest that is known counts.
     for at in range(max(len(MODELS) + 1, len(path) - _LONGEST_REST), len(path)):
         if path[at] != "/":
             continue
         rest, name = path[at:], path[len(MODELS) : at]
         if rest in _MODEL:
-            return Place(Need.KEY, ("POST",), target=rest, model=name)
+            return PathMeaning(Need.KEY, ("POST",), target=rest, model=name)
         if rest == "/v1/models":
-            return Place(Need.KEY, ("GET",), "/models/NAME/v1/models", model=name)
+            return PathMeaning(Need.KEY, ("GET",), "/models/NAME/v1/models", model=name)
         if (place := place_of(rest) if _RESPONSE.fullmatch(rest) else None) is not None:
-            return Place(Need.KEY, place.methods, target=rest, model=name)
+            return PathMeaning(Need.KEY, place.methods, target=rest, model=name)
     return None
 
 
@@ -94,7 +94,7 @@ def query_is_plain(scope: Scope) -> bool:
     return _QUERY.fullmatch(bytes(scope.get("query_string", b""))) is not None
 
 
-def comes_from_elsewhere(scope: Scope, place: Place | None) -> bool:
+def comes_from_elsewhere(scope: Scope, place: PathMeaning | None) -> bool:
     """Whether a browser sends this for a page that is not the front's own: any page may ask any address.
 
     What a page embeds, as an image, bears no `Origin`, and browsers say where it comes from (`Sec-Fetch-Site`) only to
@@ -115,7 +115,7 @@ def comes_from_elsewhere(scope: Scope, place: Place | None) -> bool:
 class Access:
     """Checks what requests bear."""
 
-    def __init__(self, settings: Front) -> None:
+    def __init__(self, settings: FrontConfig) -> None:
         self._admin = [settings.admin_token] if settings.admin_token else []
         self._keys = list(settings.api_keys)
         self._hosts = list(settings.allowed_hosts) or ([hosts.ANY] if self._keys else [])

@@ -9,13 +9,13 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 from urllib.parse import parse_qs
 
-from ..asgi import Inbox, Message, Scope, Send, deliver, lost, refusal, response
+from ..http.asgi import Inbox, Message, Scope, Send, deliver, lost, refusal, response
 from ..metrics import CONTENT_TYPE
-from .access import Access, Place
-from .fleet import Fleet, NotInTime, Refused, UnknownModel
+from .access import Access, PathMeaning
+from .fleet import Fleet, NotInTime, OrderRefused, UnknownModel
 from .live import LiveStatus
 from .metrics import exposition
-from .status import ModelStatus, Status
+from .status import FleetStatus, ModelStatus
 
 MOST_CALL_BYTES = 64 << 10
 MOST_WATCHERS = 64
@@ -31,7 +31,7 @@ class Answers:
         self._access = access
         self._live = LiveStatus(fleet, self._view)
         self._calls: set[asyncio.Task[None]] = set()
-        self._given: dict[str, Callable[[Place, Scope, Inbox], Awaitable[list[Message]]]] = {
+        self._given: dict[str, Callable[[PathMeaning, Scope, Inbox], Awaitable[list[Message]]]] = {
             "/health": self._health,
             "/version": self._version,
             "/v1/models": self._models,
@@ -43,7 +43,7 @@ class Answers:
             **dict.fromkeys(("/admin/sleep", "/admin/wake", "/admin/stop"), self._call),
         }
 
-    async def answer(self, place: Place, scope: Scope, inbox: Inbox, send: Send) -> None:
+    async def answer(self, place: PathMeaning, scope: Scope, inbox: Inbox, send: Send) -> None:
         """Answer one request."""
         if place.name == "/status/live":
             return await self._send_live(scope, inbox, send)
@@ -51,7 +51,7 @@ class Answers:
             answer = await self._given[place.name](place, scope, inbox)
         except UnknownModel as unknown:
             answer = refusal(404, str(unknown))
-        except Refused as refused:
+        except OrderRefused as refused:
             answer = refusal(409, str(refused))
         except NotInTime as late:
             why = f"{late}; {late.details}" if late.details and self._access.is_admin(scope) else str(late)
@@ -60,25 +60,25 @@ class Answers:
 
     # Looks
 
-    async def _health(self, _place: Place, _scope: Scope, _inbox: Inbox) -> list[Message]:
+    async def _health(self, _place: PathMeaning, _scope: Scope, _inbox: Inbox) -> list[Message]:
         return response(200, {"status": "ok"})
 
-    async def _version(self, _place: Place, _scope: Scope, _inbox: Inbox) -> list[Message]:
+    async def _version(self, _place: PathMeaning, _scope: Scope, _inbox: Inbox) -> list[Message]:
         return response(200, {"version": self._fleet.status().version})
 
-    async def _models(self, place: Place, _scope: Scope, _inbox: Inbox) -> list[Message]:
+    async def _models(self, place: PathMeaning, _scope: Scope, _inbox: Inbox) -> list[Message]:
         name = None if place.model is None else self._fleet.resolve(place.model)
         cards = [_card(model) for model in self._fleet.status().models if name in (None, model.name)]
         return response(200, {"object": "list", "data": cards})
 
-    async def _model(self, place: Place, _scope: Scope, _inbox: Inbox) -> list[Message]:
+    async def _model(self, place: PathMeaning, _scope: Scope, _inbox: Inbox) -> list[Message]:
         name = self._fleet.resolve(str(place.model))
         return response(200, next(_card(model) for model in self._fleet.status().models if model.name == name))
 
-    async def _status(self, _place: Place, scope: Scope, _inbox: Inbox) -> list[Message]:
+    async def _status(self, _place: PathMeaning, scope: Scope, _inbox: Inbox) -> list[Message]:
         return response(200, self._view(self._fleet.status(), self._access.is_admin(scope)))
 
-    async def _metrics(self, _place: Place, _scope: Scope, _inbox: Inbox) -> list[Message]:
+    async def _metrics(self, _place: PathMeaning, _scope: Scope, _inbox: Inbox) -> list[Message]:
         content = exposition(self._fleet).encode()
         lines = [(b"content-type", CONTENT_TYPE.encode()), (b"content-length", str(len(content)).encode())]
         return [
@@ -86,7 +86,7 @@ class Answers:
             {"type": "http.response.body", "body": content},
         ]
 
-    def _view(self, status: Status, is_operator: bool) -> dict[str, Any]:
+    def _view(self, status: FleetStatus, is_operator: bool) -> dict[str, Any]:
         """The status, without what only an operator has to know."""
         view = status.to_json()
         view["operator"] = is_operator
@@ -123,14 +123,14 @@ class Answers:
 
     # An operator's calls
 
-    async def _log(self, _place: Place, scope: Scope, _inbox: Inbox) -> list[Message]:
+    async def _log(self, _place: PathMeaning, scope: Scope, _inbox: Inbox) -> list[Message]:
         query = parse_qs(bytes(scope.get("query_string", b"")).decode("latin-1"))
         model, lines = query.get("model", [""])[-1], query.get("lines", ["100"])[-1]
         if not model or not (lines.isdecimal() and len(lines) < 10 and 1 <= int(lines) <= MOST_LOG_LINES):
             return refusal(400, f"expected ?model=NAME&lines=N, with N from 1 to {MOST_LOG_LINES}")
         return response(200, {"model": model, "lines": self._fleet.log_tail(model, int(lines))})
 
-    async def _call(self, place: Place, _scope: Scope, inbox: Inbox) -> list[Message]:
+    async def _call(self, place: PathMeaning, _scope: Scope, inbox: Inbox) -> list[Message]:
         body = await inbox.body(MOST_CALL_BYTES)
         call = _call_in(body) if body is not None else None
         if call is None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from . import hardware
 from .command import is_loopback, missing_program
-from .config import Config, Model
+from .config import Config, ModelConfig
 
 
 def problems(config: Config) -> Iterator[str]:
@@ -23,7 +23,7 @@ def problems(config: Config) -> Iterator[str]:
         yield f"front.host: {front.host} is open to other machines, and there are no keys: set api_keys"
 
 
-def _of_model(model: Model, gpus: set[int]) -> Iterator[str]:
+def _of_model(model: ModelConfig, gpus: set[int]) -> Iterator[str]:
     if gpus or "gpus" in model.model_fields_set:
         for gpu in model.gpus:
             if gpu not in gpus:

@@ -199,7 +199,7 @@ def _url(value: object) -> object:
     raise ValueError("http://HOST:PORT, https://HOST:PORT or unix:/PATH")
 
 
-Host = Annotated[str, BeforeValidator(parse_host)]
+HostName = Annotated[str, BeforeValidator(parse_host)]
 Duration = Annotated[float, BeforeValidator(parse_duration)]
 Size = Annotated[int, BeforeValidator(parse_size)]
 Secret = Annotated[str, BeforeValidator(_secret)]
@@ -211,7 +211,7 @@ class _Strict(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, hide_input_in_errors=True)
 
 
-class Model(_Strict):
+class ModelConfig(_Strict):
     """One model. `docs/several-models.md` has every key.
 
     Attributes:
@@ -271,7 +271,7 @@ class Model(_Strict):
         )
 
 
-class Front(_Strict):
+class FrontConfig(_Strict):
     """The front's own settings.
 
     Attributes:
@@ -286,7 +286,7 @@ class Front(_Strict):
     """
 
     model_config = ConfigDict(populate_by_name=True)
-    host: Host = "127.0.0.1"
+    host: HostName = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
     allowed_hosts: list[AllowedHost] = []
     api_keys: list[Secret] = []
@@ -304,10 +304,10 @@ class Config(_Strict):
         logs: folder of the servers' logs.
     """
 
-    front: Front = Front()
+    front: FrontConfig = FrontConfig()
     host_memory: Size | None = None
     logs: Annotated[Path | None, Field(strict=False)] = None
-    models: Annotated[dict[Name, Model], Field(min_length=1)]
+    models: Annotated[dict[Name, ModelConfig], Field(min_length=1)]
 
     def secrets(self) -> set[str]:
         """All keys and tokens in it."""
@@ -503,9 +503,9 @@ def _unknown_key(path: tuple[str | int, ...]) -> str:
 def _owner(path: tuple[str | int, ...]) -> tuple[type[BaseModel], int]:
     """Whose keys a path goes through last, and where in the path such a key is."""
     if path[:1] == ("front",) and len(path) > 1:
-        return Front, 1
+        return FrontConfig, 1
     if path[:1] == ("models",) and len(path) > 2:
-        return Model, 2
+        return ModelConfig, 2
     return Config, 0
 
 

@@ -93,4 +93,4 @@ class TimePassed:
     """It is `next_time`, or later."""
 
 
-Event = Arrived | Gone | Done | Died | Ordered | HostBytes | HasLayer | Configured | TimePassed
+FrontEvent = Arrived | Gone | Done | Died | Ordered | HostBytes | HasLayer | Configured | TimePassed

@@ -12,7 +12,7 @@ import math
 from contextlib import suppress
 from dataclasses import dataclass
 
-from ..asgi import (
+from ..http.asgi import (
     MERGED_BYTES,
     ClientGone,
     HeldRequests,
@@ -28,9 +28,9 @@ from ..asgi import (
     refusal,
     within,
 )
-from .access import Access, Place
+from .access import Access, PathMeaning
 from .body import BadBody, ModelFinder, finder_for, renamed
-from .fleet import Fleet, Lease, NotInTime, UnknownModel
+from .fleet import Fleet, ModelLease, NotInTime, UnknownModel
 from .upstream import BrokenOff, Connection, Connections, Headers, Unreachable, passed_on, request_head
 
 MOST_TRIES = 3  # of a request of which nothing was sent
@@ -41,7 +41,7 @@ _LONGEST_NAME = 200  # that is repeated in an error
 _NOT_FOR_SERVERS = (b"expect", b"content-length")
 
 
-class Refused(Exception):
+class RequestRefused(Exception):
     """The front answers with an error itself."""
 
     def __init__(self, code: int, why: str, headers: dict[str, str] | None = None) -> None:
@@ -67,7 +67,7 @@ class Ways:
 class Exchange:
     """One request for a model."""
 
-    def __init__(self, ways: Ways, place: Place, scope: Scope, inbox: Inbox, send: Send) -> None:
+    def __init__(self, ways: Ways, place: PathMeaning, scope: Scope, inbox: Inbox, send: Send) -> None:
         self._ways = ways
         self._place = place
         self._scope = scope
@@ -91,7 +91,7 @@ class Exchange:
         try:
             name = await self._model()
             answer = await self._until_it_ends(name)
-        except Refused as refused:
+        except RequestRefused as refused:
             answer = refused.answer
         except TooMuchHeld:
             answer = refusal(503, TOO_MUCH, {"Retry-After": "1"})
@@ -112,13 +112,13 @@ class Exchange:
             try:
                 name = await self._name_in_body(finder_for(header(self._scope, b"content-type")))
             except BadBody as bad:
-                raise Refused(400, str(bad)) from None
+                raise RequestRefused(400, str(bad)) from None
         else:
             name = self._place.model
         names = list(self._ways.fleet.config.models)
         if name is None and len(names) != 1:
             path = f"/models/NAME{self._place.target}"
-            raise Refused(400, f"`model` is missing: name one of {', '.join(names)}, or ask {path}")
+            raise RequestRefused(400, f"`model` is missing: name one of {', '.join(names)}, or ask {path}")
         return names[0] if name is None else name
 
     async def _name_in_body(self, finder: ModelFinder) -> str | None:
@@ -139,7 +139,7 @@ class Exchange:
             if finder.name is not None and self._inbox.kept_bytes >= SETTLED_BYTES and not self._inbox.complete:
                 return finder.name
             if finder.name is None and self._inbox.kept_bytes > self._ways.most_head_bytes:
-                raise Refused(413, self._too_late(f"more than {self._ways.most_head_bytes} bytes"))
+                raise RequestRefused(413, self._too_late(f"more than {self._ways.most_head_bytes} bytes"))
             if held.nbytes > held.most_bytes:
                 self._release()  # at once, or others would be refused for what this one holds
                 raise TooMuchHeld
@@ -255,7 +255,7 @@ class Exchange:
             return refusal(503, str(late), {"Retry-After": str(max(1, math.ceil(late.retry_after_s)))})
         return refusal(502, why)
 
-    async def _ask(self, lease: Lease) -> None:
+    async def _ask(self, lease: ModelLease) -> None:
         """Send it to the server of a lease, and pass the answer on.
 
         Raises:
@@ -274,7 +274,7 @@ class Exchange:
         finally:
             connections.give_back(lease.server, connection)
 
-    def _request(self, lease: Lease) -> tuple[bytes, tuple[bytes, ...]]:
+    def _request(self, lease: ModelLease) -> tuple[bytes, tuple[bytes, ...]]:
         """The request's head and what was read of its body, with the name that the server knows its model by."""
         finder, headers = self._finder, passed_on(self._scope["headers"])
         body, delta = tuple(self._pieces), 0
@@ -330,7 +330,7 @@ class Exchange:
         self._pieces = []
 
 
-def _name_for(asked: str, lease: Lease) -> str:
+def _name_for(asked: str, lease: ModelLease) -> str:
     """The name in a request by which its server knows the model; an alias may be an adapter of its own there."""
     if asked in lease.names:
         return asked

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any
 
-from ..asgi import within
+from ..http.asgi import within
 from . import actions, events, hardware, servers
 from .address import Address
 from .config import Config
@@ -29,10 +29,10 @@ from .lock import Lock
 from .model import Model
 from .policy import STOP, Spec
 from .scheduler import Scheduler
-from .status import Counters, GpuStatus, Holder, HostStatus, ModelStatus, Phase, Status, VaultStatus
+from .status import Counters, FleetStatus, GpuStatus, Holder, HostStatus, ModelStatus, Phase, VaultStatus
 from .units import HOST_RESERVE_BYTES, Unit, Units
 
-__all__ = ["Address", "Fleet", "Lease", "NotInTime", "Refused", "ServeError", "ServerFailed", "UnknownModel"]
+__all__ = ["Address", "Fleet", "ModelLease", "NotInTime", "OrderRefused", "ServeError", "ServerFailed", "UnknownModel"]
 
 logger = logging.getLogger("cumem_sleep.serve")
 
@@ -72,12 +72,12 @@ class ServerFailed(NotInTime):
     """Its server cannot be started or woken, again and again (503)."""
 
 
-class Refused(ServeError):
+class OrderRefused(ServeError):
     """An operator's call cannot be done now (409)."""
 
 
 @dataclass(eq=False)
-class Lease:
+class ModelLease:
     """A request's right to use a model, which stays awake as long as it lasts.
 
     Attributes:
@@ -105,7 +105,7 @@ class _Waiting:
         waited_s: what requests of its model had waited by then, by cause.
     """
 
-    granted: asyncio.Future[Lease]
+    granted: asyncio.Future[ModelLease]
     state: Model
     arrived: float
     waited_s: dict[str, float]
@@ -135,7 +135,7 @@ class Fleet:
         self._units = Units(config, self._scheduler.models, self.counters, self._handle, simulated=simulated, lock=lock)
         self._requests = itertools.count(1)
         self._waiting: dict[int, _Waiting] = {}
-        self._leases: dict[int, Lease] = {}
+        self._leases: dict[int, ModelLease] = {}
         self._orders: dict[tuple[str, int], list[asyncio.Future[None]]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = math.inf
@@ -211,7 +211,7 @@ class Fleet:
         return name
 
     @asynccontextmanager
-    async def lease(self, model: str) -> AsyncIterator[Lease]:
+    async def lease(self, model: str) -> AsyncIterator[ModelLease]:
         """Wait until a model (name or alias) is awake, and keep it so. Cancelling it withdraws the request.
 
         Raises, on entering:
@@ -227,7 +227,7 @@ class Fleet:
             raise NotInTime("too many requests are already waiting", 5.0)
         request, now = next(self._requests), time.monotonic()
         state = self._scheduler.models[name]
-        granted: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
+        granted: asyncio.Future[ModelLease] = asyncio.get_running_loop().create_future()
         self._waiting[request] = _Waiting(granted, state, now, self._scheduler.waited_s(state, now))
         try:
             try:
@@ -247,7 +247,7 @@ class Fleet:
             self._leases.pop(request, None)
             self._handle(events.Gone(request))
 
-    def report_failure(self, lease: Lease, error: str) -> None:
+    def report_failure(self, lease: ModelLease, error: str) -> None:
         """The front could not reach the server of a lease, or it broke off: its health is looked at, at once."""
         if not self._closed:
             self._units.suspect(lease.model, lease.server, error)
@@ -264,7 +264,7 @@ class Fleet:
         spec = self._scheduler.models[name].spec
         wanted = level if level is not None else min((each for each in spec.levels if each != STOP), default=1)
         if type(wanted) is not int or wanted not in (1, 2, 3):
-            raise Refused(f"level {level}: expected 1, 2 or 3")
+            raise OrderRefused(f"level {level}: expected 1, 2 or 3")
         await self._order(name, wanted)
 
     async def wake(self, model: str) -> None:
@@ -299,7 +299,7 @@ class Fleet:
 
     # What there is to see
 
-    def status(self) -> Status:
+    def status(self) -> FleetStatus:
         """Everything at this moment."""
         now, wall = time.monotonic(), time.time()
         models = tuple(self._model_status(unit, now, wall) for unit in self._units if self._knows(unit))
@@ -307,9 +307,9 @@ class Fleet:
         held = self._scheduler.held_bytes()
         host = HostStatus(self._scheduler.host_bytes, held, hardware.host_available_bytes(), self._vault)
         gpus = tuple(self._gpu_status(number) for number in numbers)
-        return Status(wall, self._version, self.simulated, gpus, models, host)
+        return FleetStatus(wall, self._version, self.simulated, gpus, models, host)
 
-    async def watch(self) -> AsyncIterator[Status]:
+    async def watch(self) -> AsyncIterator[FleetStatus]:
         """The status now, and after every change (changes that come close together are one). Ends with the fleet."""
         while True:
             news = self._news
@@ -375,7 +375,7 @@ class Fleet:
 
     # Events and actions
 
-    def _handle(self, event: events.Event) -> None:
+    def _handle(self, event: events.FrontEvent) -> None:
         if self._closed:
             return
         for action in self._scheduler.handle(event, time.monotonic()):
@@ -397,7 +397,7 @@ class Fleet:
                     _resolve(self._leases[action.request].revoked, action.why)
             case actions.Obeyed():
                 for future in self._orders.pop((action.model, action.depth), ()):
-                    _fail(future, Refused(action.error)) if action.error else _resolve(future, None)
+                    _fail(future, OrderRefused(action.error)) if action.error else _resolve(future, None)
             case actions.Removed():
                 if (engine := self._units.remove(action.model)) is not None:
                     self._spawn(engine.close())
@@ -409,7 +409,7 @@ class Fleet:
         name = waiting.state.spec.name
         unit = self._units[name]
         assert unit.address is not None, "a model that is awake has an address"
-        lease = self._leases[request] = Lease(name, unit.address, now - waiting.arrived, unit.names)
+        lease = self._leases[request] = ModelLease(name, unit.address, now - waiting.arrived, unit.names)
         _resolve(waiting.granted, lease)
 
     def _count_wait(self, name: str, waiting: _Waiting) -> None:

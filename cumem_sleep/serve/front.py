@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 
-from ..asgi import (
+from ..http.asgi import (
     ClientGone,
     HeldRequests,
     Inbox,
@@ -23,7 +23,7 @@ from ..asgi import (
     refuse_websocket,
 )
 from . import page
-from .access import Access, Need, Place, comes_from_elsewhere, place_of, query_is_plain
+from .access import Access, Need, PathMeaning, comes_from_elsewhere, place_of, query_is_plain
 from .answers import Answers
 from .exchange import Exchange, Ways
 from .fleet import Fleet
@@ -68,7 +68,7 @@ class Front:
                 await self._sweeper
         self._ways.connections.close_idle(0)
 
-    def _look(self, scope: Scope) -> tuple[Place | None, list[Message]]:
+    def _look(self, scope: Scope) -> tuple[PathMeaning | None, list[Message]]:
         """What is asked for, or why it is not had."""
         if fault := not_canonical(scope):
             return None, refusal(400, f"the path {fault}")
@@ -96,7 +96,7 @@ class Front:
             return None, refusal(501, "websockets are not served here: ask the model's own server")
         return place, []
 
-    async def _answer(self, place: Place, scope: Scope, inbox: Inbox, send: Send) -> None:
+    async def _answer(self, place: PathMeaning, scope: Scope, inbox: Inbox, send: Send) -> None:
         if not place.name:
             if self._sweeper is None:
                 self._sweeper = asyncio.create_task(self._sweep())

@@ -20,7 +20,7 @@ import uvicorn
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from ..asgi import LOST, App
+from ..http.asgi import LOST, App
 
 MOST_HEAD_BYTES = 64 << 10  # of a request's first lines, and of what comes at once between pieces of its body, or after
 MOST_HEADERS = 256

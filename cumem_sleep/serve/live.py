@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from .fleet import TOLD_EVERY_S, Fleet
-from .status import Status
+from .status import FleetStatus
 
 KEEP_ALIVE_S = 15.0  # a proxy in between takes a stream without a word for dead
 
@@ -21,11 +21,11 @@ class LiveStatus:
         watchers: how many there are.
     """
 
-    def __init__(self, fleet: Fleet, view: Callable[[Status, bool], dict[str, Any]]) -> None:
+    def __init__(self, fleet: Fleet, view: Callable[[FleetStatus, bool], dict[str, Any]]) -> None:
         """Of a status and whether it is for an operator, `view` makes what is sent."""
         self._fleet = fleet
         self._view = view
-        self._status: Status | None = None
+        self._status: FleetStatus | None = None
         self._made_at = 0.0
         self._events: dict[bool, bytes] = {}
         self._news: asyncio.Future[None] | None = None
@@ -58,7 +58,7 @@ class LiveStatus:
             while news is not None and not (await asyncio.wait((news,), timeout=KEEP_ALIVE_S))[0]:
                 yield b": still here\n\n"
 
-    def _event(self, status: Status, is_operator: bool) -> bytes:
+    def _event(self, status: FleetStatus, is_operator: bool) -> bytes:
         if is_operator not in self._events:
             self._events[is_operator] = b"data: " + json.dumps(self._view(status, is_operator)).encode() + b"\n\n"
         return self._events[is_operator]
@@ -68,7 +68,7 @@ class LiveStatus:
             self._take(status)
             self._tell()
 
-    def _take(self, status: Status) -> None:
+    def _take(self, status: FleetStatus) -> None:
         self._status, self._made_at, self._events = status, time.monotonic(), {}
 
     def _tell(self) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from ..asgi import within
+from ..http.asgi import within
 from .config import Config, ConfigError
 from .fleet import Fleet, LookAtVaults
 from .front import Front

@@ -6,7 +6,7 @@ import hashlib
 from functools import cache
 from importlib.resources import files
 
-from ..asgi import Message, Scope, header
+from ..http.asgi import Message, Scope, header
 
 _FILES = {
     "/": ("index.html", "text/html; charset=utf-8"),

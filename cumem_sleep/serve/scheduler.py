@@ -35,7 +35,7 @@ class Scheduler:
         for spec in specs:
             self._add(spec)
 
-    def handle(self, event: events.Event, now: float) -> Sequence[actions.Action]:
+    def handle(self, event: events.FrontEvent, now: float) -> Sequence[actions.Action]:
         """What is to be done after an event. Times never go back."""
         self._now = max(now, self._now)
         self._actions = []
@@ -67,7 +67,7 @@ class Scheduler:
 
     # Events
 
-    def _take(self, event: events.Event) -> None:
+    def _take(self, event: events.FrontEvent) -> None:
         match event:
             case events.Arrived():
                 self._arrived(event)

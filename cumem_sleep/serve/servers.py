@@ -26,10 +26,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
-from ..asgi import within
+from ..http.asgi import within
 from .address import Address, from_url
 from .command import is_vllm, listening_host, uses_socket, values
-from .config import Model
+from .config import ModelConfig
 from .engine import Engine
 from .lock import Lock
 from .masking import holds_any, masked
@@ -75,7 +75,9 @@ class Surroundings:
 class Server:
     """One model's server process, from `start` to `stop`, and again."""
 
-    def __init__(self, name: str, model: Model, logs: Path, sockets: Path, around: Surroundings | None = None) -> None:
+    def __init__(
+        self, name: str, model: ModelConfig, logs: Path, sockets: Path, around: Surroundings | None = None
+    ) -> None:
         """`sockets`: where it has a folder for its socket while it runs."""
         self.name = name
         self.model = model
@@ -230,7 +232,7 @@ def _ip(words: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
     return (found.ipv4_mapped or found) if isinstance(found, ipaddress.IPv6Address) else found
 
 
-def command_line(name: str, model: Model, address: Address) -> list[str]:
+def command_line(name: str, model: ModelConfig, address: Address) -> list[str]:
     """The words of a server's command with where it listens, and, for vLLM, its names and sleep mode."""
     port = address.base_url.rpartition(":")[2] if address.socket is None else ""
     words = [word.replace("{socket}", address.socket or "").replace("{port}", port) for word in model.command or ()]
@@ -247,7 +249,7 @@ def command_line(name: str, model: Model, address: Address) -> list[str]:
     return [*words, *added]
 
 
-def environment(model: Model, inherited: Mapping[str, str], known: Collection[str] = ()) -> dict[str, str]:
+def environment(model: ModelConfig, inherited: Mapping[str, str], known: Collection[str] = ()) -> dict[str, str]:
     """A server's: vLLM offers sleep only in development mode, and backups are to be made before the first sleep.
 
     Of the secrets that are known to this front, it gets its own alone.
@@ -271,7 +273,7 @@ def environment(model: Model, inherited: Mapping[str, str], known: Collection[st
     return {"CUMEM_SLEEP_PREPARE": "1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID", **kept, **ours, **model.env}
 
 
-def vault_of(model: Model, inherited: Mapping[str, str]) -> str:
+def vault_of(model: ModelConfig, inherited: Mapping[str, str]) -> str:
     """The vault that its server is told to use: `auto`, the path of a socket, or "" for none.
 
     Whether it does is for the server to say: without this layer in it, or without a vault for `auto`, it does not.

@@ -21,7 +21,7 @@ from urllib.parse import parse_qs
 
 import uvicorn
 
-from ..asgi import HeldRequests, Inbox, Message, Receive, Scope, Send, header, refusal, response
+from ..http.asgi import HeldRequests, Inbox, Message, Receive, Scope, Send, header, refusal, response
 
 MOST_BODY_BYTES = 1 << 30
 PARTS = frozenset(("weights", "kv_cache"))
@@ -32,7 +32,7 @@ WORDS = (
 
 
 @dataclass
-class Options:
+class SimulatedServerOptions:
     """How it behaves; times in seconds."""
 
     names: tuple[str, ...]
@@ -58,7 +58,7 @@ class SimulatedServer:
         left: requests whose client went away before their end.
     """
 
-    options: Options
+    options: SimulatedServerOptions
     asleep: frozenset[str] = frozenset()
     level: int = 0
     asked_asleep: list[str] = field(default_factory=list)
@@ -223,7 +223,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     times = {f"{name}_s": getattr(asked, f"{name}_seconds") for name in ("start", "sleep", "wake", "token")}
     fails = {"fail_sleeps": asked.fail_sleeps, "fail_wakes": asked.fail_wakes}
     memory = {"weights_bytes": asked.weights_bytes, "prepared_bytes": asked.prepared_bytes}
-    app = SimulatedServer(Options(tuple(asked.served_model_name), **times, **fails, **memory, record=asked.record))
+    app = SimulatedServer(
+        SimulatedServerOptions(tuple(asked.served_model_name), **times, **fails, **memory, record=asked.record)
+    )
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     where = {"uds": asked.uds} if asked.uds else {"host": asked.host, "port": asked.port}
     uvicorn.run(

@@ -148,7 +148,7 @@ class HostStatus:
 
 
 @dataclass(frozen=True)
-class Status:
+class FleetStatus:
     """Everything at one moment.
 
     Attributes:

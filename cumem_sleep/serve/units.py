@@ -12,8 +12,7 @@ from functools import partial
 
 from . import actions, events, hardware, servers
 from .address import Address, from_url
-from .config import Config
-from .config import Model as ModelConfig
+from .config import Config, ModelConfig
 from .engine import ASK_EVERY_S, Engine, Facts, Outcome
 from .lock import Lock
 from .model import Model
@@ -79,7 +78,7 @@ class Units:
         config: Config,
         models: Mapping[str, Model],
         counters: Counters,
-        handle: Callable[[events.Event], None],
+        handle: Callable[[events.FrontEvent], None],
         *,
         simulated: bool,
         lock: Lock | None,

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 import httptools
 
-from ..asgi import within
+from ..http.asgi import within
 from .fleet import Address
 
 Headers = list[tuple[bytes, bytes]]

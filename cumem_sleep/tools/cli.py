@@ -16,9 +16,9 @@ from rich.console import RenderableType
 
 from .. import __version__, _core
 from ..allocator import CuMemAllocator
+from ..core.variables import warn_of_misspelt
 from ..errors import BackupMismatch, CumemSleepError, InvalidArgument
 from ..settings import parse_bytes
-from ..variables import warn_of_misspelt
 from . import bench, demo, doctor, help_texts, serve, shim, simulated, vault
 from .console import print_all, progress_bar, say, tell
 from .layout import lay_out
@@ -312,7 +312,7 @@ def _bench(options: argparse.Namespace) -> int:
             say(f"{'simulated: ' if room.simulated else ''}{workload.why}", style="")
         touch = not room.simulated if options.touch_host_memory is None else options.touch_host_memory
         deep = options.level == 3
-        how = bench.Options(options.device, options.rounds, options.pause, touch, deep, options.command_line)
+        how = bench.BenchOptions(options.device, options.rounds, options.pause, touch, deep, options.command_line)
         report = bench.run(allocator, workload, room, how, progress)
     code = _show(options, report, SIMULATED_NOTE, report.headline(), report.table(), report.conclusion())
     if options.plot is not None:  # last, so that a failure loses no measurement

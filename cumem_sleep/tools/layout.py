@@ -34,7 +34,7 @@ class SegmentLayout:
         self.tensors.append((self.nbytes, tensor))
         self.nbytes += -(-tensor.data.size // _BLOCK_BYTES) * _BLOCK_BYTES
 
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[DevicePiece]:
         """The segment, cut into pieces of at most `PIECE_BYTES`."""
         for start in range(0, self.nbytes, PIECE_BYTES):
             nbytes = min(PIECE_BYTES, self.nbytes - start)
@@ -43,11 +43,11 @@ class SegmentLayout:
                 first, last = max(start, offset), min(start + nbytes, offset + tensor.data.size)
                 if first < last:
                     parts.append((first - start, tensor, first - offset, last - first))
-            yield Piece(self.address + start, nbytes, tuple(parts))
+            yield DevicePiece(self.address + start, nbytes, tuple(parts))
 
 
 @dataclass(frozen=True)
-class Piece:
+class DevicePiece:
     """A range of device memory, and its parts: offset in the piece, tensor, offset in the tensor, size."""
 
     address: int

@@ -28,7 +28,7 @@ _DTYPE_BITS = {
     **dict.fromkeys(("U64", "I64", "F64", "C64"), 64),
 }
 
-Bytes = npt.NDArray[np.uint8]
+TensorBytes = npt.NDArray[np.uint8]
 
 
 class SafetensorsError(CumemSleepError):
@@ -42,7 +42,7 @@ class Tensor:
     name: str
     dtype: str
     shape: tuple[int, ...]
-    data: Bytes
+    data: TensorBytes
 
 
 def read_tensors(paths: Sequence[Path]) -> tuple[Tensor, ...]:
@@ -114,7 +114,7 @@ def _parse_header(path: Path, text: bytes) -> dict[str, Any]:
     return header
 
 
-def _tensors_of(path: Path, header: Mapping[str, Any], data: Bytes) -> list[Tensor]:
+def _tensors_of(path: Path, header: Mapping[str, Any], data: TensorBytes) -> list[Tensor]:
     tensors = []
     described = [(*_described(path, name, entry), name) for name, entry in header.items()]
     position = 0

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from .. import host_facts, sim
 from ..allocator import CuMemAllocator
-from ..driver import open_driver
+from ..core.driver import open_driver
 from ..errors import DriverError, InvalidState, format_bytes
 from ..settings import Settings
 from .layout import PAGE_BYTES, SegmentLayout, whole_pages

@@ -16,7 +16,7 @@ from typing import Any
 from rich.table import Table
 
 from .. import host_facts
-from ..driver import open_driver
+from ..core.driver import open_driver
 from ..errors import InvalidArgument, counted, format_bytes
 from ..settings import Settings
 from ..vault import protocol

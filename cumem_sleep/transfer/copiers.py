@@ -11,11 +11,12 @@ import time
 from collections.abc import Iterable, Sequence
 from contextlib import closing
 
-from .. import _core, log
+from .. import _core
+from ..core import log
+from ..core.extents import Lane, Piece
+from ..core.pinned import pinned_block
+from ..core.tuning import Tuning
 from ..errors import CumemSleepError, DriverError
-from ..extents import Lane, Piece
-from ..pinned import pinned_block
-from ..tuning import Tuning
 from .pacing import BestRate, Pace
 
 _TIMES_TIMED = 3

@@ -1,4 +1,4 @@
-"""Compressed backups on their way back: chunks are copied to the slots of a workbench, and decoded from there."""
+"""Compressed backups on their way back: chunks are copied to the slots of a workspace, and decoded from there."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import numpy.typing as npt
 
 from .. import _core
 from ..codec.codec import CHUNK_BYTES
-from ..codec.encoding import Batch, EncodedRun
+from ..codec.encoding import ChunkBatch, EncodedRun
 from ..codec.slots import Slot
-from ..codec.workbench import Workbench
-from ..extents import Transfers
-from ..tuning import Tuning
+from ..codec.workspace import Workspace
+from ..core.extents import Transfers
+from ..core.tuning import Tuning
 from .copiers import Copiers, read_pieces
 
 
@@ -31,25 +31,25 @@ class Decoding:
         self,
         device: int,
         runs: Iterable[EncodedRun],
-        workbench: Workbench,
+        workspace: Workspace,
         transfers: Transfers,
         copiers: Copiers,
         mapped: Callable[[int], None],
         completed: Callable[[Sequence[_core.Segment]], None],
         tuning: Tuning,
     ) -> None:
-        lanes = workbench.lanes(transfers)
+        lanes = workspace.lanes(transfers)
         runs = list(runs)
-        nbytes = sum(run.bytes for run in runs) if workbench.has_memory else 0
+        nbytes = sum(run.bytes for run in runs) if workspace.has_memory else 0
         self._pace = copiers.pace(device, lanes, nbytes, tuning.slots_timed_bytes)
-        self._workbench = workbench
+        self._workspace = workspace
         self._slots = len(lanes)
         self._transfers = transfers
-        self._batches = workbench.batches(runs)
+        self._batches = workspace.batches(runs)
         self._mapped = mapped
         self._completed = completed
         # Or being copied. With where kernels find each chunk; None: nowhere on the device.
-        self._copied: deque[tuple[Slot, Batch, npt.NDArray[np.int64] | None]] = deque()
+        self._copied: deque[tuple[Slot, ChunkBatch, npt.NDArray[np.int64] | None]] = deque()
         self._decoded: deque[tuple[Slot, list[_core.Segment]]] = deque()  # or being decoded: what is whole then
 
     def step(self) -> int:
@@ -66,11 +66,11 @@ class Decoding:
         batch = next(self._batches, None)
         if batch is None:
             return 0
-        slot = self._workbench.next_slot()
+        slot = self._workspace.next_slot()
         self._tell_of_decoded()
         begin = time.perf_counter()  # before pinning, because copies in flight go on meanwhile
         slot.use(self._transfers).pin(run.extent for run in batch.runs)
-        if self._workbench.has_memory:
+        if self._workspace.has_memory:
             self._copy(slot, batch, begin)
         else:
             self._copied.append((slot, batch, None))
@@ -85,13 +85,13 @@ class Decoding:
         """
         while self._copied:
             self._decode_next()
-        self._workbench.finish()
+        self._workspace.finish()
         self._tell_of_decoded()
 
-    def _copy(self, slot: Slot, batch: Batch, begin: float) -> None:
+    def _copy(self, slot: Slot, batch: ChunkBatch, begin: float) -> None:
         choice = self._pace.next()
         if choice.alone:
-            self._workbench.finish()
+            self._workspace.finish()
             for other, _, _ in self._copied:
                 other.synchronize()
             begin = time.perf_counter()
@@ -104,7 +104,7 @@ class Decoding:
         if len(self._copied) > self._slots - 2:
             self._decode_next()
         if not choice.alone:
-            self._workbench.finish_next_slot()
+            self._workspace.finish_next_slot()
             self._tell_of_decoded()
             self._pace.record(batch.bytes, time.perf_counter() - begin)
 
@@ -114,7 +114,7 @@ class Decoding:
             self._mapped(segment_id)
         slot.opened_lane.join()
         if sources is None:
-            self._workbench.decode_without_memory(slot, batch)
+            self._workspace.decode_without_memory(slot, batch)
         else:
             slot.decode(batch, sources)
         self._decoded.append((slot, [run.segment for run in batch.runs if run.is_last]))

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from .. import _core
-from ..extents import Lane, Piece
-from ..tuning import Tuning
+from ..core.extents import Lane, Piece
+from ..core.tuning import Tuning
 from .copiers import read_pieces
 from .pacing import Pace
 

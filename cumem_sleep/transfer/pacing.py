@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from ..tuning import Tuning
+from ..core.tuning import Tuning
 
 # As a share of the best rate seen; the engine has less than half of it while it also scrubs memory.
 _ENGINE_IS_BUSY = 0.7
 
 
 @dataclass(frozen=True)
-class Choice:
+class CopyChoice:
     """How to copy the next batch.
 
     Attributes:
@@ -76,12 +76,12 @@ class Pace:
         if best is None or best.value:
             self._state = _State.TRIAL
 
-    def next(self) -> Choice:
+    def next(self) -> CopyChoice:
         """How to copy the next batch."""
         if self.best is None:
-            return Choice(by_engine=True, alone=False)
+            return CopyChoice(by_engine=True, alone=False)
         state = self._state
-        return Choice(
+        return CopyChoice(
             by_engine=state not in (_State.KERNEL_TIMED, _State.KERNEL),
             alone=state in (_State.KERNEL_TIMED, _State.TRIAL, _State.SECOND_TRIAL),
             again=state is _State.SECOND_TRIAL,

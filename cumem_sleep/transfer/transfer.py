@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 from .. import _core
-from ..extents import Piece
-from ..segments import total_bytes
+from ..core.extents import Piece
+from ..core.segments import total_bytes
 from .link import Batch, Link
 
 _LOOK_S = 50e-6  # between looks for a link that is free: a batch takes a hundred times as long

@@ -14,10 +14,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .. import _core, log
+from .. import _core
+from ..core import log
+from ..core.tuning import Tuning
 from ..errors import CumemSleepError, VaultError
 from ..transfer.pacing import BestRate, Pace
-from ..tuning import Tuning
 from .protocol import close_all
 
 PIECE_BYTES = 64 << 20  # about a millisecond of a link

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
-from .. import _core, log
+from .. import _core
+from ..core import log
 from ..errors import CumemSleepError, VaultError, format_bytes
 
 NO_MORE_FILES = "the vault can open no more files: raise the limit of its open files (ulimit -n)"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from vllm.device_allocator.sleep_mode_backend import SleepModeBackend
 
 from ..allocator import CuMemAllocator
-from ..levels import is_deep
+from ..core.levels import is_deep
 
 
 class CumemSleepBackend(SleepModeBackend):  # type: ignore[misc]

@@ -10,11 +10,11 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
 from typing import Any
 
-from ..asgi import ClientGone, within
+from ..http.asgi import ClientGone, within
 from ..settings import GateSettings
 from . import data_parallel, events, metrics
 from .siblings import Busy, Siblings
-from .sleeping_model import TAGS, Call, Phase, SleepingModel, State, Weights, why_left_out
+from .sleeping_model import TAGS, EngineCall, GatePhase, SleepingModel, State, Weights, why_left_out
 from .worker_methods import DEEPEN, Effect
 
 logger = logging.getLogger("cumem_sleep")
@@ -64,7 +64,7 @@ class Conductor:
         """Whether the engine also sleeps while only its KV cache does (0.33)."""
         return hasattr(self.engine, "release_kv_cache_memory")
 
-    def handle(self, event: events.Event) -> None:
+    def handle(self, event: events.GateEvent) -> None:
         """Tell the model, and those who wait for it."""
         before = self.model.state
         self.model.handle(event)
@@ -90,7 +90,7 @@ class Conductor:
         """
         if self.several_servers:
             return await self._look_beside_siblings()
-        while self.model.phase is Phase.UNKNOWN:  # one question for all callers
+        while self.model.phase is GatePhase.UNKNOWN:  # one question for all callers
             if self._question is None or self._question.done():
                 self._question = asyncio.create_task(self._ask())
                 self._question.add_done_callback(_retrieve)
@@ -147,7 +147,7 @@ class Conductor:
         if changes != self._changes or not (seen is None or self._still_holds(seen)):
             return False
         self.handle(events.Answered(sleeps, None if ranks is None else metrics.said(ranks), paused))
-        if self.model.phase is Phase.AWAKE:
+        if self.model.phase is GatePhase.AWAKE:
             self.failure = None
         return True
 
@@ -313,7 +313,7 @@ class Conductor:
         taken = self.model.state.engine_asleep
         leaves_all = "weights" in taken or (taken and not self.sleeps_again)
         if self.model.state.disagrees and leaves_all and taken < TAGS:
-            await self._make(Call.WAKE_REST)
+            await self._make(EngineCall.WAKE_REST)
 
     async def sleep_failed(self) -> None:
         """A sleep failed. It may have stopped the scheduler before, which amounts to level 0."""
@@ -355,7 +355,7 @@ class Conductor:
                 if not model.may_be_woken:
                     return
                 calls = model.calls_to_wake()
-                what = f"level {model.level}{', weights loaded' if Call.RELOAD in calls else ''}"
+                what = f"level {model.level}{', weights loaded' if EngineCall.RELOAD in calls else ''}"
                 start = time.perf_counter()
                 if self.several_servers and model.asleep:
                     await self.flush()  # a sibling may have let a request through
@@ -371,19 +371,19 @@ class Conductor:
             self.failure = cause, self.clock() + self._settings.retry_after_s
             logger.warning("cumem-sleep gate: waking on request failed: %s", cause)
 
-    async def _make(self, call: Call) -> None:
-        if call is Call.WAKE_WORKERS:
+    async def _make(self, call: EngineCall) -> None:
+        if call is EngineCall.WAKE_WORKERS:
             await self.mend()
-        elif call is Call.RELOAD:
+        elif call is EngineCall.RELOAD:
             await self.engine.collective_rpc("reload_weights")
             await self.look_what_is_loaded()
             if why := why_left_out(self.model.state.left_out):
                 raise RuntimeError(why)
             self.handle(events.Wrote(Effect.LOADS))
-        elif call is Call.RESUME:
+        elif call is EngineCall.RESUME:
             await self.engine.wake_up(["scheduling"])
         else:
-            tags = ["weights"] if call is Call.WAKE_WEIGHTS else self.model.tags_to_wake
+            tags = ["weights"] if call is EngineCall.WAKE_WEIGHTS else self.model.tags_to_wake
             try:
                 await self.engine.wake_up(tags)
             except Exception:

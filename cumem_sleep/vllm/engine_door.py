@@ -16,7 +16,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-from ..asgi import within
+from ..http.asgi import within
 
 logger = logging.getLogger("cumem_sleep")
 
@@ -24,7 +24,7 @@ ASK_EVERY_S = 0.01
 
 
 @dataclass(eq=False)
-class Lease:
+class RequestLease:
     """A request that passed the gate, until its response is done.
 
     Attributes:
@@ -38,8 +38,8 @@ class Lease:
     refusal: Exception | None = None
 
 
-LEASE: ContextVar[Lease | None] = ContextVar("cumem_sleep_lease", default=None)
-Admit = Callable[[Lease], Awaitable[Callable[[], None]]]
+LEASE: ContextVar[RequestLease | None] = ContextVar("cumem_sleep_lease", default=None)
+Admit = Callable[[RequestLease], Awaitable[Callable[[], None]]]
 
 
 class EngineDoor:
@@ -70,7 +70,7 @@ class EngineDoor:
             return
 
         async def add_request_async(*arguments: Any, **keywords: Any) -> Any:
-            lease = LEASE.get() or Lease()
+            lease = LEASE.get() or RequestLease()
             try:
                 arrived = await self._admit(lease)
             except BaseException as error:

@@ -145,7 +145,7 @@ class LoadFailed:
     why: str
 
 
-Event = (
+GateEvent = (
     Began
     | Ended
     | Answered

@@ -15,7 +15,9 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 from urllib.parse import urlencode
 
-from ..asgi import (
+from ..core.variables import warn_of_misspelt
+from ..errors import counted
+from ..http.asgi import (
     App,
     ClientGone,
     HeldRequests,
@@ -36,15 +38,13 @@ from ..asgi import (
     whole_answer,
     within,
 )
-from ..errors import counted
 from ..settings import GateSettings
-from ..variables import warn_of_misspelt
 from . import events, metrics, parameters, refused_anyway, worker_methods
 from .conductor import Conductor
-from .engine_door import LEASE, EngineDoor, Lease
-from .routes import GUARDED, RELOAD, WAKE, Kind, Routes, Taken, kind_of, route_path
+from .engine_door import LEASE, EngineDoor, RequestLease
+from .routes import GUARDED, RELOAD, WAKE, RouteKind, Routes, Taken, kind_of, route_path
 from .siblings import BETWEEN_S, Busy
-from .sleeping_model import TAGS, Decision, Phase, why_left_out
+from .sleeping_model import TAGS, GatePhase, RequestDecision, why_left_out
 from .worker_methods import Effect
 
 logger = logging.getLogger("cumem_sleep")
@@ -66,7 +66,7 @@ POLL_S = 0.5  # the engine may die; another API server may wake the model
 MOST_WRITTEN_BYTES = 256 << 20  # the body of a call that writes weights, which is read before its turn comes
 
 
-class Refused(Exception):
+class GateRefused(Exception):
     """A request is answered with 503.
 
     Attributes:
@@ -97,7 +97,7 @@ class SleepGate:
         warn_of_misspelt()
         self._status = metrics.WorkerStatus()
         self._outcomes: Counter[str] = Counter()
-        self._leases: set[Lease] = set()
+        self._leases: set[RequestLease] = set()
         self._lease_ended = asyncio.Event()
         self._held = HeldRequests(settings.max_held_bytes)
         self._watch: asyncio.Task[None] | None = None
@@ -142,7 +142,7 @@ class SleepGate:
         token = self._settings.admin_token
         if token and self._is_guarded(scope, taken):
             if not bears(scope, [token]):
-                unknown = "; the gate does not know this route" if taken.kind is Kind.UNKNOWN else ""
+                unknown = "; the gate does not know this route" if taken.kind is RouteKind.UNKNOWN else ""
                 wrong = "the token is wrong: it is not the admin token"
                 wanted = f"{wrong if bearer(scope) else 'an admin token is needed'}{unknown}"
                 answer = refusal(401, wanted, {"WWW-Authenticate": "Bearer"})
@@ -150,25 +150,29 @@ class SleepGate:
             scope = _with_api_key(scope)
         if engine is None:  # of a render-only server, or of a vLLM that keeps it elsewhere: nothing is known of a sleep
             return await self._app(scope, inbox, send)
-        if taken.kind is Kind.HEALTH:
+        if taken.kind is RouteKind.HEALTH:
             return await self._health(scope, inbox, send)
-        if taken.kind is Kind.ASKS:
+        if taken.kind is RouteKind.ASKS:
             return await self._is_sleeping(scope, inbox, send)
-        if taken.kind in (Kind.RUNS, Kind.ADAPTS, Kind.UNKNOWN):
+        if taken.kind in (RouteKind.RUNS, RouteKind.ADAPTS, RouteKind.UNKNOWN):
             if taken.redirects:  # which needs no memory
                 return await self._pass(scope, inbox, send)
             return await self._run_model(taken, scope, inbox, send)
-        if taken.kind in (Kind.CHANGES, Kind.WRITES, Kind.CALLS) and self._dev_mode and not taken.redirects:
+        if (
+            taken.kind in (RouteKind.CHANGES, RouteKind.WRITES, RouteKind.CALLS)
+            and self._dev_mode
+            and not taken.redirects
+        ):
             return await deliver(scope, inbox, send, await self._control(taken, scope, inbox))
-        if taken.template.startswith("/metrics") and self._is_scraped and self.model.phase is not Phase.CHANGING:
+        if taken.template.startswith("/metrics") and self._is_scraped and self.model.phase is not GatePhase.CHANGING:
             await self._status.fresh(self.conductor.engine)
         await self._app(scope, inbox, send)
 
     def _is_guarded(self, scope: Scope, taken: Taken) -> bool:
-        if taken.kind is not Kind.NOTHING:
+        if taken.kind is not RouteKind.NOTHING:
             return taken.kind in GUARDED
         method = str(scope.get("method", "WEBSOCKET"))  # the same answer whether dev mode is on or off
-        return method == "POST" and kind_of(method, route_path(scope).rstrip("/")) in GUARDED - {Kind.UNKNOWN}
+        return method == "POST" and kind_of(method, route_path(scope).rstrip("/")) in GUARDED - {RouteKind.UNKNOWN}
 
     async def _answer(self, scope: Scope, inbox: Inbox, send: Send, answer: list[Message], reason: str) -> None:
         if scope["type"] == "http":
@@ -189,7 +193,7 @@ class SleepGate:
                 if not held:
                     break
                 outcome = held
-        except Refused as refused:
+        except GateRefused as refused:
             self._outcomes[refused.outcome] += 1
             return await self._answer(scope, inbox, send, refused.answer(), str(refused))
         except ClientGone:
@@ -198,7 +202,7 @@ class SleepGate:
             logger.debug("the engine does not say whether it sleeps: %s", error)
         if outcome:
             self._outcomes[outcome] += 1
-        if taken.kind is Kind.ADAPTS:
+        if taken.kind is RouteKind.ADAPTS:
             if _lacks_api_key(scope):  # before its body is read
                 return await self._answer(scope, inbox, send, _unauthorized(), "Unauthorized")
             return await self._adapt(taken, scope, inbox, send)
@@ -216,13 +220,13 @@ class SleepGate:
         if policy == "reject" or not _has_api_key(
             scope
         ):  # without a key, a request neither wakes the model nor takes memory
-            raise Refused(self.model.why_not(), settings.retry_after_s, "rejected")
+            raise GateRefused(self.model.why_not(), settings.retry_after_s, "rejected")
         deadline = self.conductor.clock() + settings.request_deadline_s
         gone = asyncio.ensure_future(inbox.until_gone_or_too_much())
         self._held.requests += 1
         try:
             self._raise_overload(self._held.requests > settings.max_held_requests)
-            wakes = policy == "wake" and taken.kind is Kind.RUNS
+            wakes = policy == "wake" and taken.kind is RouteKind.RUNS
             if wakes and scope["type"] == "http" and self._door.exists:
                 await self._wait(asyncio.ensure_future(inbox.until_complete()), gone, deadline)
                 if inbox.complete and refused_anyway.will_be(scope, taken.template, inbox.early()):
@@ -237,12 +241,12 @@ class SleepGate:
     async def _until_serves(self, deadline: float, gone: asyncio.Future[None] | None, wakes: bool) -> None:
         """Wait until the model serves, or wake it. Raises as `_hold`."""
         conductor = self.conductor
-        while (decision := self.model.decide("wake" if wakes else "wait")) is not Decision.PASS:
+        while (decision := self.model.decide("wake" if wakes else "wait")) is not RequestDecision.PASS:
             if wakes:
                 self._raise_failure()
-            if decision is Decision.REFUSE:
-                raise Refused(self.model.why_not(), self._settings.retry_after_s, "rejected")
-            if decision is Decision.WAKE:
+            if decision is RequestDecision.REFUSE:
+                raise GateRefused(self.model.why_not(), self._settings.retry_after_s, "rejected")
+            if decision is RequestDecision.WAKE:
                 step: Awaitable[Any] = asyncio.shield(conductor.wake())
             else:
                 step = conductor.changed.wait()
@@ -265,7 +269,7 @@ class SleepGate:
         if self._watch.done() and not self._watch.cancelled() and (error := self._watch.exception()) is not None:
             raise error
         if deadline - self.conductor.clock() <= 0 and not self.model.serves:
-            raise Refused(self.model.why_not(), self._settings.retry_after_s, "timed_out")
+            raise GateRefused(self.model.why_not(), self._settings.retry_after_s, "timed_out")
 
     async def _watch_engine(self) -> None:
         """Raises the engine's error: a server that is being shut down waits for the requests that it holds."""
@@ -289,7 +293,7 @@ class SleepGate:
                 raise
             logger.debug("the engine does not say whether it sleeps: %s", error)
             message = "the engine does not say whether it still sleeps"
-            raise Refused(message, self._settings.retry_after_s, "rejected") from error
+            raise GateRefused(message, self._settings.retry_after_s, "rejected") from error
 
     async def _engine_is_dead(self) -> bool:
         try:
@@ -301,13 +305,13 @@ class SleepGate:
     def _raise_overload(self, is_too_much: bool) -> None:
         if is_too_much:
             message = f"{self.model.why_not()}; too many requests are already held"
-            raise Refused(message, self._settings.retry_after_s, "rejected")
+            raise GateRefused(message, self._settings.retry_after_s, "rejected")
 
     def _raise_failure(self) -> None:
         if (failure := self._failure()) is not None:
             cause, left_s = failure
             why = "the model is asleep" if self.model.asleep else self.model.why_not()
-            raise Refused(f"{why}, and waking it failed: {cause}", left_s, "rejected")
+            raise GateRefused(f"{why}, and waking it failed: {cause}", left_s, "rejected")
 
     def _failure(self) -> tuple[str, float] | None:
         """Why waking on request failed, and how long until the next attempt."""
@@ -321,7 +325,7 @@ class SleepGate:
 
     async def _pass(self, scope: Scope, inbox: Inbox, send: Send) -> None:
         """Let vLLM answer. A request that does not reach the engine in time is treated as if it had just arrived."""
-        lease, started = Lease(_has_api_key(scope)), False
+        lease, started = RequestLease(_has_api_key(scope)), False
 
         async def send_if_admitted(message: Message) -> None:
             nonlocal started
@@ -341,11 +345,11 @@ class SleepGate:
         finally:
             self._leases.discard(lease)
             self._lease_ended.set()
-        if isinstance(lease.refusal, Refused) and not started:
+        if isinstance(lease.refusal, GateRefused) and not started:
             self._outcomes[lease.refusal.outcome] += 1
             await self._answer(scope, inbox, send, lease.refusal.answer(), str(lease.refusal))
 
-    async def _admit(self, lease: Lease) -> Callable[[], None]:
+    async def _admit(self, lease: RequestLease) -> Callable[[], None]:
         """Returns when a request may go to the engine: the model serves, and will until the returned function is
         called.
 
@@ -366,16 +370,16 @@ class SleepGate:
                         BETWEEN_S
                     )  # a sibling is changing something, or this server wakes what is awake
             return conductor.let_go
-        except Refused:
+        except GateRefused:
             raise
         except Exception as error:
             logger.debug("the engine does not say whether it sleeps: %s", error)
             return lambda: None
 
-    async def _hold_at_the_door(self, lease: Lease, deadline: float) -> None:
+    async def _hold_at_the_door(self, lease: RequestLease, deadline: float) -> None:
         settings = self._settings
         if settings.on_request == "reject" or not lease.may_wait:
-            raise Refused(self.model.why_not(), settings.retry_after_s, "rejected")
+            raise GateRefused(self.model.why_not(), settings.retry_after_s, "rejected")
         self._held.requests += 1
         try:
             self._raise_overload(self._held.requests > settings.max_held_requests)
@@ -412,7 +416,7 @@ class SleepGate:
         """The answer is returned only when the new state is known, because the next request may follow at once."""
         gone = None
         try:
-            if taken.kind is not Kind.CHANGES:
+            if taken.kind is not RouteKind.CHANGES:
                 return await self._write(taken, scope, inbox)
             body = await inbox.body(parameters.MOST_BYTES)
             if body is None:
@@ -443,7 +447,7 @@ class SleepGate:
             return answer
 
     async def _sleep(
-        self, scope: Scope, query: dict[str, parameters.Values], inbox: Inbox, gone: asyncio.Future[None]
+        self, scope: Scope, query: dict[str, parameters.ParameterValues], inbox: Inbox, gone: asyncio.Future[None]
     ) -> list[Message]:
         model, conductor = self.model, self.conductor
         asked, (mode,) = int(query.get("level", ("1",))[0]), query.get("mode", ("abort",))
@@ -506,7 +510,12 @@ class SleepGate:
         return response(200, {**said, "why_not_deeper": why} if why else said)
 
     async def _change(
-        self, path: str, scope: Scope, query: dict[str, parameters.Values], inbox: Inbox, gone: asyncio.Future[None]
+        self,
+        path: str,
+        scope: Scope,
+        query: dict[str, parameters.ParameterValues],
+        inbox: Inbox,
+        gone: asyncio.Future[None],
     ) -> list[Message]:
         """A wake, a resume, a reload, or the release of the KV cache."""
         model, conductor = self.model, self.conductor
@@ -571,7 +580,7 @@ class SleepGate:
         body = await inbox.body(MOST_WRITTEN_BYTES)
         if body is None:
             return refusal(413, f"expected a body of at most {MOST_WRITTEN_BYTES >> 20} MiB")
-        if taken.kind is Kind.CALLS:
+        if taken.kind is RouteKind.CALLS:
             effect = worker_methods.effect_of(worker_methods.method_of(body), self._settings.loading_methods)
         else:
             effect = WRITING_ROUTES[taken.template]
@@ -632,7 +641,7 @@ class SleepGate:
         try:
             async with self.conductor.alone(gone):
                 await self.conductor.look_alone()
-                if model.serves or (model.phase is Phase.UNKNOWN and not model.lacks_memory):
+                if model.serves or (model.phase is GatePhase.UNKNOWN and not model.lacks_memory):
                     answer = await _called(self._app, scope, inbox, gone)
         except Busy as busy:
             answer = _conflict(str(busy))
@@ -651,7 +660,7 @@ class SleepGate:
             await within(HEALTH_WITHIN_S, self.conductor.look())
         except Exception as error:
             logger.debug("vLLM itself says whether it sleeps: %s", error)
-        if self.model.phase is Phase.DISAGREEING:
+        if self.model.phase is GatePhase.DISAGREEING:
             headers = {"Retry-After": str(self._settings.retry_after_s)}
             return await deliver(scope, inbox, send, refusal(503, self.model.why_disagrees, headers))
         return await self._app(scope, inbox, send)
@@ -674,11 +683,11 @@ class SleepGate:
             is_said = False
         if model.serves:
             return await self._app(scope, inbox, send)
-        awake = model.phase is Phase.AWAKE  # without its weights: no request will be served
-        disagrees = model.phase is Phase.DISAGREEING
+        awake = model.phase is GatePhase.AWAKE  # without its weights: no request will be served
+        disagrees = model.phase is GatePhase.DISAGREEING
         is_said = is_said and not disagrees  # else neither asleep nor awake
         policy = self._settings.on_request
-        hopeless = awake or not is_said or model.decide(policy) is Decision.REFUSE
+        hopeless = awake or not is_said or model.decide(policy) is RequestDecision.REFUSE
         hopeless = hopeless or (policy == "wake" and self._failure() is not None)
         code = 503 if hopeless and self._settings.health == "auto" else self._health_code()
         body: dict[str, Any] = {"status": model.phase.value, "asleep": True, "level": model.level}

@@ -16,7 +16,7 @@ from typing import Any
 
 from .. import _core
 from ..allocator import CuMemAllocator
-from ..segments import by_device
+from ..core.segments import by_device
 
 logger = logging.getLogger("cumem_sleep")
 
@@ -33,7 +33,7 @@ _marked: dict[int, int] = {}  # the bytes of parameters by their addresses; thos
 
 
 @dataclass(frozen=True)
-class Place:
+class ParameterPlace:
     """The first piece of a parameter's memory that lies together, which is mostly all of it."""
 
     name: str
@@ -99,9 +99,9 @@ def _byte(allocator: CuMemAllocator) -> int:
     return POISON if allocator.settings.poison else MARK
 
 
-def _places(worker: Any) -> list[Place]:
+def _places(worker: Any) -> list[ParameterPlace]:
     """Of all parameters, of the model and of one that drafts for it."""
-    found: dict[int, Place] = {}
+    found: dict[int, ParameterPlace] = {}
     for prefix, model in _models(worker):
         try:
             for name, parameter in model.named_parameters():
@@ -128,7 +128,7 @@ def _models(worker: Any) -> Iterator[tuple[str, Any]]:
             yield prefix, model
 
 
-def _place(name: str, parameter: Any) -> Place | None:
+def _place(name: str, parameter: Any) -> ParameterPlace | None:
     """None for what has no memory of its own: it is empty, on no device, or wraps other tensors."""
     try:
         address = int(parameter.data_ptr())
@@ -140,10 +140,10 @@ def _place(name: str, parameter: Any) -> Place | None:
             break
         elements *= size
     nbytes = elements * parameter.element_size()
-    return Place(name, parameter, address, nbytes) if address and nbytes >= LEAST_BYTES else None
+    return ParameterPlace(name, parameter, address, nbytes) if address and nbytes >= LEAST_BYTES else None
 
 
-def _beginning_with(byte: int, places: list[Place]) -> list[Place]:
+def _beginning_with(byte: int, places: list[ParameterPlace]) -> list[ParameterPlace]:
     """Those that begin so, by one look at the device."""
     import torch
 

@@ -32,7 +32,7 @@ class Usage(TypedDict):
     backed_up_bytes: int
 
 
-class Operation(TypedDict):
+class WorkerOperationTotals(TypedDict):
     """The totals of one worker's sleeps, wakes or discards, as in `cumem_sleep.OperationTotals`."""
 
     count: int
@@ -42,7 +42,7 @@ class Operation(TypedDict):
     bytes: dict[str, int]
 
 
-class Place(TypedDict):
+class WorkerBackupPlace(TypedDict):
     """Where one worker's backups lie, as in `cumem_sleep.BackupPlace`."""
 
     vault: str
@@ -60,8 +60,8 @@ class RankStatus(_Optional):
     devices: list[int]
     simulated: bool
     usage: dict[str, Usage]
-    place: Place
-    operations: dict[str, Operation]
+    place: WorkerBackupPlace
+    operations: dict[str, WorkerOperationTotals]
     device_used_bytes: int
     device_total_bytes: int
     checkpointed: bool

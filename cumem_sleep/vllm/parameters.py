@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from urllib.parse import parse_qs
 
-Values = tuple[str, ...]
+ParameterValues = tuple[str, ...]
 
 LEVELS = ("0", "1", "2", "3")
 MODES = ("abort", "wait", "keep")
@@ -22,7 +22,7 @@ class BadParameter(Exception):
     """A call is answered with 400; the text names the parameter and the value, and says what is allowed."""
 
 
-def read(path: str, query: bytes, body: bytes, pause: Iterable[str] = ()) -> dict[str, Values]:
+def read(path: str, query: bytes, body: bytes, pause: Iterable[str] = ()) -> dict[str, ParameterValues]:
     """The parameters of a call, as vLLM's query spells them.
 
     Args:
@@ -35,7 +35,7 @@ def read(path: str, query: bytes, body: bytes, pause: Iterable[str] = ()) -> dic
         BadParameter: one is unknown or has a bad value, or two places disagree.
     """
     known = _known(path, pause)
-    found: dict[str, Values] = {}
+    found: dict[str, ParameterValues] = {}
     queried = parse_qs(query.decode("latin-1"), keep_blank_values=True)
     for name, value in [*queried.items(), *_members(path, body)]:
         if name not in known:
@@ -49,7 +49,7 @@ def read(path: str, query: bytes, body: bytes, pause: Iterable[str] = ()) -> dic
     return found
 
 
-def _known(path: str, pause: Iterable[str]) -> Mapping[str, Callable[[str, object], Values]]:
+def _known(path: str, pause: Iterable[str]) -> Mapping[str, Callable[[str, object], ParameterValues]]:
     if path == "/sleep":
         return {"level": _level, "mode": _mode}
     if path in ("/wake_up", "/wake"):
@@ -87,7 +87,7 @@ def _one(name: str, value: object, expected: str) -> object:
     return value[0]
 
 
-def _level(name: str, value: object) -> Values:
+def _level(name: str, value: object) -> ParameterValues:
     """As any version of vLLM reads it."""
     expected = "0, 1, 2 or 3"
     value = _one(name, value, expected)
@@ -100,7 +100,7 @@ def _level(name: str, value: object) -> Values:
     return (LEVELS[int(level)],)
 
 
-def _mode(name: str, value: object) -> Values:
+def _mode(name: str, value: object) -> ParameterValues:
     expected = "abort, wait or keep"
     value = _one(name, value, expected)
     if value not in MODES:
@@ -108,7 +108,7 @@ def _mode(name: str, value: object) -> Values:
     return (str(value),)
 
 
-def _boolean(name: str, value: object) -> Values:
+def _boolean(name: str, value: object) -> ParameterValues:
     expected = "true or false"
     value = _one(name, value, expected)
     text = json.dumps(value) if isinstance(value, bool) else str(value).lower()
@@ -117,7 +117,7 @@ def _boolean(name: str, value: object) -> Values:
     return (_BOOLEANS[text],)
 
 
-def _tags(name: str, value: object) -> Values:
+def _tags(name: str, value: object) -> ParameterValues:
     """Without a tag twice, for which vLLM's executors fail after the wake. `null` is every tag, as none given is."""
     if value is None:
         return ()

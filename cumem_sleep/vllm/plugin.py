@@ -16,8 +16,8 @@ from typing import Any
 
 from .. import _core
 from ..allocator import CuMemAllocator
+from ..core.levels import is_deep
 from ..errors import CumemSleepError, InvalidState
-from ..levels import is_deep
 from ..settings import PREFIX, Settings, parse_bool
 from . import communicators, compatibility, deep_worker, engine_group, loaded
 from .undone import undone_if_it_fails

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from ..asgi import Scope, header
+from ..http.asgi import Scope, header
 
 _NEEDED = {  # one of them, and not empty
     "/v1/completions": ("prompt", "prompt_embeds"),

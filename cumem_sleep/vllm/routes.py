@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from ..asgi import Scope
-from ..model_paths import NEEDS_SERVER, RUNS_MODEL
+from ..http.asgi import Scope
+from ..http.model_paths import NEEDS_SERVER, RUNS_MODEL
 
 LOOKS = ("GET", "HEAD", "OPTIONS")
 MOST_KNOWN = 1024
 
 
-class Kind(Enum):
+class RouteKind(Enum):
     """How the gate classifies a request, which decides what happens to it while the model sleeps."""
 
     CHANGES = "changes the sleep"  # one at a time, tracked by the gate
@@ -33,35 +33,37 @@ class Kind(Enum):
     NOTHING = "no route"  # vLLM answers 404 or 405
 
 
-GUARDED = frozenset((Kind.CHANGES, Kind.WRITES, Kind.CALLS, Kind.ADAPTS, Kind.ADMINISTERS, Kind.UNKNOWN))
+GUARDED = frozenset(
+    (RouteKind.CHANGES, RouteKind.WRITES, RouteKind.CALLS, RouteKind.ADAPTS, RouteKind.ADMINISTERS, RouteKind.UNKNOWN)
+)
 # The gate's own routes.
 WAKE, RELOAD = "/wake", "/reload_weights"
 
 _POSTS = {
-    Kind.CHANGES: ("/sleep", "/wake_up", WAKE, RELOAD, "/release_kv_cache_memory", "/pause", "/resume"),
-    Kind.WRITES: (
+    RouteKind.CHANGES: ("/sleep", "/wake_up", WAKE, RELOAD, "/release_kv_cache_memory", "/pause", "/resume"),
+    RouteKind.WRITES: (
         *("/start_weight_update", "/start_draft_weight_update", "/update_weights", "/finish_weight_update"),
         "/weight_checker",
     ),
-    Kind.CALLS: ("/collective_rpc",),
-    Kind.ADAPTS: ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/adapters", "/scale_elastic_ep"),
-    Kind.ADMINISTERS: (
+    RouteKind.CALLS: ("/collective_rpc",),
+    RouteKind.ADAPTS: ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/adapters", "/scale_elastic_ep"),
+    RouteKind.ADMINISTERS: (
         *("/abort_requests", "/inference/v1/abort_requests", "/fault_tolerance/apply"),
         *("/start_profile", "/stop_profile", "/reset_prefix_cache", "/reset_mm_cache", "/reset_encoder_cache"),
         *("/init_weight_transfer_engine", "/shutdown_weight_transfer_engine", "/update_weight_version"),
     ),
-    Kind.RUNS: RUNS_MODEL,
-    Kind.HEALTH: ("/ping",),
-    Kind.PASSES: (*NEEDS_SERVER, "/is_scaling_elastic_ep"),
+    RouteKind.RUNS: RUNS_MODEL,
+    RouteKind.HEALTH: ("/ping",),
+    RouteKind.PASSES: (*NEEDS_SERVER, "/is_scaling_elastic_ep"),
 }
-_TABLE: dict[tuple[str, str], Kind] = {
+_TABLE: dict[tuple[str, str], RouteKind] = {
     **{("POST", path): kind for kind, paths in _POSTS.items() for path in paths},
-    ("DELETE", "/adapters/{adapter_name}"): Kind.ADAPTS,
-    ("WEBSOCKET", "/v1/realtime"): Kind.RUNS,
-    ("GET", "/server_info"): Kind.ADMINISTERS,  # it shows the environment
-    ("GET", "/health"): Kind.HEALTH,
-    ("GET", "/ping"): Kind.HEALTH,
-    ("GET", "/is_sleeping"): Kind.ASKS,
+    ("DELETE", "/adapters/{adapter_name}"): RouteKind.ADAPTS,
+    ("WEBSOCKET", "/v1/realtime"): RouteKind.RUNS,
+    ("GET", "/server_info"): RouteKind.ADMINISTERS,  # it shows the environment
+    ("GET", "/health"): RouteKind.HEALTH,
+    ("GET", "/ping"): RouteKind.HEALTH,
+    ("GET", "/is_sleeping"): RouteKind.ASKS,
 }
 _MOUNTS = ("/metrics", "/static")  # apps that are read-only, whatever the method
 
@@ -77,7 +79,7 @@ class Taken:
     """
 
     template: str
-    kind: Kind
+    kind: RouteKind
     redirects: bool = False
 
 
@@ -100,13 +102,13 @@ class Routes:
         return self._known[key]
 
 
-def kind_of(method: str, template: str) -> Kind:
+def kind_of(method: str, template: str) -> RouteKind:
     """The kind of a route. One that is not in the table may do anything, unless its method is read-only."""
     known = _TABLE.get(("GET" if method == "HEAD" else method, template))
-    if known is not None and (method, known) != ("HEAD", Kind.HEALTH):
+    if known is not None and (method, known) != ("HEAD", RouteKind.HEALTH):
         return known
     looks = method in LOOKS or template.rstrip("/") in _MOUNTS
-    return Kind.PASSES if looks else Kind.UNKNOWN
+    return RouteKind.PASSES if looks else RouteKind.UNKNOWN
 
 
 def route_path(scope: Scope) -> str:
@@ -157,16 +159,16 @@ def _take(app: Any, scope: Scope) -> Taken:
     method = str(scope.get("method", "WEBSOCKET"))
     router = getattr(app, "router", None)
     if router is None:
-        return Taken("", Kind.UNKNOWN)
+        return Taken("", RouteKind.UNKNOWN)
     found = _find(router.routes, scope)
     if found is not None:
-        return Taken(found[0], kind_of(method, found[0]) if found[1] else Kind.NOTHING)
+        return Taken(found[0], kind_of(method, found[0]) if found[1] else RouteKind.NOTHING)
     own = route_path(scope).rstrip("/")
     if method == "POST" and own in (WAKE, RELOAD):
-        return Taken(own, Kind.CHANGES)
+        return Taken(own, RouteKind.CHANGES)
     if scope["type"] == "http" and getattr(router, "redirect_slashes", False):
         path = str(scope["path"])
         found = _find(router.routes, {**scope, "path": path.rstrip("/") if path.endswith("/") else path + "/"})
         if found is not None and found[1]:
             return Taken(found[0], kind_of(method, found[0]), redirects=True)
-    return Taken("", Kind.NOTHING)
+    return Taken("", RouteKind.NOTHING)

@@ -22,7 +22,7 @@ TAGS = frozenset(("weights", "kv_cache"))  # the tags that vLLM's executors put 
 NOTHING: frozenset[str] = frozenset()
 
 
-class Phase(Enum):
+class GatePhase(Enum):
     """Where the model is, as far as the gate knows."""
 
     UNKNOWN = "unknown"  # at the start, and after every change: ask the engine
@@ -67,7 +67,7 @@ class Stopped(Flag):
     PAUSE = 2  # POST /pause, and no request ends that
 
 
-class Decision(Enum):
+class RequestDecision(Enum):
     """What is to be done with a request."""
 
     PASS = "pass"
@@ -76,7 +76,7 @@ class Decision(Enum):
     WAKE = "wake"  # hold it, and wake the model
 
 
-class Call(Enum):
+class EngineCall(Enum):
     """A call on the way from a sleep to a model that serves."""
 
     WAKE_WORKERS = "wake_up of all workers, past the engine"
@@ -134,21 +134,21 @@ class SleepingModel:
     def __init__(self, state: State = State()) -> None:
         self.state = state
 
-    def handle(self, event: events.Event) -> None:
+    def handle(self, event: events.GateEvent) -> None:
         """Take note of an event."""
         self.state = self._after(event)
 
     # What is so
 
     @property
-    def phase(self) -> Phase:
-        """See `Phase`."""
+    def phase(self) -> GatePhase:
+        """See `GatePhase`."""
         state = self.state
         if state.known is not Known.YES:
-            return Phase.CHANGING if state.known is Known.CHANGING else Phase.UNKNOWN
+            return GatePhase.CHANGING if state.known is Known.CHANGING else GatePhase.UNKNOWN
         if state.disagrees:
-            return Phase.DISAGREEING
-        return Phase.ASLEEP if state.asleep or Stopped.SLEEP in state.stopped else Phase.AWAKE
+            return GatePhase.DISAGREEING
+        return GatePhase.ASLEEP if state.asleep or Stopped.SLEEP in state.stopped else GatePhase.AWAKE
 
     @property
     def asleep(self) -> frozenset[str]:
@@ -163,7 +163,7 @@ class SleepingModel:
     @property
     def serves(self) -> bool:
         """Whether requests may run."""
-        return self.phase is Phase.AWAKE and self.state.weights is Weights.LOADED
+        return self.phase is GatePhase.AWAKE and self.state.weights is Weights.LOADED
 
     @property
     def lacks_memory(self) -> bool:
@@ -190,15 +190,15 @@ class SleepingModel:
     def why_not(self) -> str:
         """Why requests cannot run now, in a sentence for the client."""
         state = self.state
-        if self.phase is Phase.CHANGING:
+        if self.phase is GatePhase.CHANGING:
             return "the model is falling asleep or waking up"
-        if self.phase is Phase.DISAGREEING:
+        if self.phase is GatePhase.DISAGREEING:
             return self.why_disagrees
         if state.weights is Weights.FAILED:
             return f"weights were dropped at level 2, and loading them failed: {state.cause}: POST /reload_weights"
-        if self.phase is Phase.AWAKE and state.left_out:
+        if self.phase is GatePhase.AWAKE and state.left_out:
             return why_left_out(state.left_out)
-        if self.phase is Phase.AWAKE:
+        if self.phase is GatePhase.AWAKE:
             return "weights were dropped at level 2 and not reloaded: POST /reload_weights"
         return f"the model is asleep (level {self.level}): POST /wake_up"
 
@@ -220,36 +220,36 @@ class SleepingModel:
 
     # What is to be done
 
-    def decide(self, policy: str) -> Decision:
+    def decide(self, policy: str) -> RequestDecision:
         """About a request, by a policy of `GateSettings.on_request`."""
         if self.serves:
-            return Decision.PASS
+            return RequestDecision.PASS
         if policy == "reject":
-            return Decision.REFUSE
-        if self.phase is Phase.CHANGING:
-            return Decision.HOLD
+            return RequestDecision.REFUSE
+        if self.phase is GatePhase.CHANGING:
+            return RequestDecision.HOLD
         if policy == "wake" and self.may_be_woken:
-            return Decision.WAKE
+            return RequestDecision.WAKE
         # Nobody is known to be at work on what failed, so a request is not kept waiting for that.
-        has_failed = self.phase is Phase.DISAGREEING or self.state.weights is Weights.FAILED
-        return Decision.REFUSE if has_failed else Decision.HOLD
+        has_failed = self.phase is GatePhase.DISAGREEING or self.state.weights is Weights.FAILED
+        return RequestDecision.REFUSE if has_failed else RequestDecision.HOLD
 
-    def calls_to_wake(self) -> tuple[Call, ...]:
+    def calls_to_wake(self) -> tuple[EngineCall, ...]:
         """What makes it serve again, in vLLM's documented order for level 2: weights, reload, KV cache."""
         state, calls = self.state, []
         if self.workers_sleep_unknown:
-            calls.append(Call.WAKE_WORKERS)
+            calls.append(EngineCall.WAKE_WORKERS)
         if state.weights is not Weights.LOADED:
-            calls += [Call.WAKE_WEIGHTS] * ("weights" in state.engine_asleep) + [Call.RELOAD]
+            calls += [EngineCall.WAKE_WEIGHTS] * ("weights" in state.engine_asleep) + [EngineCall.RELOAD]
         if state.engine_asleep:
-            calls.append(Call.WAKE_REST)
+            calls.append(EngineCall.WAKE_REST)
         elif self.workers_sleep_unknown or Stopped.SLEEP in state.stopped:
-            calls.append(Call.RESUME)
+            calls.append(EngineCall.RESUME)
         return tuple(calls)
 
     @property
     def tags_to_wake(self) -> list[str] | None:
-        """The tags of `Call.WAKE_REST`; None for all, which also wakes what the engine knows of and no worker has."""
+        """The tags of `EngineCall.WAKE_REST`; None for all, which also wakes what only the engine knows of."""
         rest = self.state.engine_asleep & TAGS
         return sorted(rest) if rest < TAGS and rest and self.state.mapped else None
 
@@ -260,7 +260,7 @@ class SleepingModel:
 
     # Events
 
-    def _after(self, event: events.Event) -> State:
+    def _after(self, event: events.GateEvent) -> State:
         state = self.state
         match event:
             case events.Began():

@@ -22,9 +22,9 @@ from cumem_sleep.backups.catalogue import Catalogue
 from cumem_sleep.backups.host import HostTier
 from cumem_sleep.backups.tier import Content, Tier
 from cumem_sleep.backups.vault import VaultTier
+from cumem_sleep.core.extents import Extent, Lane
 from cumem_sleep.digest.device import DeviceDigester, DigestRun
 from cumem_sleep.digest.reference import Digest
-from cumem_sleep.extents import Extent, Lane
 from cumem_sleep.transfer.link import Link, LinkIn, LinkOut
 from cumem_sleep.transfer.pacing import Pace
 from cumem_sleep.transfer.transfer import Transfer

@@ -42,8 +42,8 @@ from cumem_sleep import (
     sim,
 )
 from cumem_sleep.checkpoint import process
-from cumem_sleep.torch_pools import TorchPools
-from cumem_sleep.tuning import Tuning
+from cumem_sleep.core.torch_pools import TorchPools
+from cumem_sleep.core.tuning import Tuning
 
 BYTES = bytes(range(256)) * (PAGE // 256)
 TABLES_OF_A_PAGE = PAGE >> 9  # of device memory, to pin as much host memory, on a GPU

@@ -15,17 +15,17 @@ from support import AWAKE, MIB, PAGE, SIMULATED, bf16_weights, quick_sums
 from cumem_sleep import CuMemAllocator, _core, host_facts, sim
 from cumem_sleep.codec.codec import Bytes, Code
 from cumem_sleep.codec.kernels import SimulatedKernels
-from cumem_sleep.codec.memory import workbench_bytes
+from cumem_sleep.codec.memory import workspace_bytes
 
 MakeAllocator = Callable[..., CuMemAllocator]
 Contents = dict[int, bytes]  # by address
 
-# Of one slot of a workbench, which is then a page.
+# Of one slot of a workspace, which is then a page.
 ONE_PAGE_BENCH = PAGE - (64 << 10)
 BENCH_BYTES = 5 * PAGE, 3 * PAGE  # with `small_slots`; the second can be lent
 EXACT = 1.01
 COMPRESSED_BYTES = int(0.70 * 2 * PAGE)  # of two pages of weights, with some to spare
-USUAL_BENCH_BYTES = workbench_bytes(
+USUAL_BENCH_BYTES = workspace_bytes(
     CuMemAllocator.tuning, CuMemAllocator.tuning.most_slots, CuMemAllocator.tuning.slot_bytes[0]
 )  # before the tests make it small
 

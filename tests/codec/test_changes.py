@@ -35,8 +35,8 @@ from cumem_sleep import CuMemAllocator, InvalidState, OutOfHostMemory, _core, si
 from cumem_sleep.backups.filling import Filling
 from cumem_sleep.codec.compressor import Compressor
 from cumem_sleep.codec.kernels import SimulatedKernels
-from cumem_sleep.codec.plan import Samples
-from cumem_sleep.codec.workbench import Workbench
+from cumem_sleep.codec.plan import ContentSamples
+from cumem_sleep.codec.workspace import Workspace
 from cumem_sleep.digest.device import DigestRun
 from cumem_sleep.digest.kernel import GpuSums
 from cumem_sleep.digest.reference import Digest
@@ -81,7 +81,7 @@ class TestChanges:
             contents[address] = bf16(2 * PAGE, random)
             write(address, contents[address])
         with monkeypatch.context() as patch:
-            patch.setattr(Samples, "begin", None)
+            patch.setattr(ContentSamples, "begin", None)
             report = allocator.sleep()
         assert report.copied_bytes == 2 * 2 * PAGE
         after = [allocator._store.catalogue.of(at(address)) for address in contents]
@@ -325,14 +325,14 @@ class TestChanges:
         first = next(iter(contents))
         contents[first] = bf16(2 * PAGE, np.random.default_rng(77))
         write(first, contents[first])
-        workbench, seen = Compressor.workbench, list[int]()
+        workspace, seen = Compressor.workspace, list[int]()
 
-        def noted(compressor: Compressor, device: int, *arguments: Any, **named: Any) -> Workbench:
+        def noted(compressor: Compressor, device: int, *arguments: Any, **named: Any) -> Workspace:
             seen.append(device)
-            return workbench(compressor, device, *arguments, **named)
+            return workspace(compressor, device, *arguments, **named)
 
         with closing(_core.Scratch(1, _core.memory_info(1)[0])), monkeypatch.context() as patch:
-            patch.setattr(Compressor, "workbench", noted)
+            patch.setattr(Compressor, "workspace", noted)
             assert allocator.sleep().copied_bytes == 2 * PAGE
         assert seen == devices
         assert "no memory left" not in caplog.text
@@ -388,7 +388,7 @@ class TestChanges:
         """Where the sizes of chunks tell, and where only the digest does."""
         contents = fill(allocator, bf16, bf16)
         address = list(contents)[1]
-        encode = Workbench.encode
+        encode = Workspace.encode
         flipped = contents[address][:-2] + bytes([contents[address][-2] ^ 1]) + contents[address][-1:]
         for changed in (
             flipped,
@@ -400,7 +400,7 @@ class TestChanges:
                 encode(*arguments)
 
             with monkeypatch.context() as patch:
-                patch.setattr(Workbench, "encode", write_and_encode)
+                patch.setattr(Workspace, "encode", write_and_encode)
                 with pytest.raises(InvalidState, match=f"0x{address:x}.* written to"):
                     allocator.sleep()
             assert states() == {AWAKE}
@@ -434,13 +434,13 @@ class TestChanges:
         allocator = make_allocator(compress="auto", verify="off", retain_backups=False)
         contents = fill(allocator, bf16)
         (address,) = contents
-        encode = Workbench.encode
+        encode = Workspace.encode
 
         def write_and_encode(*arguments: Any) -> None:
             write(address, noise(2 * PAGE, np.random.default_rng(1)))
             encode(*arguments)
 
-        monkeypatch.setattr(Workbench, "encode", write_and_encode)
+        monkeypatch.setattr(Workspace, "encode", write_and_encode)
         with pytest.raises(InvalidState, match=f"0x{address:x}.* written to"):
             allocator.sleep()
         assert states() == {AWAKE}

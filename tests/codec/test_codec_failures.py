@@ -225,7 +225,7 @@ class TestCodecFails:
         self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         info = SimpleNamespace(host_pointers=False, numa_node=-1)
-        monkeypatch.setattr("cumem_sleep.codec.workbench._core.device_info", lambda device: info)
+        monkeypatch.setattr("cumem_sleep.codec.workspace._core.device_info", lambda device: info)
         contents = fill(allocator, bf16)
         cycle(allocator, contents)
         assert encodings(allocator, contents) == [None]

@@ -16,9 +16,9 @@ from world import Phase, World, check_every_call, phases
 
 from cumem_sleep import CuMemAllocator
 from cumem_sleep.backups import catalogue, filling, room
-from cumem_sleep.codec.memory import LentMemory
+from cumem_sleep.codec.memory import SegmentLoan
 from cumem_sleep.codec.plan import Plan, parts_to_plan
-from cumem_sleep.codec.workbench import Workbench
+from cumem_sleep.codec.workspace import Workspace
 from cumem_sleep.operations import sleep, wake
 
 pytestmark = pytest.mark.sim
@@ -79,11 +79,9 @@ def test_every_driver_call_may_fail_once(world: World, phase: Phase, error_name:
 @pytest.mark.parametrize("phase", phases("first sleep", "wake of all"), ids=str)
 def test_interrupt_anywhere(world: World, phase: Phase, request: pytest.FixtureRequest) -> None:
     operation = (
-        (wake._workbenches,)
-        if phase.name == "wake of all"
-        else (sleep._BackingUp.attempt, sleep._BackingUp._workbenches)
+        (wake._workspaces,) if phase.name == "wake of all" else (sleep._BackingUp.attempt, sleep._BackingUp._workspaces)
     )
-    lent = (LentMemory.close,) if request.node.callspec.params["world"] == "tight" else ()
+    lent = (SegmentLoan.close,) if request.node.callspec.params["world"] == "tight" else ()
     check_interrupts(world, phase, (*CODEC, *lent, *operation), only_there=True)
 
 
@@ -93,7 +91,7 @@ def test_interrupt_of_a_sleep_of_changed(world: World, monkeypatch: pytest.Monke
     """Whose backups are written to again, while the next part is counted."""
     monkeypatch.setattr(CuMemAllocator.tuning, "count_part_bytes", part_bytes)
     (phase,) = phases("sleep of changed")
-    bench = (Workbench.encode, Workbench.begin_plan, Plan._count, Workbench.finish, parts_to_plan)
+    bench = (Workspace.encode, Workspace.begin_plan, Plan._count, Workspace.finish, parts_to_plan)
     backing_up = (sleep._BackingUp.attempt, sleep._BackingUp._next_part, sleep._BackingUp._with_memory)
     check_interrupts(world, phase, (*bench, catalogue, room, filling, *backing_up), only_there=True)
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from cumem_sleep.codec import codecs
 from cumem_sleep.codec import exponent as codec
 from cumem_sleep.codec.codec import CHUNK_BYTES, Code
-from cumem_sleep.codec.exponent import BLOCK_VALUES, LAYOUTS, Layout
+from cumem_sleep.codec.exponent import BLOCK_VALUES, LAYOUTS, ExponentLayout
 
 Bytes = npt.NDArray[np.uint8]
 BF16, FP16, E4M3, E5M2, FP32 = LAYOUTS
@@ -51,7 +51,7 @@ def rounded(values: npt.NDArray[np.float32], exponent_bits: int, mantissa_bits: 
     return (np.searchsorted(between, np.abs(values)) | np.signbit(values) * 128).astype(np.uint8)
 
 
-def as_type(layout: Layout, values: npt.NDArray[np.float32]) -> Bytes:
+def as_type(layout: ExponentLayout, values: npt.NDArray[np.float32]) -> Bytes:
     if layout is BF16:
         words = values.view(np.uint32)
         return ((words + 0x7FFF + (words >> 16 & 1)) >> 16).astype("<u2").view(np.uint8)
@@ -63,7 +63,7 @@ def as_type(layout: Layout, values: npt.NDArray[np.float32]) -> Bytes:
 
 
 @lru_cache(maxsize=32)  # most tests want the same
-def weights(layout: Layout, chunks: int = 1, deviation: float | None = None, seed: int = 0) -> Bytes:
+def weights(layout: ExponentLayout, chunks: int = 1, deviation: float | None = None, seed: int = 0) -> Bytes:
     """Whole chunks of normal values; types of 8 bits are scaled to their range, as quantisation does."""
     if deviation is None:
         deviation = 1.0 if layout.value_bytes == 1 else 0.02
@@ -72,7 +72,7 @@ def weights(layout: Layout, chunks: int = 1, deviation: float | None = None, see
     return values
 
 
-def values_of(layout: Layout, symbols: npt.ArrayLike, seed: int = 0) -> Bytes:
+def values_of(layout: ExponentLayout, symbols: npt.ArrayLike, seed: int = 0) -> Bytes:
     """Values with these symbols, tiled to a chunk, and random other bits."""
     count = CHUNK_BYTES // layout.value_bytes
     raw = np.random.default_rng(seed).integers(0, 1 << layout.raw_bits, count, np.uint64)
@@ -81,7 +81,7 @@ def values_of(layout: Layout, symbols: npt.ArrayLike, seed: int = 0) -> Bytes:
     return plain.astype(layout.dtype).view(np.uint8)
 
 
-def code_of(layout: Layout, first: int = 0) -> Code:
+def code_of(layout: ExponentLayout, first: int = 0) -> Code:
     """Nine symbols that need not suit the content."""
     return Code(layout, bytes(range(first, first + 9)))
 
@@ -94,7 +94,7 @@ def choose_code(sample: Bytes, worth: float = 0.95) -> Code | None:
     return choose_codes(sample.reshape(1, -1), worth)[0]
 
 
-def largest_chunk_bytes(layout: Layout) -> int:
+def largest_chunk_bytes(layout: ExponentLayout) -> int:
     return layout.header_bytes + layout.blocks_per_chunk * layout.largest_block_bytes
 
 
@@ -114,13 +114,13 @@ class TestDefinition:
     """The format itself: what was stored once must be read for ever."""
 
     @every_layout
-    def test_a_layout_uses_every_bit_once(self, layout: Layout) -> None:
+    def test_a_layout_uses_every_bit_once(self, layout: ExponentLayout) -> None:
         assert layout.symbol_bits + layout.raw_bits == 8 * layout.value_bytes
         assert layout.header_bytes == 4 * layout.blocks_per_chunk
         assert layout.blocks_per_chunk * layout.value_bytes * BLOCK_VALUES == CHUNK_BYTES
 
     @every_layout
-    def test_is_what_it_says_bit_by_bit(self, layout: Layout) -> None:
+    def test_is_what_it_says_bit_by_bit(self, layout: ExponentLayout) -> None:
         content = values_of(layout, np.random.default_rng(3).integers(0, 12, 60_000))
         stored = codec.encode(code_of(layout), content).tobytes()
         size = CHUNK_BYTES // layout.blocks_per_chunk
@@ -154,14 +154,14 @@ class TestDefinition:
 
     @every_layout
     @pytest.mark.parametrize("kinds", [1, 8, 256])
-    def test_a_code_has_nine_different_symbols(self, layout: Layout, kinds: int) -> None:
+    def test_a_code_has_nine_different_symbols(self, layout: ExponentLayout, kinds: int) -> None:
         """However few there are in the sample."""
         sample = (random_bytes(8192).astype(np.int64) % kinds).astype(np.uint8)
         ((symbols,), _) = codec.rank(layout, sample[None])
         assert len(set(symbols.tolist()) & set(range(1 << layout.symbol_bits))) == 9
 
 
-def plainly_encoded(layout: Layout, raw: bytes, first: int = 0) -> bytes:
+def plainly_encoded(layout: ExponentLayout, raw: bytes, first: int = 0) -> bytes:
     """One block by the format's description, with the symbols `first` to `first + 8` in the code."""
     bits = layout.value_bits
     values = [int.from_bytes(raw[i : i + layout.value_bytes], "little") for i in range(0, len(raw), layout.value_bytes)]
@@ -186,7 +186,7 @@ def plainly_encoded(layout: Layout, raw: bytes, first: int = 0) -> bytes:
 
 class TestRoundTrip:
     @every_layout
-    def test_normal_values(self, layout: Layout) -> None:
+    def test_normal_values(self, layout: ExponentLayout) -> None:
         content = weights(layout)
         code = choose_code(content[:8192])
         assert code is not None
@@ -195,15 +195,15 @@ class TestRoundTrip:
     @pytest.mark.slow
     @every_layout
     @pytest.mark.parametrize("byte", [0, 0xFF, 0x80, 0x7F])
-    def test_constant(self, layout: Layout, byte: int) -> None:
+    def test_constant(self, layout: ExponentLayout, byte: int) -> None:
         assert_round_trip(code_of(layout), tiled(bytes([byte])))
 
     @every_layout
-    def test_random_bytes(self, layout: Layout) -> None:
+    def test_random_bytes(self, layout: ExponentLayout) -> None:
         assert_round_trip(code_of(layout, 3), random_bytes(CHUNK_BYTES))
 
     @every_layout
-    def test_every_value(self, layout: Layout) -> None:
+    def test_every_value(self, layout: ExponentLayout) -> None:
         count = min(1 << layout.value_bits, CHUNK_BYTES // layout.value_bytes)
         step = (1 << layout.value_bits) // count
         every = (np.arange(count, dtype=np.uint64) * step + np.arange(count) % step).astype(layout.dtype)
@@ -212,7 +212,7 @@ class TestRoundTrip:
     @pytest.mark.slow
     @pytest.mark.parametrize("special", [[np.nan, -np.nan, np.inf, -np.inf], [0.0, -0.0, 1e-40, -3e-42, 1e-45]])
     @every_layout
-    def test_what_is_no_usual_number(self, layout: Layout, special: list[float]) -> None:
+    def test_what_is_no_usual_number(self, layout: ExponentLayout, special: list[float]) -> None:
         content = weights(layout).copy()
         with np.errstate(over="ignore", invalid="ignore"):
             odd = as_type(layout, np.array(special * 4, np.float32))
@@ -222,7 +222,7 @@ class TestRoundTrip:
         assert_round_trip(code, content)
 
     @every_layout
-    def test_symbols_that_are_all_among_the_first(self, layout: Layout) -> None:
+    def test_symbols_that_are_all_among_the_first(self, layout: ExponentLayout) -> None:
         stored = assert_round_trip(code_of(layout), values_of(layout, [0, 1, 2]))
         assert stored.size == layout.smallest_chunk_bytes
 
@@ -230,19 +230,19 @@ class TestRoundTrip:
         assert codecs.least_bytes(3 * CHUNK_BYTES) == 3 * min(layout.smallest_chunk_bytes for layout in LAYOUTS)
 
     @every_layout
-    def test_symbols_that_are_all_outside_the_code(self, layout: Layout) -> None:
+    def test_symbols_that_are_all_outside_the_code(self, layout: ExponentLayout) -> None:
         stored = assert_round_trip(code_of(layout), values_of(layout, np.arange(9, 16)))
         assert stored.size == largest_chunk_bytes(layout) > CHUNK_BYTES
 
     @every_layout
-    def test_blocks_of_one_symbol(self, layout: Layout) -> None:
+    def test_blocks_of_one_symbol(self, layout: ExponentLayout) -> None:
         """Each of another place in the code, so levels pass on all that reach them, or nothing."""
         symbols = np.ones((layout.blocks_per_chunk, BLOCK_VALUES), int)
         symbols[5:15] = np.array([0, 2, 3, 5, 6, 8, 9, 15, 0, 9])[:, None]
         assert_round_trip(code_of(layout), values_of(layout, symbols.reshape(-1)))
 
     @every_layout
-    def test_counts_around_whole_words(self, layout: Layout) -> None:
+    def test_counts_around_whole_words(self, layout: ExponentLayout) -> None:
         """Blocks in which 0, 1, 15, 16, 17 … values reach each level."""
         symbols = np.zeros((layout.blocks_per_chunk, BLOCK_VALUES), int)
         for block, row in enumerate(symbols):
@@ -252,7 +252,7 @@ class TestRoundTrip:
 
     @pytest.mark.slow
     @every_layout
-    def test_many_chunks(self, layout: Layout) -> None:
+    def test_many_chunks(self, layout: ExponentLayout) -> None:
         content = np.concatenate([weights(layout, 2), random_bytes(CHUNK_BYTES), tiled(b"\0"), weights(layout, seed=1)])
         code = choose_code(content[:8192])
         assert code is not None
@@ -276,7 +276,7 @@ class TestRoundTrip:
         layout=st.sampled_from(LAYOUTS),
         seed=st.integers(0, 1000),
     )
-    def test_any_pattern(self, pattern: bytes, layout: Layout, seed: int) -> None:
+    def test_any_pattern(self, pattern: bytes, layout: ExponentLayout, seed: int) -> None:
         symbols = np.random.default_rng(seed).permutation(1 << layout.symbol_bits)[:9]
         assert_round_trip(Code(layout, bytes(symbols.tolist())), tiled(pattern))
 
@@ -287,7 +287,7 @@ class TestRatio:
         ("layout", "most"), [(BF16, 0.67), (FP16, 0.87), (E4M3, 0.86), (E5M2, 0.72), (FP32, 0.84)], ids=str
     )
     @pytest.mark.parametrize("deviation", [1.0, 0.02, 0.0173])
-    def test_of_normal_values(self, layout: Layout, most: float, deviation: float) -> None:
+    def test_of_normal_values(self, layout: ExponentLayout, most: float, deviation: float) -> None:
         if layout.value_bytes == 1:
             deviation *= 60  # as quantisation scales to the type's range
         content = weights(layout, 2, deviation)
@@ -297,7 +297,7 @@ class TestRatio:
         assert codec.chunk_bytes(code, content).sum() <= most * content.size
 
     @every_layout
-    def test_the_expected_ratio_is_what_comes_out(self, layout: Layout) -> None:
+    def test_the_expected_ratio_is_what_comes_out(self, layout: ExponentLayout) -> None:
         content = weights(layout)
         ((symbols,), (ratio,)) = codec.rank(layout, content[None])
         sizes = codec.chunk_bytes(Code(layout, bytes(symbols.tolist())), content)
@@ -309,7 +309,7 @@ class TestChoice:
     @every_layout
     @pytest.mark.parametrize("scale", [1e-3, 1.0, 1e2])
     @pytest.mark.parametrize("outliers", [0.0, 0.05])
-    def test_finds_the_type(self, layout: Layout, scale: float, outliers: float) -> None:
+    def test_finds_the_type(self, layout: ExponentLayout, scale: float, outliers: float) -> None:
         if layout is E4M3:
             scale **= 1 / 3  # its range is small: further down most are subnormal, and other layouts do indeed better
         for seed in range(5):
@@ -344,7 +344,7 @@ class TestChoice:
         assert choose_codes(packed.reshape(4, -1)) == [None] * 4
 
     @every_layout
-    def test_what_is_encoded_is_not_worth_it(self, layout: Layout) -> None:
+    def test_what_is_encoded_is_not_worth_it(self, layout: ExponentLayout) -> None:
         content = weights(layout)
         code = choose_code(content[:8192])
         assert code is not None
@@ -447,5 +447,5 @@ class TestDamage:
     @pytest.mark.slow
     @settings(max_examples=30, deadline=None)
     @given(pattern=st.binary(min_size=1, max_size=500), layout=st.sampled_from(LAYOUTS), size=st.integers(0, 3 << 20))
-    def test_of_any_kind(self, pattern: bytes, layout: Layout, size: int) -> None:
+    def test_of_any_kind(self, pattern: bytes, layout: ExponentLayout, size: int) -> None:
         assert codec.decode(code_of(layout), tiled(pattern)[:size], [size]).size == CHUNK_BYTES

@@ -199,7 +199,7 @@ def test_the_codec_is_tried_in_host_memory(layout: str) -> None:
         from cumem_sleep import CodecError
         from cumem_sleep.codec import kernels
         from cumem_sleep.codec.kernels import try_kernels
-        from cumem_sleep.driver import open_driver
+        from cumem_sleep.core.driver import open_driver
 
         kernels.CHUNK_BYTES = codec.CHUNK_BYTES
         open_driver("sim")

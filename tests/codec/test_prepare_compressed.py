@@ -50,8 +50,8 @@ from cumem_sleep import CuMemAllocator, DriverError, InvalidState, OutOfHostMemo
 from cumem_sleep.codec.compressor import Compressor
 from cumem_sleep.codec.encoding import EncodedRun
 from cumem_sleep.codec.kernels import SimulatedKernels
-from cumem_sleep.codec.workbench import Workbench
-from cumem_sleep.extents import Transfers
+from cumem_sleep.codec.workspace import Workspace
+from cumem_sleep.core.extents import Transfers
 
 pytestmark = pytest.mark.sim
 
@@ -113,15 +113,15 @@ class TestPrepare:
         address = allocator.malloc(8 * PAGE, "weights")
         write(address, bytes(content))
         largest = 0
-        decode_again = Workbench.decode_again
+        decode_again = Workspace.decode_again
 
-        def noted(workbench: Workbench, run: EncodedRun, transfers: Transfers) -> int:
+        def noted(workspace: Workspace, run: EncodedRun, transfers: Transfers) -> int:
             nonlocal largest
             largest = max(largest, run.bytes)
-            return decode_again(workbench, run, transfers)
+            return decode_again(workspace, run, transfers)
 
         with monkeypatch.context() as patch:
-            patch.setattr(Workbench, "decode_again", noted)
+            patch.setattr(Workspace, "decode_again", noted)
             assert finished(allocator.prepare()).error is None
         assert largest > piece
         assert encodings(allocator, [address]) == ["bf16"]
@@ -144,12 +144,12 @@ class TestPrepare:
 
             return wait_and_work
 
-        for place, name in [(Compressor, "workbench"), (Workbench, "plan"), (SimulatedKernels, "count")]:
+        for place, name in [(Compressor, "workspace"), (Workspace, "plan"), (SimulatedKernels, "count")]:
             monkeypatch.setattr(place, name, noted(getattr(place, name), name))
         preparation = allocator.prepare()
         returned.set()
         assert finished(preparation).error is None
-        assert seen == ["workbench"] + 2 * ["plan", "count"]
+        assert seen == ["workspace"] + 2 * ["plan", "count"]
         assert encodings(allocator, contents) == ["bf16", "bf16"]
 
     def test_launches_are_narrow(self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,7 +186,7 @@ class TestPrepare:
             turns._act, turns._at = (lambda: allocator.free(next(iter(contents)))), 1
         elif ends == "failing":
             failing("count", monkeypatch, after=1)
-        plan = Workbench.plan
+        plan = Workspace.plan
 
         def look_and_plan(*arguments: Any) -> Any:
             mode = ctypes.c_int(Cuda.RELAXED)
@@ -194,7 +194,7 @@ class TestPrepare:
             assert mode.value == Cuda.RELAXED, "PyTorch and Triton make calls that would end the capture"
             return plan(*arguments)
 
-        monkeypatch.setattr(Workbench, "plan", look_and_plan)
+        monkeypatch.setattr(Workspace, "plan", look_and_plan)
         cuda.call("cuStreamBeginCapture_v2", stream, Cuda.GLOBAL)
         try:
             preparation = in_thread(lambda: turns.prepare(allocator))
@@ -306,7 +306,7 @@ class TestPrepare:
                 else:
                     preparation = Turns(patch, change, turn).prepare(allocator)
             assert preparation.error is None
-            assert sim.stats().live_handles in (0, len(contents)), "its workbench is left"
+            assert sim.stats().live_handles in (0, len(contents)), "its workspace is left"
             allocator.sleep()
             check_host_bytes(allocator)
             allocator.wake_up()
@@ -358,7 +358,7 @@ class TestPrepare:
         allocator.wake_up()
         check_bytes(contents)
 
-    def test_takes_a_small_workbench(self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_takes_a_small_workspace(self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch) -> None:
         contents = fill(allocator, bf16)
         sizes: list[int] = []
 
@@ -400,7 +400,7 @@ class TestPrepare:
             import threading, time
             import numpy as np
             from cumem_sleep.codec import kernels as coders
-            from cumem_sleep.codec import workbench as compress
+            from cumem_sleep.codec import workspace as compress
 
             reset_simulation()
             allocator, memory = fresh_allocator(compress="auto"), Memory()
@@ -430,7 +430,7 @@ class TestPrepare:
             f"""
             import numpy as np
             from cumem_sleep.codec import kernels as coders
-            from cumem_sleep.codec import workbench as compress
+            from cumem_sleep.codec import workspace as compress
 
             reset_simulation()
             CuMemAllocator.tuning.prepare_extent_bytes = PAGE

@@ -34,13 +34,13 @@ from compression import (
 from support import AWAKE, BACKED_UP, MIB, PAGE, patch_map
 
 from cumem_sleep import CuMemAllocator, DriverError, _core, sim
-from cumem_sleep.codec.encoding import Batch
-from cumem_sleep.codec.exponent import Layout
+from cumem_sleep.codec.encoding import ChunkBatch
+from cumem_sleep.codec.exponent import ExponentLayout
 from cumem_sleep.codec.kernels import SimulatedKernels
 from cumem_sleep.codec.slots import Slot
 from cumem_sleep.digest.device import DigestRun
 from cumem_sleep.transfer.decoding import Decoding
-from cumem_sleep.transfer.pacing import BestRate, Choice, Pace
+from cumem_sleep.transfer.pacing import BestRate, CopyChoice, Pace
 from cumem_sleep.transfer.transfer import Transfer
 
 pytestmark = pytest.mark.sim
@@ -151,9 +151,9 @@ class TestRoundTrips:
         took: list[tuple[int, float]] = []
         recorded: Counter[Pace] = Counter()
 
-        def next_choice(pace: Pace) -> Choice:
+        def next_choice(pace: Pace) -> CopyChoice:
             number = recorded[pace]
-            return Choice(by_engine=number % 3 == 0, alone=number % 2 == 0)
+            return CopyChoice(by_engine=number % 3 == 0, alone=number % 2 == 0)
 
         def record(pace: Pace, nbytes: int, seconds: float) -> None:
             recorded[pace] += 1
@@ -236,7 +236,7 @@ class TestRoundTrips:
         monkeypatch.setattr(_core.CopyStream, "synchronize", waited)
         monkeypatch.setattr(_core.CopyStream, "__exit__", left)
         monkeypatch.setattr(_core.Scratch, "close", freed)
-        monkeypatch.setattr(Pace, "next", lambda _: Choice(by_engine=False, alone=False))
+        monkeypatch.setattr(Pace, "next", lambda _: CopyChoice(by_engine=False, alone=False))
         monkeypatch.setattr(Pace, "record", lambda *_: None)
         allocator._copiers.best_rates[0] = BestRate()
         contents = fill(allocator, *[bf16] * 6, nbytes=4 * PAGE)
@@ -290,7 +290,7 @@ class TestRoundTrips:
         decode, map_segment, copy = SimulatedKernels.decode, _core.Segment.map, Decoding._copy
         events: list[str] = []
 
-        def look_and_decode(kernels: SimulatedKernels, layout: Layout, *more: int) -> None:
+        def look_and_decode(kernels: SimulatedKernels, layout: ExponentLayout, *more: int) -> None:
             for _, _, target, _ in kernels._rows(layout, *more):
                 assert any(s.address <= target < s.address + s.bytes and s.has_memory for s in _core.segments())
             decode(kernels, layout, *more)
@@ -353,9 +353,9 @@ class TestRoundTrips:
         monkeypatch.setattr(CuMemAllocator.tuning, "rows", 3)
         contents = fill(allocator, bf16, bf16, nbytes=8 * PAGE)
         counted: list[int] = []
-        check = Batch.check_sizes
+        check = ChunkBatch.check_sizes
         monkeypatch.setattr(
-            Batch, "check_sizes", lambda batch, found: (counted.append(len(found)), check(batch, found))
+            ChunkBatch, "check_sizes", lambda batch, found: (counted.append(len(found)), check(batch, found))
         )
         cycle(allocator, contents)
         assert sum(counted) == 16

@@ -11,10 +11,10 @@ import pytest
 from support import PAGE, Memory, assert_clean_exit, digest_by_the_kernel, digest_of, in_thread, run_script
 
 from cumem_sleep import CuMemAllocator, DriverError, _core, sim
+from cumem_sleep.core.tuning import Tuning
 from cumem_sleep.digest import device as digest
 from cumem_sleep.digest.device import DeviceDigester, DigestRun
 from cumem_sleep.digest.reference import CHUNK_BYTES, LANES, ROWS, Digest, sums_of
-from cumem_sleep.tuning import Tuning
 
 Bytes = npt.NDArray[np.uint8]
 MASK = (1 << 64) - 1
@@ -326,7 +326,7 @@ class TestDevice:
             import numpy as np
             from cumem_sleep.digest import device as digest
             from cumem_sleep.digest.device import DeviceDigester, DigestRun
-            from cumem_sleep.tuning import Tuning
+            from cumem_sleep.core.tuning import Tuning
 
             def never(*_):
                 raise AssertionError("the kernel was used")

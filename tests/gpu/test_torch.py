@@ -15,7 +15,7 @@ from support import Memory, digest_of
 
 from cumem_sleep import CuMemAllocator, InvalidState, OutOfDeviceMemory, _core
 from cumem_sleep.digest.device import DeviceDigester
-from cumem_sleep.transfer.pacing import Choice, Pace
+from cumem_sleep.transfer.pacing import CopyChoice, Pace
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("clean_pools")]
 torch = pytest.importorskip("torch")
@@ -233,7 +233,7 @@ def test_a_wake_by_the_copy_kernel(
     assert 0 in allocator._copiers.best_rates
     ways = itertools.cycle(by_engine)
     monkeypatch.setattr(Pace, "record", lambda pace, *_: setattr(pace, "way", next(ways)))
-    monkeypatch.setattr(Pace, "next", lambda pace: Choice(getattr(pace, "way", by_engine[0]), alone=False))
+    monkeypatch.setattr(Pace, "next", lambda pace: CopyChoice(getattr(pace, "way", by_engine[0]), alone=False))
     expected = [tensor.cpu() for tensor in weights]
     for is_unpinned in (False, True, False):  # as after level 3
         allocator.sleep()

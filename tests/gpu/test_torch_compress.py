@@ -17,10 +17,10 @@ from test_torch_processes import check_clean, run
 from cumem_sleep import BackupMismatch, CuMemAllocator, InvalidState, _core
 from cumem_sleep.codec import exponent as codec
 from cumem_sleep.codec.codec import CHUNK_BYTES, Bytes, Code, parameters_of, rows
-from cumem_sleep.codec.exponent import Layout
-from cumem_sleep.codec.memory import workbench_bytes
-from cumem_sleep.codec.workbench import Workbench
-from cumem_sleep.transfer.pacing import Choice, Pace
+from cumem_sleep.codec.exponent import ExponentLayout
+from cumem_sleep.codec.memory import workspace_bytes
+from cumem_sleep.codec.workspace import Workspace
+from cumem_sleep.transfer.pacing import CopyChoice, Pace
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("clean_pools")]
 torch = pytest.importorskip("torch")
@@ -31,10 +31,10 @@ MakeAllocator = Callable[..., CuMemAllocator]
 MIB = 1 << 20
 EXACT = 1.01
 WORTHWHILE = 0.69  # of bf16 weights; their entropy is 0.66
-BENCH_BYTES = workbench_bytes(
+BENCH_BYTES = workspace_bytes(
     CuMemAllocator.tuning, CuMemAllocator.tuning.slots, CuMemAllocator.tuning.lent_slot_bytes
 )  # the least memory that chunks are encoded in
-# What the driver may take for its own while memory sleeps (page tables of pinned memory), less than any workbench.
+# What the driver may take for its own while memory sleeps (page tables of pinned memory), less than any workspace.
 SLACK = 16 * MIB
 DTYPES = {
     "bf16": torch.bfloat16,
@@ -168,7 +168,7 @@ class Guarded:
 class OnGpu:
     """Kernels at work on chunks, each with its own code, one launch for all."""
 
-    def __init__(self, layout: Layout, codes: Sequence[Code]) -> None:
+    def __init__(self, layout: ExponentLayout, codes: Sequence[Code]) -> None:
         from cumem_sleep.codec import exponent_kernel as codec_kernel
 
         self._kernel = codec_kernel
@@ -216,14 +216,14 @@ def cut(content: Bytes, sizes: Sequence[int]) -> list[Bytes]:
     return np.split(content, np.cumsum(sizes)[:-1])
 
 
-def code_of(layout: Layout, chunk: Bytes, *, worst: bool = False) -> Code:
+def code_of(layout: ExponentLayout, chunk: Bytes, *, worst: bool = False) -> Code:
     """Its nine most frequent symbols, or its least frequent ones."""
     symbols = (chunk.view(layout.dtype) << 1) >> (layout.value_bits - layout.symbol_bits)
     order = np.argsort(-np.bincount(symbols, minlength=1 << layout.symbol_bits), kind="stable").tolist()
     return Code(layout, bytes(order[::-1][:9] if worst else order[:9]))
 
 
-def kinds_of_chunks(layout: Layout) -> dict[str, Bytes]:
+def kinds_of_chunks(layout: ExponentLayout) -> dict[str, Bytes]:
     random = np.random.default_rng()
     exponent = ((1 << layout.symbol_bits) - 1) << (layout.raw_bits - 1)
     usual = bytes_of([normal(DTYPES[layout.name], CHUNK_BYTES)])[0].numpy()
@@ -243,7 +243,7 @@ def kinds_of_chunks(layout: Layout) -> dict[str, Bytes]:
     }
 
 
-def blocks_of(layout: Layout, stored: Bytes, reference: Bytes) -> list[tuple[bytes, bytes]]:
+def blocks_of(layout: ExponentLayout, stored: Bytes, reference: Bytes) -> list[tuple[bytes, bytes]]:
     """What lies in `stored` where its header says that a block is, beside that block of `reference`, for all blocks."""
     here, there = (part[: 4 * layout.blocks_per_chunk].view("<u4").astype(np.int64) for part in (stored, reference))
     sizes = np.diff(there, append=reference.size)  # whose blocks are in order
@@ -253,7 +253,7 @@ def blocks_of(layout: Layout, stored: Bytes, reference: Bytes) -> list[tuple[byt
 
 @pytest.mark.parametrize("layout", codec.LAYOUTS, ids=[layout.name for layout in codec.LAYOUTS])
 class TestKernels:
-    def test_equal_the_reference(self, layout: Layout) -> None:
+    def test_equal_the_reference(self, layout: ExponentLayout) -> None:
         """But for the order of the blocks in a chunk, which is the GPU's."""
         kinds = kinds_of_chunks(layout)
         best, worst = (code_of(layout, kinds["normal"], worst=worst) for worst in (False, True))
@@ -276,7 +276,7 @@ class TestKernels:
             for name, decoded in zip(names, gpu.decode(source, expected), strict=True):
                 assert np.array_equal(decoded, kinds[name]), name
 
-    def test_write_nothing_of_what_no_longer_fits(self, layout: Layout) -> None:
+    def test_write_nothing_of_what_no_longer_fits(self, layout: ExponentLayout) -> None:
         kinds = kinds_of_chunks(layout)
         code = code_of(layout, kinds["normal"])
         names = ("normal", "half random", "normal")
@@ -291,7 +291,7 @@ class TestKernels:
         for name, part in zip(names[1:], stored[1:], strict=True):
             assert np.array_equal(codec.decode(code, part, [part.size]), kinds[name])
 
-    def test_decode_damaged_bytes_as_the_reference_does(self, layout: Layout) -> None:
+    def test_decode_damaged_bytes_as_the_reference_does(self, layout: ExponentLayout) -> None:
         random = np.random.default_rng()
         chunk = kinds_of_chunks(layout)["half random"]
         code = code_of(layout, chunk)
@@ -389,7 +389,7 @@ def test_of_all_kinds_at_once(allocator: CuMemAllocator, monkeypatch: pytest.Mon
         assert host_bytes_of(allocator, raw) == raw.bytes == 32 * MIB
         assert host_bytes_of(allocator, segment_of(weights[0])) <= EXACT * WORTHWHILE * 32 * MIB
         if by_kernel:
-            monkeypatch.setattr(Pace, "next", lambda _: Choice(by_engine=False, alone=False))
+            monkeypatch.setattr(Pace, "next", lambda _: CopyChoice(by_engine=False, alone=False))
             monkeypatch.setattr(Pace, "record", lambda *_: None)
             allocator._store.room.unpin()
         woke = allocator.wake_up()
@@ -449,7 +449,7 @@ def test_writes_during_sleep_are_noticed(
 ) -> None:
     """By the sizes of chunks, of which nothing is written beyond their room; or only by the digest."""
     weights = placed(allocator, [bf16(32 * MIB) for _ in range(3)])
-    encode, other = Workbench.encode, noise(32 * MIB)
+    encode, other = Workspace.encode, noise(32 * MIB)
 
     def write_and_encode(*arguments: Any) -> None:
         as_bytes(weights[1]).copy_(other) if change == "other sizes" else weights[1].neg_()
@@ -457,7 +457,7 @@ def test_writes_during_sleep_are_noticed(
         encode(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Workbench, "encode", write_and_encode)
+        patch.setattr(Workspace, "encode", write_and_encode)
         with pytest.raises(InvalidState, match=f"0x{segment_of(weights[1]).address:x}.* written to"):
             allocator.sleep()
     assert states() == {AWAKE}

@@ -12,19 +12,11 @@ import pytest
 from support import AWAKE, BACKED_UP, DROPPED, PAGE, Memory, assert_no_threads
 from torch_memory_saver_calls import SHIM, FakeTensor, run_with_shim
 
-from cumem_sleep import (
-    CuMemAllocator,
-    InvalidArgument,
-    InvalidState,
-    OutOfDeviceMemory,
-    OutOfHostMemory,
-    _core,
-    log,
-    sim,
-)
+from cumem_sleep import CuMemAllocator, InvalidArgument, InvalidState, OutOfDeviceMemory, OutOfHostMemory, _core, sim
+from cumem_sleep.core import log
+from cumem_sleep.core.operation import Operation
 from cumem_sleep.integrations.torch_memory_saver import TorchMemorySaver, configure_subprocess
 from cumem_sleep.integrations.torch_memory_saver.environment import Environment
-from cumem_sleep.operation import Operation
 
 Sleep = _core.Segment.Sleep
 

@@ -11,8 +11,8 @@ import pytest
 from support import AWAKE, BACKED_UP, PAGE, Memory, in_thread
 
 from cumem_sleep import CuMemAllocator, _core
+from cumem_sleep.core.torch_pools import TorchPools
 from cumem_sleep.integrations.torch_memory_saver import TorchMemorySaver
-from cumem_sleep.torch_pools import TorchPools
 
 PoolId = tuple[int, int]
 OWN_CACHE: PoolId = (0, 0)
@@ -156,7 +156,7 @@ def test_the_cache_of_a_region_sleeps_and_wakes_across_disable(
         return {segment.address: segment.sleep for segment in _core.segments()}
 
     saver.pause()
-    in_the_place_of_the_process = _core.ThreadLabel("default", _core.Backup.ALWAYS)
+    in_the_place_of_the_process = _core.ThreadLabel("default", _core.BackupPlan.ALWAYS)
     with in_the_place_of_the_process, saver.disable():
         ordinary = torch.cache(allocator.malloc(PAGE))
         assert states() == {weights: BACKED_UP, cached: BACKED_UP, ordinary: AWAKE}

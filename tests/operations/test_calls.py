@@ -13,8 +13,8 @@ from support import MIB, PAGE, digest_by_the_kernel, forget_devices, fresh_alloc
 
 from cumem_sleep import CuMemAllocator, DriverError, InvalidState, _core, sim
 from cumem_sleep.backups.catalogue import Catalogue
-from cumem_sleep.codec.memory import LentMemory
-from cumem_sleep.pinned import pinned_block, pinned_table
+from cumem_sleep.codec.memory import SegmentLoan
+from cumem_sleep.core.pinned import pinned_block, pinned_table
 
 pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("nothing_left_behind")]
 
@@ -170,7 +170,7 @@ class TestStreams:
         region = Region(1, backup=False)
         forget_devices()
         sim.reset()
-        lent = LentMemory(_core.segments()[0], MIB, keep_bytes=keep_bytes)
+        lent = SegmentLoan(_core.segments()[0], MIB, keep_bytes=keep_bytes)
         lent.lend()
         for _ in range(2):
             lent.close()

@@ -311,7 +311,7 @@ class TestCopiesInFlight:
     def test_no_wait_at_all_succeeds(self, calls: tuple[str, ...]) -> None:
         """Then the memory stays until one does."""
         script = """
-            from cumem_sleep.pinned import pinned_block
+            from cumem_sleep.core.pinned import pinned_block
             reset_simulation()
             allocator = fresh_allocator()
             allocator.malloc(PAGE, "weights")

@@ -13,7 +13,7 @@ from support import HANGS_S, PAGE, run_script
 
 from cumem_sleep import CuMemAllocator, InvalidArgument, InvalidState, OutOfDeviceMemory, _core
 from cumem_sleep.operations.agreement import Agreement, RankCall
-from cumem_sleep.ranks.decisions import Place, Record
+from cumem_sleep.ranks.decisions import Record, RecordPlace
 from cumem_sleep.ranks.mesh import Mesh, connect
 from cumem_sleep.report import PhaseTimer
 
@@ -263,6 +263,6 @@ class TestDescriptors:
         record = Record.make()
         before = open_descriptors()
         place = record.place
-        assert Record.open(Place(place.process, record._descriptor, b"another")) is None
+        assert Record.open(RecordPlace(place.process, record._descriptor, b"another")) is None
         assert open_descriptors() == before
         record.close()

@@ -20,8 +20,8 @@ from typing import Any
 
 import uvicorn
 
-from cumem_sleep.asgi import Message, refusal, response
-from cumem_sleep.serve.simulated_server import Options, SimulatedServer, _send_all
+from cumem_sleep.http.asgi import Message, refusal, response
+from cumem_sleep.serve.simulated_server import SimulatedServer, SimulatedServerOptions, _send_all
 
 NOTICED_WITHIN_S = 3.0  # that a client has left; on a busy machine this takes its time
 
@@ -35,7 +35,9 @@ def lives(pid: str) -> bool:
 
 
 class FaultyServer(SimulatedServer):
-    def __init__(self, options: Options, gpus: list[Path], executed: Path, faults: float, seed: int) -> None:
+    def __init__(
+        self, options: SimulatedServerOptions, gpus: list[Path], executed: Path, faults: float, seed: int
+    ) -> None:
         super().__init__(options)
         self.gpus = gpus
         self.executed = executed
@@ -158,7 +160,7 @@ def main() -> None:
     seed = hash((asked.seed, asked.served_model_name[0], os.getpid())) & 0xFFFFFFFF
     for gpu in asked.gpus:  # whoever held it under this name has ended
         (gpu / asked.served_model_name[0]).unlink(missing_ok=True)
-    options = Options(tuple(asked.served_model_name), token_s=0.001, record=asked.record)
+    options = SimulatedServerOptions(tuple(asked.served_model_name), token_s=0.001, record=asked.record)
     app = FaultyServer(options, asked.gpus, asked.executed, asked.faults, seed)
     if app.happens(0.1):
         sys.exit(5)

@@ -13,10 +13,10 @@ from typing import Any
 
 import uvloop
 
-from cumem_sleep.serve.fleet import Address, Lease, NotInTime, UnknownModel
+from cumem_sleep.serve.fleet import Address, ModelLease, NotInTime, UnknownModel
 from cumem_sleep.serve.front import Front
 from cumem_sleep.serve.listener import Listener
-from cumem_sleep.serve.status import Counters, GpuStatus, Holder, HostStatus, ModelStatus, Phase, Status, Switch
+from cumem_sleep.serve.status import Counters, FleetStatus, GpuStatus, Holder, HostStatus, ModelStatus, Phase, Switch
 
 WITHIN_S = 120.0
 ASLEEP = ModelStatus(
@@ -56,7 +56,7 @@ class StubFleet:
         self.counters = Counters()
         self.held: asyncio.Event | None = None
         self.refusal: Exception | None = None
-        self.granted: list[Lease] = []
+        self.granted: list[ModelLease] = []
         self.waiting = 0
         self.failures: list[str] = []
         self.calls: list[tuple[Any, ...]] = []
@@ -71,7 +71,7 @@ class StubFleet:
         return model
 
     @contextlib.asynccontextmanager
-    async def lease(self, model: str) -> AsyncIterator[Lease]:
+    async def lease(self, model: str) -> AsyncIterator[ModelLease]:
         name = self.resolve(model)
         if self.refusal is not None:
             raise self.refusal
@@ -81,22 +81,22 @@ class StubFleet:
                 await self.held.wait()
             finally:
                 self.waiting -= 1
-        lease = Lease(name, self.servers[name], names=self.served)
+        lease = ModelLease(name, self.servers[name], names=self.served)
         self.granted.append(lease)
         try:
             yield lease
         finally:
             self.granted.remove(lease)
 
-    def report_failure(self, lease: Lease, error: str) -> None:
+    def report_failure(self, lease: ModelLease, error: str) -> None:
         self.failures.append(f"{lease.model}: {error}")
 
-    def status(self) -> Status:
+    def status(self) -> FleetStatus:
         models = tuple(replace(ASLEEP, name=name, phase=self.phase) for name in self.config.models)
         gpu = GpuStatus(0, "H200", 100, 40, (Holder("one", 0.9, Phase.AWAKE),))
-        return Status(2.0, "0.1.0", True, (gpu,), models, HostStatus(10, 5, None))
+        return FleetStatus(2.0, "0.1.0", True, (gpu,), models, HostStatus(10, 5, None))
 
-    async def watch(self) -> AsyncIterator[Status]:
+    async def watch(self) -> AsyncIterator[FleetStatus]:
         while not self.ended:
             self.changed.clear()
             yield self.status()

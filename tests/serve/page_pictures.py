@@ -10,7 +10,7 @@ from pathlib import Path
 from chromium import a_page
 from front_world import ASLEEP, StubFleet, World, a_world
 
-from cumem_sleep.serve.status import GpuStatus, Holder, HostStatus, ModelStatus, Phase, Status, Switch
+from cumem_sleep.serve.status import FleetStatus, GpuStatus, Holder, HostStatus, ModelStatus, Phase, Switch
 
 GIB = 1 << 30
 AT = 1_800_000_000.0
@@ -24,7 +24,7 @@ def model(name: str, gpus: tuple[int, ...], phase: Phase, switch: Switch, **more
     return replace(ASLEEP, **{**common, **more})  # type: ignore[arg-type]
 
 
-def status(_: StubFleet) -> Status:
+def status(_: StubFleet) -> FleetStatus:
     """A moment of some work: one model is being pushed out for another."""
     models = (
         model("qwen-14b", (0,), Phase.FALLING_ASLEEP, Switch("wake", 1, 0.31, AT - 340), aliases=("gpt-4o-mini",)),
@@ -38,7 +38,7 @@ def status(_: StubFleet) -> Status:
         GpuStatus(0, "simulated GPU", 80 * GIB, 74 * GIB, first),
         GpuStatus(1, "simulated GPU", 80 * GIB, 41 * GIB, (Holder("vision", 0.5, Phase.AWAKE),)),
     )
-    return Status(AT, "0.1.0", True, gpus, models, HostStatus(128 * GIB, 77 * GIB, 96 * GIB))
+    return FleetStatus(AT, "0.1.0", True, gpus, models, HostStatus(128 * GIB, 77 * GIB, 96 * GIB))
 
 
 async def shoot(world: World, folder: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from cumem_sleep.serve.config import Config, parse
 from cumem_sleep.serve.fleet import Fleet
-from cumem_sleep.serve.status import Phase, Status
+from cumem_sleep.serve.status import FleetStatus, Phase
 
 SIMULATED = f"{sys.executable} -m cumem_sleep.serve.simulated_server"
 FAULTY = f"{sys.executable} {Path(__file__).parent / 'faulty_server.py'}"
@@ -41,11 +41,11 @@ async def running(config: Config, **options: Any) -> AsyncIterator[Fleet]:
         await fleet.stop()
 
 
-def phases(status: Status) -> dict[str, Phase]:
+def phases(status: FleetStatus) -> dict[str, Phase]:
     return {model.name: model.phase for model in status.models}
 
 
-async def until(fleet: Fleet, **wanted: Phase) -> Status:
+async def until(fleet: Fleet, **wanted: Phase) -> FleetStatus:
     """Wait until models are in these phases."""
     async for status in fleet.watch():
         if {name: phases(status)[name] for name in wanted} == wanted:

@@ -10,8 +10,8 @@ from front_world import NOT_NOW, World, a_world, get, post, run, until
 from prometheus_client.parser import text_string_to_metric_families
 
 from cumem_sleep.serve import answers, live
-from cumem_sleep.serve.fleet import Refused, ServerFailed
-from cumem_sleep.serve.status import Phase, Status
+from cumem_sleep.serve.fleet import OrderRefused, ServerFailed
+from cumem_sleep.serve.status import FleetStatus, Phase
 
 TOKEN = "Authorization: Bearer token"
 
@@ -96,7 +96,7 @@ def test_a_call_that_is_nonsense_has_no_effect(body: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "code"), [(Refused("no"), 409), (NOT_NOW, 503), (ServerFailed("it will not start", 3), 503)]
+    ("error", "code"), [(OrderRefused("no"), 409), (NOT_NOW, 503), (ServerFailed("it will not start", 3), 503)]
 )
 def test_what_a_call_cannot_do_is_said(error: Exception, code: int) -> None:
     async def scenario() -> None:
@@ -176,7 +176,7 @@ def test_all_who_watch_are_sent_one_status() -> None:
             made = 0
             make = world.fleet.status
 
-            def status() -> Status:
+            def status() -> FleetStatus:
                 nonlocal made
                 made += 1
                 return make()

@@ -11,7 +11,7 @@ import pytest
 
 from cumem_sleep.serve import demo, servers
 from cumem_sleep.serve.address import from_url
-from cumem_sleep.serve.config import Config, ConfigError, Front, Model, load, parse
+from cumem_sleep.serve.config import Config, ConfigError, FrontConfig, ModelConfig, load, parse
 from cumem_sleep.serve.policy import STOP
 
 EXAMPLE = """\
@@ -262,7 +262,9 @@ def test_what_the_documentation_shows_is_right(monkeypatch: pytest.MonkeyPatch) 
 def test_the_documentation_has_every_key() -> None:
     page = (Path(__file__).parents[2] / "docs" / "several-models.md").read_text()
     keys = re.findall(r"`(\w+)`", " ".join(re.findall(r"^\| (`[^|]*) \|", page, re.MULTILINE)))
-    known = [field.alias or name for kind in (Config, Model, Front) for name, field in kind.model_fields.items()]
+    known = [
+        field.alias or name for kind in (Config, ModelConfig, FrontConfig) for name, field in kind.model_fields.items()
+    ]
     assert set(known) == set(keys)
 
 
@@ -274,17 +276,17 @@ def test_the_demo_is_a_configuration(tmp_path: Path) -> None:
 
 
 def test_vllm_is_told_where_to_listen_what_it_is_called_and_to_have_sleep_mode() -> None:
-    model = Model.model_validate({"command": "vllm serve Qwen/Qwen3-8B", "aliases": ["gpt"]})
+    model = ModelConfig.model_validate({"command": "vllm serve Qwen/Qwen3-8B", "aliases": ["gpt"]})
     words = servers.command_line("qwen", model, from_url("unix:/run/q.sock", None))
     assert words[3:] == ["--uds", "/run/q.sock", "--enable-sleep-mode", "--served-model-name", "qwen", "gpt"]
 
 
 def test_what_a_command_says_itself_is_left_as_it_is() -> None:
     command = "/opt/bin/vllm serve m --enable-sleep-mode --served-model-name=mine --host 127.0.0.1 --port {port}"
-    model = Model.model_validate({"command": command})
+    model = ModelConfig.model_validate({"command": command})
     words = servers.command_line("qwen", model, from_url("http://127.0.0.1:8123", None))
     assert words == command.replace("{port}", "8123").split()
-    other = Model.model_validate({"command": "my-server --socket {socket}"})
+    other = ModelConfig.model_validate({"command": "my-server --socket {socket}"})
     assert servers.command_line("x", other, from_url("unix:/s", None)) == ["my-server", "--socket", "/s"]
 
 
@@ -327,7 +329,7 @@ def test_a_vllm_in_a_text_for_a_shell_may_say_itself_where_it_listens() -> None:
 
 
 def test_a_server_gets_its_gpus_and_no_secret_of_the_front() -> None:
-    model = Model.model_validate({"command": "x", "gpus": [1, 2], "env": {"A": "b", "CUMEM_SLEEP_PREPARE": "0"}})
+    model = ModelConfig.model_validate({"command": "x", "gpus": [1, 2], "env": {"A": "b", "CUMEM_SLEEP_PREPARE": "0"}})
     inherited = {"CUDA_VISIBLE_DEVICES": "4,5,7", "VLLM_API_KEY": "k", "CUMEM_SLEEP_SERVE_TOKEN": "t", "HOME": "/h"}
     found = servers.environment(model, inherited)
     assert found["CUDA_VISIBLE_DEVICES"] == "5,7"
@@ -340,6 +342,8 @@ def test_a_server_gets_its_gpus_and_no_secret_of_the_front() -> None:
 
 def test_files_of_different_models_differ() -> None:
     names = ["a/b", "a_b", "a" * 60, "a" * 61, "ok"]
-    files = {servers.Server(name, Model.model_validate({"command": "x"}), Path("/l"), Path("/s")).log for name in names}
+    files = {
+        servers.Server(name, ModelConfig.model_validate({"command": "x"}), Path("/l"), Path("/s")).log for name in names
+    }
     assert len(files) == len(names)
     assert all(len(file.name) < 60 for file in files)

@@ -19,7 +19,7 @@ from servers_of_tests import command, config, phases, running, until
 
 from cumem_sleep.serve import hardware, policy, units
 from cumem_sleep.serve.engine import Engine, Outcome
-from cumem_sleep.serve.fleet import Fleet, Lease, NotInTime, Refused, ServerFailed, UnknownModel
+from cumem_sleep.serve.fleet import Fleet, ModelLease, NotInTime, OrderRefused, ServerFailed, UnknownModel
 from cumem_sleep.serve.status import Phase
 
 
@@ -27,7 +27,7 @@ def run(work: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(work, 300))
 
 
-async def ask(lease: Lease, model: str) -> str:
+async def ask(lease: ModelLease, model: str) -> str:
     """Which model answers."""
     transport = httpx.AsyncHTTPTransport(uds=lease.server.socket)
     async with httpx.AsyncClient(transport=transport, base_url=lease.server.base_url, timeout=60) as client:
@@ -231,7 +231,7 @@ def test_an_operator_sleeps_wakes_and_stops_a_model(tmp_path: Path) -> None:
             await fleet.stop_model("a")
             assert phases(fleet.status()) == {"a": Phase.STOPPED}
             assert fleet.status().models[0].pid is None
-            with pytest.raises(Refused, match="level 7"):
+            with pytest.raises(OrderRefused, match="level 7"):
                 await fleet.sleep("a", 7)
 
     run(scenario())
@@ -249,7 +249,7 @@ def test_a_server_by_url_is_found_as_it_is_and_never_stopped(tmp_path: Path) -> 
                 assert phases(fleet.status())["a"] is Phase.ASLEEP
                 async with fleet.lease("a") as lease:
                     assert "This is a," in await ask(lease, "a")
-                with pytest.raises(Refused, match="somebody else"):
+                with pytest.raises(OrderRefused, match="somebody else"):
                     await fleet.stop_model("a")
             async with theirs.lease("a") as lease:
                 assert "This is a," in await ask(lease, "a")
@@ -450,7 +450,7 @@ def test_a_model_that_has_no_room_to_go_deeper_is_left_asleep(tmp_path: Path, mo
     async def scenario() -> None:
         async with running(config(tmp_path, a={"host_memory": "30GiB"})) as fleet:
             await until(fleet, a=Phase.ASLEEP)
-            with pytest.raises(Refused, match=r"20\.0 GiB are there"):
+            with pytest.raises(OrderRefused, match=r"20\.0 GiB are there"):
                 await fleet.sleep("a", 3)
             assert (fleet.status().models[0].phase, fleet.status().models[0].level) == (Phase.ASLEEP, 2)
             assert fleet.status().host.held_bytes == 0

@@ -26,7 +26,7 @@ from front_world import (
     until,
 )
 
-from cumem_sleep.asgi import Inbox
+from cumem_sleep.http.asgi import Inbox
 from cumem_sleep.serve import exchange, front, upstream
 from cumem_sleep.serve.fleet import Address, ServerFailed
 
@@ -609,7 +609,7 @@ def test_clients_that_leave_at_once_end_their_requests(how: str) -> None:
 
 def test_a_client_that_leaves_behind_more_than_is_read_ends_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """While nothing is read of it, its end is behind what it has sent. The system knows of it."""
-    monkeypatch.setattr("cumem_sleep.asgi.READ_AHEAD_BYTES", 1 << 20)
+    monkeypatch.setattr("cumem_sleep.http.asgi.READ_AHEAD_BYTES", 1 << 20)
     monkeypatch.setattr(exchange, "SETTLED_BYTES", 1 << 16)
 
     async def scenario() -> None:

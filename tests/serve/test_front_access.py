@@ -9,10 +9,10 @@ from front_world import World, a_world, ask, get, post, run, until
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cumem_sleep.asgi import not_canonical
+from cumem_sleep.http.asgi import not_canonical
 from cumem_sleep.serve import hosts
 from cumem_sleep.serve.access import Access, place_of
-from cumem_sleep.serve.config import Front
+from cumem_sleep.serve.config import FrontConfig
 from cumem_sleep.serve.fleet import ServerFailed
 
 TOKEN, KEY = "operator's-token", "client's-key"
@@ -397,7 +397,7 @@ def test_hosts_can_be_allowed(allowed: str) -> None:
 
 def test_the_address_that_a_client_reached_is_a_host() -> None:
     """As where it listens at all addresses."""
-    access = Access(Front.model_construct(host="0.0.0.0"))
+    access = Access(FrontConfig.model_construct(host="0.0.0.0"))
     for server, host, code in (
         ("10.0.0.7", "10.0.0.7:8000", 0),
         ("10.0.0.7", "10.0.0.8", 403),

@@ -167,7 +167,7 @@ def test_first_lines_are_bounded_however_many_come_at_once(nbytes: int) -> None:
 
 @pytest.mark.parametrize("is_chunked", [True, False])
 def test_after_a_refusal_little_more_is_read(is_chunked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cumem_sleep.asgi.DRAIN_BYTES", 1 << 20)
+    monkeypatch.setattr("cumem_sleep.http.asgi.DRAIN_BYTES", 1 << 20)
     monkeypatch.setattr(listener, "LATE_BYTES", 1 << 20)
 
     async def scenario() -> None:

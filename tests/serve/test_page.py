@@ -14,7 +14,7 @@ from chromium import PROGRAM, Page, a_page
 from front_world import World, a_world, get, run
 
 import cumem_sleep.serve.page as served
-from cumem_sleep.serve.fleet import Refused
+from cumem_sleep.serve.fleet import OrderRefused
 from cumem_sleep.serve.status import HostStatus, Phase, VaultStatus
 
 STATIC = Path(served.__file__).parent / "static"
@@ -168,7 +168,7 @@ def test_where_keys_are_needed_it_asks_for_one_and_says_what_fails() -> None:
             assert await page.value("document.querySelectorAll('#models li').length") == 0
             await enter(page, TOKEN)
             await page.until("document.querySelectorAll('[data-call]').length === 3")
-            world.fleet.refusal = Refused("<b>somebody else</b> started it")
+            world.fleet.refusal = OrderRefused("<b>somebody else</b> started it")
             await page.value("document.querySelector('[data-call=stop]').click()")
             await page.until("!document.querySelector('#problem').hidden")
             said = await page.value("document.querySelector('#problem').textContent")

@@ -11,7 +11,7 @@ import pytest
 
 from cumem_sleep.serve import policy
 from cumem_sleep.serve.actions import Action, Grant, Obeyed, Refuse, Removed, Revoke, Sleep, Start, Stop, Wake
-from cumem_sleep.serve.events import Arrived, Configured, Died, Done, Event, Gone, HasLayer, Ordered, TimePassed
+from cumem_sleep.serve.events import Arrived, Configured, Died, Done, FrontEvent, Gone, HasLayer, Ordered, TimePassed
 from cumem_sleep.serve.policy import STOP, Spec
 from cumem_sleep.serve.scheduler import Scheduler
 from cumem_sleep.serve.status import Phase
@@ -59,7 +59,7 @@ class World:
 
     # Events
 
-    def send(self, event: Event) -> list[Action]:
+    def send(self, event: FrontEvent) -> list[Action]:
         actions = list(self.scheduler.handle(event, self.now))
         for action in actions:
             self.log.append(action)

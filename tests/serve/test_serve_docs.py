@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cumem_sleep.serve.access import Need, place_of
-from cumem_sleep.serve.config import Front, parse
+from cumem_sleep.serve.config import FrontConfig, parse
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "several-models.md").read_text()
@@ -38,7 +38,7 @@ def test_paths_on_the_page_need_what_it_says() -> None:
 
 
 def test_every_key_of_the_front_is_on_the_page() -> None:
-    keys = {field.alias or name for name, field in Front.model_fields.items()}
+    keys = {field.alias or name for name, field in FrontConfig.model_fields.items()}
     assert {key for row in rows("Of the front:\n") for key in re.findall(r"`(\w+)`", row[0])} == keys
 
 

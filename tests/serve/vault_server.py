@@ -19,14 +19,14 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from support import Memory
 
 from cumem_sleep import CuMemAllocator, CumemSleepError
-from cumem_sleep.asgi import Message, Scope, refusal, response
-from cumem_sleep.serve.simulated_server import Options, SimulatedServer
+from cumem_sleep.http.asgi import Message, Scope, refusal, response
+from cumem_sleep.serve.simulated_server import SimulatedServer, SimulatedServerOptions
 
 
 class VaultServer(SimulatedServer):
     """Servers of one seed have the same weights."""
 
-    def __init__(self, options: Options, seed: int) -> None:
+    def __init__(self, options: SimulatedServerOptions, seed: int) -> None:
         super().__init__(options)
         self.allocator = CuMemAllocator.get_instance()
         address = self.allocator.malloc(options.weights_bytes, "weights", 0)
@@ -60,7 +60,7 @@ def main() -> int:
     parser.add_argument("--weights-bytes", type=int, required=True)
     parser.add_argument("--seed", type=int, required=True)
     asked = parser.parse_args()
-    options = Options(tuple(asked.served_model_name), weights_bytes=asked.weights_bytes)
+    options = SimulatedServerOptions(tuple(asked.served_model_name), weights_bytes=asked.weights_bytes)
     uvicorn.run(VaultServer(options, asked.seed), uds=asked.uds, ws="none", lifespan="off", log_level="warning")
     return 0
 

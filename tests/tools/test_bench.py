@@ -23,7 +23,7 @@ from cumem_sleep.digest import device as digest
 from cumem_sleep.tools import bench, cli
 from cumem_sleep.tools.bench import link, memory, palette, plot, report, workload
 from cumem_sleep.tools.bench.host_memory import touch_host_memory
-from cumem_sleep.tools.bench.report import Kind, Step
+from cumem_sleep.tools.bench.report import BenchStep, StepKind
 from cumem_sleep.tools.layout import PAGE_BYTES as PAGE
 from cumem_sleep.tools.simulated import SIMULATED_NOTE
 
@@ -233,17 +233,17 @@ def test_help_teaches_by_examples(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_summary_of_several_rounds() -> None:
-    steps = [Step("wake", Kind.WAKE, n, seconds, 10**9, 10.0) for n, seconds in ((1, 0.2), (2, 0.4), (3, 0.1))]
+    steps = [BenchStep("wake", StepKind.WAKE, n, seconds, 10**9, 10.0) for n, seconds in ((1, 0.2), (2, 0.4), (3, 0.1))]
     found = report.Summary.of(steps)
     assert (found.seconds, found.least_seconds, found.most_seconds, found.count) == (0.2, 0.1, 0.4, 3)
     assert (found.gbps, found.times_link, found.link_seconds) == (5.0, 2.0, 0.1)
-    nothing = report.Summary.of([Step("clean sleep", Kind.SLEEP, 1, 0.1, 0, 10.0)])
+    nothing = report.Summary.of([BenchStep("clean sleep", StepKind.SLEEP, 1, 0.1, 0, 10.0)])
     assert (nothing.gbps, nothing.times_link, nothing.link_seconds) == (0.0, None, None)
 
 
 def test_ratios_are_to_the_link_of_that_direction() -> None:
-    link_ = report.Link(to_host_gbps=50.0, to_device_gbps=25.0, bytes=1)
-    assert [link_.gbps(kind) for kind in (Kind.SLEEP, Kind.PREPARE, Kind.WAKE)] == [50.0, 50.0, 25.0]
+    link_ = report.LinkRates(to_host_gbps=50.0, to_device_gbps=25.0, bytes=1)
+    assert [link_.gbps(kind) for kind in (StepKind.SLEEP, StepKind.PREPARE, StepKind.WAKE)] == [50.0, 50.0, 25.0]
 
 
 # Level 3

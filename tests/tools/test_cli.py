@@ -22,19 +22,11 @@ import pytest
 from support import MIB, SIMULATED, Memory, write_safetensors
 
 import cumem_sleep
-from cumem_sleep import (
-    BackupMismatch,
-    CuMemAllocator,
-    DriverError,
-    InvalidArgument,
-    InvalidState,
-    Settings,
-    _core,
-    variables,
-)
+from cumem_sleep import BackupMismatch, CuMemAllocator, DriverError, InvalidArgument, InvalidState, Settings, _core
 from cumem_sleep.backups.catalogue import Catalogue
+from cumem_sleep.core import variables
 from cumem_sleep.tools import cli, demo, layout, simulated
-from cumem_sleep.tools.demo.report import DemoReport, Step, short
+from cumem_sleep.tools.demo.report import DemoReport, DemoStep, short
 from cumem_sleep.tools.demo.run import _Demo
 
 KV = ["--kv", "4MiB"]
@@ -491,7 +483,7 @@ def test_sizes_have_three_digits() -> None:
 
 
 def test_table_of_a_real_device_names_its_use() -> None:
-    step = Step(1, "wake", 5 << 30, 7 << 30, 0, 10**9, 0.5, 1, "1 B = source", True)
+    step = DemoStep(1, "wake", 5 << 30, 7 << 30, 0, 10**9, 0.5, 1, "1 B = source", True)
     report = DemoReport(False, 0, "NVIDIA H200", "x", 1, ["BF16"], 1, 1, 1, (step,))
     headings = [str(column.header) for column in report.table().columns]
     assert "GPU in use" in headings

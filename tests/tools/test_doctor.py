@@ -15,11 +15,11 @@ from support import DRIVER, SIMULATED
 
 from cumem_sleep import DriverError, InvalidState, OutOfDeviceMemory, _core, sim
 from cumem_sleep.checkpoint import device_memory, process
-from cumem_sleep.driver import open_driver
+from cumem_sleep.core.driver import open_driver
 from cumem_sleep.errors import format_bytes
 from cumem_sleep.settings import VARIABLES
 from cumem_sleep.tools import cli, doctor
-from cumem_sleep.tools.doctor import Check, DoctorReport, Status, gpus, host, level_3, packages, variables
+from cumem_sleep.tools.doctor import Check, CheckStatus, DoctorReport, gpus, host, level_3, packages, variables
 from cumem_sleep.tools.doctor.examine import examine, guarded
 from cumem_sleep.tools.machine import Machine, machine_facts
 
@@ -61,13 +61,23 @@ def link(speed: str, most_speed: str, width: str, most_width: str) -> dict[str, 
 @pytest.mark.parametrize(
     ("files", "status", "found", "advice"),
     [
-        (link("32.0 GT/s PCIe", "32.0 GT/s PCIe", "16", "16"), Status.OK, "PCIe 5 x16", ""),
-        (link("16.0 GT/s PCIe", "32.0 GT/s PCIe", "16", "16"), Status.WARN, "PCIe 4 x16 now, PCIe 5 x16", "idle GPUs"),
-        (link("32.0 GT/s PCIe", "32.0 GT/s PCIe", "8", "16"), Status.WARN, "PCIe 5 x8 now, PCIe 5 x16", "narrower"),
-        (link("Unknown", "Unknown", "16", "16"), Status.OK, "Unknown x16", ""),
+        (link("32.0 GT/s PCIe", "32.0 GT/s PCIe", "16", "16"), CheckStatus.OK, "PCIe 5 x16", ""),
+        (
+            link("16.0 GT/s PCIe", "32.0 GT/s PCIe", "16", "16"),
+            CheckStatus.WARN,
+            "PCIe 4 x16 now, PCIe 5 x16",
+            "idle GPUs",
+        ),
+        (
+            link("32.0 GT/s PCIe", "32.0 GT/s PCIe", "8", "16"),
+            CheckStatus.WARN,
+            "PCIe 5 x8 now, PCIe 5 x16",
+            "narrower",
+        ),
+        (link("Unknown", "Unknown", "16", "16"), CheckStatus.OK, "Unknown x16", ""),
     ],
 )
-def test_pcie_link(files: dict[str, str], status: Status, found: str, advice: str, tmp_path: pathlib.Path) -> None:
+def test_pcie_link(files: dict[str, str], status: CheckStatus, found: str, advice: str, tmp_path: pathlib.Path) -> None:
     check = gpus.pcie_link(machine(tmp_path, files), "link", GPU)
     assert check.status is status
     assert found in check.found
@@ -76,7 +86,7 @@ def test_pcie_link(files: dict[str, str], status: Status, found: str, advice: st
 
 def test_what_cannot_be_read_is_said(tmp_path: pathlib.Path) -> None:
     check = guarded("link", lambda: gpus.pcie_link(machine(tmp_path), "link", GPU))
-    assert check.status is Status.WARN
+    assert check.status is CheckStatus.WARN
     assert check.found.startswith("could not be checked: ")
     assert "current_link_speed: No such file" in check.found
 
@@ -94,15 +104,17 @@ def test_no_check_ends_the_examination() -> None:
 @pytest.mark.parametrize(
     ("nodes", "node", "affinity", "status", "found"),
     [
-        (1, 0, {0, 1}, Status.OK, "node 0 of 1"),
-        (2, 1, {0, 9}, Status.OK, "node 1 of 2"),
-        (2, 1, {0, 1}, Status.WARN, "none of its cores"),
-        (2, -1, {0}, Status.WARN, "node not known, the host has 2"),
-        (1, -1, {0}, Status.OK, "node not known; the host has 1 node"),
-        (0, -1, {0}, Status.OK, "the host has no nodes"),
+        (1, 0, {0, 1}, CheckStatus.OK, "node 0 of 1"),
+        (2, 1, {0, 9}, CheckStatus.OK, "node 1 of 2"),
+        (2, 1, {0, 1}, CheckStatus.WARN, "none of its cores"),
+        (2, -1, {0}, CheckStatus.WARN, "node not known, the host has 2"),
+        (1, -1, {0}, CheckStatus.OK, "node not known; the host has 1 node"),
+        (0, -1, {0}, CheckStatus.OK, "the host has no nodes"),
     ],
 )
-def test_numa(nodes: int, node: int, affinity: set[int], status: Status, found: str, tmp_path: pathlib.Path) -> None:
+def test_numa(
+    nodes: int, node: int, affinity: set[int], status: CheckStatus, found: str, tmp_path: pathlib.Path
+) -> None:
     files = {f"sys/devices/system/node/node{n}/cpulist": f"{n * 8}-{n * 8 + 7}\n" for n in range(nodes)}
     check = gpus.numa(machine(tmp_path, files, affinity=frozenset(affinity)), "NUMA", node)
     assert check.status is status
@@ -116,8 +128,8 @@ def test_cpu_affinity(tmp_path: pathlib.Path) -> None:
     assert host.affinity(some).found == "4 of 8 cores: 0-2,5"
 
 
-@pytest.mark.parametrize(("usable", "status"), [(8, Status.OK), (4, Status.WARN)])
-def test_cores(usable: int, status: Status, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("usable", "status"), [(8, CheckStatus.OK), (4, CheckStatus.WARN)])
+def test_cores(usable: int, status: CheckStatus, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host.host_facts, "usable_cores", lambda _root: usable)
     check = host.cores(machine(tmp_path))
     assert check.status is status
@@ -135,30 +147,30 @@ def test_memory_of_the_control_group(tmp_path: pathlib.Path) -> None:
         "sys/fs/cgroup/memory.current": f"{30 << 30}\n",
     }
     check = host.cgroup_memory(machine(tmp_path, files))
-    assert check.status is Status.OK
+    assert check.status is CheckStatus.OK
     assert check.found.startswith("70.00 GiB left of 100.00 GiB")
     check = host.cgroup_memory(machine(tmp_path, {"sys/fs/cgroup/memory.current": f"{99 << 30}\n"}))
-    assert (check.status, check.found) == (Status.WARN, "1.00 GiB left of 100.00 GiB")
+    assert (check.status, check.found) == (CheckStatus.WARN, "1.00 GiB left of 100.00 GiB")
 
 
 def test_available_memory(tmp_path: pathlib.Path) -> None:
-    assert host.available_memory(machine(tmp_path)).status is Status.WARN
+    assert host.available_memory(machine(tmp_path)).status is CheckStatus.WARN
     files = {"proc/meminfo": f"MemTotal: {200 << 20} kB\nMemAvailable: {128 << 20} kB\n"}
     check = host.available_memory(machine(tmp_path, files))
-    assert check.status is Status.OK
+    assert check.status is CheckStatus.OK
     assert check.found.startswith("128.00 GiB")
 
 
 @pytest.mark.parametrize(
     ("modes", "status"),
     [
-        ("[always] madvise never", Status.OK),
-        ("always [madvise] never", Status.OK),
-        ("always madvise [never]", Status.WARN),
-        ("", Status.WARN),
+        ("[always] madvise never", CheckStatus.OK),
+        ("always [madvise] never", CheckStatus.OK),
+        ("always madvise [never]", CheckStatus.WARN),
+        ("", CheckStatus.WARN),
     ],
 )
-def test_huge_pages(modes: str, status: Status, tmp_path: pathlib.Path) -> None:
+def test_huge_pages(modes: str, status: CheckStatus, tmp_path: pathlib.Path) -> None:
     path = "sys/kernel/mm/transparent_hugepage/enabled"
     assert host.huge_pages(machine(tmp_path, {path: modes})).status is status
 
@@ -170,13 +182,13 @@ FREE = "sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages"
 @pytest.mark.parametrize(
     ("modes", "vault", "status"),
     [
-        ("always within_size [advise] never deny force", "auto", Status.OK),
-        ("always within_size advise [never] deny force", "auto", Status.WARN),
-        ("always within_size advise [never] deny force", "off", Status.OK),
-        ("", "off", Status.WARN),
+        ("always within_size [advise] never deny force", "auto", CheckStatus.OK),
+        ("always within_size advise [never] deny force", "auto", CheckStatus.WARN),
+        ("always within_size advise [never] deny force", "off", CheckStatus.OK),
+        ("", "off", CheckStatus.WARN),
     ],
 )
-def test_huge_pages_of_the_vault(modes: str, vault: str, status: Status, tmp_path: pathlib.Path) -> None:
+def test_huge_pages_of_the_vault(modes: str, vault: str, status: CheckStatus, tmp_path: pathlib.Path) -> None:
     check = host.vault_pages(machine(tmp_path, {SHMEM: modes}, {"CUMEM_SLEEP_VAULT": vault}))
     assert check.status is status
     if "[never]" in modes:
@@ -191,7 +203,7 @@ def test_huge_pages_that_are_reserved_are_told(tmp_path: pathlib.Path) -> None:
 
 def test_memlock_is_for_information(tmp_path: pathlib.Path) -> None:
     check = host.memlock(machine(tmp_path))
-    assert check.status is Status.OK
+    assert check.status is CheckStatus.OK
     assert "does not enforce" in check.found
 
 
@@ -206,50 +218,50 @@ def torch_files(version: str, cuda: str | None) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("files", "status", "found"),
     [
-        ({}, Status.WARN, "not installed"),
-        (torch_files("2.13.0", "13.0"), Status.OK, "2.13.0, built for CUDA 13.0"),
-        (torch_files("2.8.0+cu128", "12.8"), Status.OK, "2.8.0+cu128, built for CUDA 12.8"),
-        (torch_files("2.13.0+cpu", None), Status.WARN, "2.13.0+cpu, without CUDA"),
-        (torch_files("2.7.1", "12.6"), Status.WARN, "2.7.1, built for CUDA 12.6"),
-        (package("torch", "2.10.0"), Status.OK, "2.10.0"),
+        ({}, CheckStatus.WARN, "not installed"),
+        (torch_files("2.13.0", "13.0"), CheckStatus.OK, "2.13.0, built for CUDA 13.0"),
+        (torch_files("2.8.0+cu128", "12.8"), CheckStatus.OK, "2.8.0+cu128, built for CUDA 12.8"),
+        (torch_files("2.13.0+cpu", None), CheckStatus.WARN, "2.13.0+cpu, without CUDA"),
+        (torch_files("2.7.1", "12.6"), CheckStatus.WARN, "2.7.1, built for CUDA 12.6"),
+        (package("torch", "2.10.0"), CheckStatus.OK, "2.10.0"),
     ],
 )
-def test_torch(files: dict[str, str], status: Status, found: str, tmp_path: pathlib.Path) -> None:
+def test_torch(files: dict[str, str], status: CheckStatus, found: str, tmp_path: pathlib.Path) -> None:
     check = packages.torch(machine(tmp_path, files))
     assert (check.status, check.found) == (status, found)
-    assert bool(check.advice) == (status is Status.WARN)
+    assert bool(check.advice) == (status is CheckStatus.WARN)
 
 
 @pytest.mark.parametrize(
     ("environment", "installed", "status", "found"),
     [
-        ({}, (), Status.OK, "off"),
-        ({"CUMEM_SLEEP_COMPRESS": "auto"}, ("torch", "triton"), Status.OK, "auto"),
-        ({"CUMEM_SLEEP_COMPRESS": "auto"}, ("torch", "pytorch-triton"), Status.OK, "auto"),
-        ({"CUMEM_SLEEP_COMPRESS": "auto"}, ("torch",), Status.WARN, "Triton not installed"),
-        ({"CUMEM_SLEEP_COMPRESS": "auto"}, (), Status.WARN, "PyTorch and Triton not installed"),
-        ({"CUMEM_SLEEP_COMPRESS": "auto", "CUMEM_SLEEP_DRIVER": "sim"}, (), Status.OK, "simulated"),
+        ({}, (), CheckStatus.OK, "off"),
+        ({"CUMEM_SLEEP_COMPRESS": "auto"}, ("torch", "triton"), CheckStatus.OK, "auto"),
+        ({"CUMEM_SLEEP_COMPRESS": "auto"}, ("torch", "pytorch-triton"), CheckStatus.OK, "auto"),
+        ({"CUMEM_SLEEP_COMPRESS": "auto"}, ("torch",), CheckStatus.WARN, "Triton not installed"),
+        ({"CUMEM_SLEEP_COMPRESS": "auto"}, (), CheckStatus.WARN, "PyTorch and Triton not installed"),
+        ({"CUMEM_SLEEP_COMPRESS": "auto", "CUMEM_SLEEP_DRIVER": "sim"}, (), CheckStatus.OK, "simulated"),
     ],
 )
 def test_compression(
-    environment: dict[str, str], installed: tuple[str, ...], status: Status, found: str, tmp_path: pathlib.Path
+    environment: dict[str, str], installed: tuple[str, ...], status: CheckStatus, found: str, tmp_path: pathlib.Path
 ) -> None:
     files = {path: text for name in installed for path, text in package(name, "3.0").items()}
     check = packages.compression(machine(tmp_path, files, environment=environment))
-    assert (check.status, bool(check.advice)) == (status, status is Status.WARN)
+    assert (check.status, bool(check.advice)) == (status, status is CheckStatus.WARN)
     assert found in check.found
 
 
 def test_compression_with_a_pytorch_that_reaches_no_gpu(tmp_path: pathlib.Path) -> None:
     files = {**package("torch", "2.11.0+cpu"), **package("triton", "3.7.1")}
     check = packages.compression(machine(tmp_path, files, environment={"CUMEM_SLEEP_COMPRESS": "auto"}))
-    assert check.status is Status.WARN
+    assert check.status is CheckStatus.WARN
     assert "2.11.0+cpu is built without CUDA: backups are stored uncompressed" in check.found
 
 
 def test_other_packages(tmp_path: pathlib.Path) -> None:
     bare = machine(tmp_path)
-    assert {look(bare).status for look in (packages.triton, packages.vllm, packages.cupy)} == {Status.OK}
+    assert {look(bare).status for look in (packages.triton, packages.vllm, packages.cupy)} == {CheckStatus.OK}
     files = {**package("triton", "3.7.1"), **package("vllm", "0.26.0"), **package("cupy-cuda13x", "13.6.0")}
     full = machine(tmp_path, files)
     found = [look(full).found for look in (packages.triton, packages.vllm, packages.cupy)]
@@ -259,19 +271,31 @@ def test_other_packages(tmp_path: pathlib.Path) -> None:
 @pytest.mark.parametrize(
     ("version", "environment", "status", "found"),
     [
-        ("0.33.1", {"VLLM_PLUGINS": "other,cumem_sleep", "CUMEM_SLEEP_DISABLE": "0"}, Status.OK, "in this layer"),
-        ("0.26.0", {"CUMEM_SLEEP_DISABLE": "1"}, Status.OK, "keeps its own sleep mode: CUMEM_SLEEP_DISABLE=1"),
-        ("0.26.0", {"VLLM_PLUGINS": "other"}, Status.OK, "keeps its own sleep mode: VLLM_PLUGINS=other"),
-        ("0.26.0", {"VLLM_PLUGINS": "cumem-sleep"}, Status.OK, "in this layer"),
-        ("0.26.0", {"VLLM_PLUGINS": "other, cumem_sleep"}, Status.WARN, "sleep mode: VLLM_PLUGINS=other, cumem_sleep"),
-        ("0.34.0", {}, Status.WARN, "known versions are 0.11 to 0.33"),
-        ("0.34.0", {"CUMEM_SLEEP_VLLM_UNTESTED": "1"}, Status.WARN, "with sleep mode in this layer if it fits: its"),
-        ("0.10.2", {}, Status.WARN, "known versions are 0.11 to 0.33"),
+        ("0.33.1", {"VLLM_PLUGINS": "other,cumem_sleep", "CUMEM_SLEEP_DISABLE": "0"}, CheckStatus.OK, "in this layer"),
+        ("0.26.0", {"CUMEM_SLEEP_DISABLE": "1"}, CheckStatus.OK, "keeps its own sleep mode: CUMEM_SLEEP_DISABLE=1"),
+        ("0.26.0", {"VLLM_PLUGINS": "other"}, CheckStatus.OK, "keeps its own sleep mode: VLLM_PLUGINS=other"),
+        ("0.26.0", {"VLLM_PLUGINS": "cumem-sleep"}, CheckStatus.OK, "in this layer"),
+        (
+            "0.26.0",
+            {"VLLM_PLUGINS": "other, cumem_sleep"},
+            CheckStatus.WARN,
+            "sleep mode: VLLM_PLUGINS=other, cumem_sleep",
+        ),
+        ("0.34.0", {}, CheckStatus.WARN, "known versions are 0.11 to 0.33"),
+        (
+            "0.34.0",
+            {"CUMEM_SLEEP_VLLM_UNTESTED": "1"},
+            CheckStatus.WARN,
+            "with sleep mode in this layer if it fits: its",
+        ),
+        ("0.10.2", {}, CheckStatus.WARN, "known versions are 0.11 to 0.33"),
     ],
 )
-def test_vllm(version: str, environment: dict[str, str], status: Status, found: str, tmp_path: pathlib.Path) -> None:
+def test_vllm(
+    version: str, environment: dict[str, str], status: CheckStatus, found: str, tmp_path: pathlib.Path
+) -> None:
     check = packages.vllm(machine(tmp_path, package("vllm", version), environment))
-    assert (check.status, bool(check.advice)) == (status, status is Status.WARN)
+    assert (check.status, bool(check.advice)) == (status, status is CheckStatus.WARN)
     assert check.found.startswith(version)
     assert found in check.found
 
@@ -289,7 +313,7 @@ def test_expandable_segments(
     environment: dict[str, str], torch_version: str, found: str, tmp_path: pathlib.Path
 ) -> None:
     check = packages.expandable_segments(machine(tmp_path, package("torch", torch_version), environment))
-    assert check.status is Status.OK
+    assert check.status is CheckStatus.OK
     assert found in check.found
 
 
@@ -299,18 +323,25 @@ def test_expandable_segments(
 @pytest.mark.parametrize(
     ("environment", "status", "found", "advice"),
     [
-        ({"HOME": "/"}, Status.OK, "all at their defaults", ""),
-        ({"CUMEM_SLEEP_VERIFY": "off", "CUMEM_SLEEP_POISON": ""}, Status.OK, "CUMEM_SLEEP_VERIFY=off", ""),
-        ({"CUMEM_SLEEP_DISABLE": "1"}, Status.OK, "CUMEM_SLEEP_DISABLE=1", ""),
-        ({"CUMEM_SLEEP_DISABLE": "perhaps"}, Status.FAIL, "CUMEM_SLEEP_DISABLE='perhaps'", "correct the variable"),
-        ({"CUMEM_SLEEP_ON_REQUEST": "wake"}, Status.OK, "CUMEM_SLEEP_ON_REQUEST=wake", ""),
-        ({"CUMEM_SLEEP_ON_REQUEST": "nap"}, Status.FAIL, "CUMEM_SLEEP_ON_REQUEST='nap'", "correct the variable"),
-        ({"CUMEM_SLEEP_VERIFI": "off"}, Status.WARN, "nothing reads CUMEM_SLEEP_VERIFI", "may be CUMEM_SLEEP_VERIFY"),
-        ({"CUMEM_SLEEP_QQQQQQQQQQQQQQQQQQQQQ": "1"}, Status.WARN, "nothing reads", "unset CUMEM_SLEEP_QQ"),
-        ({"CUMEM_SLEEP_VERIFY": "perhaps"}, Status.FAIL, "CUMEM_SLEEP_VERIFY='perhaps'", "correct the variable"),
+        ({"HOME": "/"}, CheckStatus.OK, "all at their defaults", ""),
+        ({"CUMEM_SLEEP_VERIFY": "off", "CUMEM_SLEEP_POISON": ""}, CheckStatus.OK, "CUMEM_SLEEP_VERIFY=off", ""),
+        ({"CUMEM_SLEEP_DISABLE": "1"}, CheckStatus.OK, "CUMEM_SLEEP_DISABLE=1", ""),
+        ({"CUMEM_SLEEP_DISABLE": "perhaps"}, CheckStatus.FAIL, "CUMEM_SLEEP_DISABLE='perhaps'", "correct the variable"),
+        ({"CUMEM_SLEEP_ON_REQUEST": "wake"}, CheckStatus.OK, "CUMEM_SLEEP_ON_REQUEST=wake", ""),
+        ({"CUMEM_SLEEP_ON_REQUEST": "nap"}, CheckStatus.FAIL, "CUMEM_SLEEP_ON_REQUEST='nap'", "correct the variable"),
+        (
+            {"CUMEM_SLEEP_VERIFI": "off"},
+            CheckStatus.WARN,
+            "nothing reads CUMEM_SLEEP_VERIFI",
+            "may be CUMEM_SLEEP_VERIFY",
+        ),
+        ({"CUMEM_SLEEP_QQQQQQQQQQQQQQQQQQQQQ": "1"}, CheckStatus.WARN, "nothing reads", "unset CUMEM_SLEEP_QQ"),
+        ({"CUMEM_SLEEP_VERIFY": "perhaps"}, CheckStatus.FAIL, "CUMEM_SLEEP_VERIFY='perhaps'", "correct the variable"),
     ],
 )
-def test_settings(environment: dict[str, str], status: Status, found: str, advice: str, tmp_path: pathlib.Path) -> None:
+def test_settings(
+    environment: dict[str, str], status: CheckStatus, found: str, advice: str, tmp_path: pathlib.Path
+) -> None:
     check = variables.settings(machine(tmp_path, environment=environment))
     assert check.status is status
     assert found in check.found
@@ -363,7 +394,7 @@ def test_no_driver(
 ) -> None:
     monkeypatch.setattr(gpus, "open_driver", failing(error))
     check = gpus.driver(machine(tmp_path, files, environment))
-    assert check.status is Status.FAIL
+    assert check.status is CheckStatus.FAIL
     assert advice in check.advice
 
 
@@ -374,7 +405,7 @@ def test_no_driver_leaves_the_other_checks(tmp_path: pathlib.Path, monkeypatch: 
     assert not report.ok
     checks = {check.name: check for check in report.checks}
     assert checks["GPUs"].found == "could not be checked: no driver is open"
-    assert checks["CuPy"].status is Status.OK
+    assert checks["CuPy"].status is CheckStatus.OK
 
 
 def test_real_driver_names_its_version(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -394,7 +425,7 @@ def test_devices_are_tried() -> None:
     report = examined()
     checks = {check.name: check for check in report.checks}
     assert report.simulated is SIMULATED
-    assert checks["GPU 0"].status is Status.OK
+    assert checks["GPU 0"].status is CheckStatus.OK
     assert "allocated and freed 2 MiB; POSIX fd: " in checks["GPU 0 handles"].found
     assert {"driver", "GPU 0 PCIe", "GPU 0 NUMA", "MemAvailable", "huge pages", "PyTorch"} < set(checks)
     assert not _core.segments()
@@ -412,11 +443,13 @@ def test_all_devices_are_looked_at() -> None:
 @pytest.mark.parametrize(
     ("error", "status", "found"),
     [
-        (OutOfDeviceMemory(2 << 20, 0, 0), Status.WARN, "the GPU is full"),
-        (DriverError("cuMemMap", "CUDA_ERROR_UNKNOWN"), Status.FAIL, "2 MiB could not be allocated"),
+        (OutOfDeviceMemory(2 << 20, 0, 0), CheckStatus.WARN, "the GPU is full"),
+        (DriverError("cuMemMap", "CUDA_ERROR_UNKNOWN"), CheckStatus.FAIL, "2 MiB could not be allocated"),
     ],
 )
-def test_device_that_refuses(error: DriverError, status: Status, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_that_refuses(
+    error: DriverError, status: CheckStatus, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(_core, "Allocation", failing(error))
     check = gpus.gpu_handles(0)
     assert check.status is status
@@ -455,7 +488,7 @@ def test_level_3_needs_a_new_driver(
     monkeypatch.setattr(_core, "can_checkpoint", lambda: False)
     checks = {check.name: check for check in examined().checks if check.name.startswith("level 3")}
     assert list(checks) == ["level 3"]
-    assert checks["level 3"].status is Status.WARN
+    assert checks["level 3"].status is CheckStatus.WARN
     assert checks["level 3"].found == f"not possible: {found}"
     assert advice in checks["level 3"].advice
     assert helpers == []
@@ -467,9 +500,9 @@ def test_level_3_needs_a_new_driver(
 def test_level_3_is_possible_on_the_simulated_driver(helpers: list[subprocess.Popen[bytes]]) -> None:
     checks = [check for check in examined().checks if check.name.startswith("level 3")]
     assert [(check.name, check.status) for check in checks] == [
-        ("level 3", Status.OK),
-        ("level 3 helper", Status.OK),
-        ("level 3 memory", Status.OK),
+        ("level 3", CheckStatus.OK),
+        ("level 3 helper", CheckStatus.OK),
+        ("level 3 memory", CheckStatus.OK),
     ]
     used, total = sim.process_memory(os.getpid(), _core.device_info(0).uuid)  # of whichever simulated driver came first
     assert checks[2].found == f"the simulated driver says what is free: GPU 0: {format_bytes(total - used)}"
@@ -481,7 +514,7 @@ def test_a_helper_that_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     open_driver(DRIVER)
     monkeypatch.setattr(process.sys, "executable", "/nowhere/python")
     check = level_3.helper()
-    assert check.status is Status.WARN
+    assert check.status is CheckStatus.WARN
     assert check.found.startswith("the helper process cannot be started: ")
     assert "/nowhere/python" in check.found
 
@@ -491,7 +524,7 @@ def test_a_helper_that_cannot_use_the_driver(
 ) -> None:
     monkeypatch.setattr(_core, "driver_path", lambda: "/nowhere/libcuda.so.1")
     check = level_3.helper()
-    assert check.status is Status.WARN
+    assert check.status is CheckStatus.WARN
     assert check.found.startswith("the helper process cannot use the driver: dlopen failed")
     assert all(each.returncode is not None for each in helpers)
 
@@ -502,7 +535,7 @@ def test_a_helper_that_may_not_ask_about_this_process(
 ) -> None:
     monkeypatch.setenv("CUMEM_SLEEP_SIM_FAIL", "cuCheckpointProcessGetState:0:CUDA_ERROR_NOT_PERMITTED:9")
     check = level_3.helper()
-    assert check.status is Status.WARN
+    assert check.status is CheckStatus.WARN
     assert "cuCheckpointProcessGetState failed with CUDA_ERROR_NOT_PERMITTED" in check.found
     assert "the same user" in check.advice
     assert len(helpers) == 1
@@ -514,7 +547,7 @@ def test_free_memory_that_nobody_tells(monkeypatch: pytest.MonkeyPatch) -> None:
     open_driver(DRIVER)
     monkeypatch.setattr(level_3, "free_bytes", failing(OSError("NVML: Insufficient Permissions")))
     check = level_3.free_memory([0])
-    assert check.status is Status.WARN
+    assert check.status is CheckStatus.WARN
     assert "does not say what is free: GPU 0: NVML: Insufficient Permissions" in check.found
     assert "compute,utility" in check.advice
 

@@ -10,7 +10,7 @@ from stand_ins import FakeStream, Log, Part, Store, parts_of
 from ways import BATCHES_TIMED, ENGINE, ENGINE_FOR_A_WHILE
 
 from cumem_sleep import CuMemAllocator, DriverError
-from cumem_sleep.extents import Piece
+from cumem_sleep.core.extents import Piece
 from cumem_sleep.transfer import link as link_module
 from cumem_sleep.transfer.copiers import read_pieces
 from cumem_sleep.transfer.link import Link, LinkIn, LinkOut

@@ -24,7 +24,7 @@ from ways import (
 
 from cumem_sleep import CuMemAllocator
 from cumem_sleep.transfer.copiers import Copiers
-from cumem_sleep.transfer.pacing import BestRate, Choice, Pace
+from cumem_sleep.transfer.pacing import BestRate, CopyChoice, Pace
 
 
 class TestChoices:
@@ -39,7 +39,7 @@ class TestChoices:
         kernel: float = FAST_KERNEL,
         best: BestRate | None = None,
         in_flight: int = CuMemAllocator.tuning.batches_in_flight,
-    ) -> list[Choice]:
+    ) -> list[CopyChoice]:
         """What is chosen for so many batches; `engine` is its rate by the number of the batch.
 
         What says nothing of a rate gets a time that would spoil all if it counted.

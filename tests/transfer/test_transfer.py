@@ -9,7 +9,7 @@ from itertools import count, cycle
 import pytest
 from stand_ins import Block, Part, Store, parts_of
 
-from cumem_sleep.extents import Piece
+from cumem_sleep.core.extents import Piece
 from cumem_sleep.transfer.link import Batch, Link
 from cumem_sleep.transfer.transfer import Transfer
 

@@ -9,7 +9,7 @@ import pytest
 from support import DRIVER, PAGE, SIMULATED
 
 from cumem_sleep import CuMemAllocator, DriverError, OutOfDeviceMemory, OutOfHostMemory, _core, sim
-from cumem_sleep.driver import open_driver
+from cumem_sleep.core.driver import open_driver
 from cumem_sleep.transfer import copiers
 from cumem_sleep.transfer.copiers import Copiers
 

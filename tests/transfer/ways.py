@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from cumem_sleep import CuMemAllocator
-from cumem_sleep.transfer.pacing import Choice
+from cumem_sleep.transfer.pacing import CopyChoice
 
-KERNEL, KERNEL_ALONE = Choice(by_engine=False, alone=False), Choice(by_engine=False, alone=True)
-ENGINE, ENGINE_ALONE = Choice(by_engine=True, alone=False), Choice(by_engine=True, alone=True)
-ENGINE_AGAIN = Choice(by_engine=True, alone=True, again=True)
+KERNEL, KERNEL_ALONE = CopyChoice(by_engine=False, alone=False), CopyChoice(by_engine=False, alone=True)
+ENGINE, ENGINE_ALONE = CopyChoice(by_engine=True, alone=False), CopyChoice(by_engine=True, alone=True)
+ENGINE_AGAIN = CopyChoice(by_engine=True, alone=True, again=True)
 TRIALS = [ENGINE_ALONE, ENGINE_AGAIN]  # of an engine that is fast
 
 # Between two looks at the engine's rate, and until the engine is tried again.

@@ -13,10 +13,11 @@ from support import BACKED_UP, PAGE, Memory
 from test_recovery import DEADLINE_S, once_it_goes_on, tier_of
 from test_sleeping import MakeAllocator, check, fill, leave
 
-from cumem_sleep import CuMemAllocator, OutOfDeviceMemory, _core, operation, sim
+from cumem_sleep import CuMemAllocator, OutOfDeviceMemory, _core, sim
 from cumem_sleep.backups.vault import VaultTransfers
+from cumem_sleep.core import operation
+from cumem_sleep.core.levels import SegmentGroup
 from cumem_sleep.errors import DriverError, VaultLost
-from cumem_sleep.levels import Group
 from cumem_sleep.operations import wake as wake_operation
 
 pytestmark = [pytest.mark.sim, pytest.mark.slow]
@@ -225,7 +226,7 @@ class TestBorrowed:
             allocator.wake_up()
         asleep_in = wake_operation.asleep
 
-        def relents(meant: Group) -> list[_core.Segment]:
+        def relents(meant: SegmentGroup) -> list[_core.Segment]:
             sim.reset()  # not before the operation has tried to release it, and failed
             return asleep_in(meant)
 

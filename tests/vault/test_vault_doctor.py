@@ -12,7 +12,7 @@ from running import RunningVault
 from support import PAGE
 
 from cumem_sleep import CuMemAllocator, _core, sim
-from cumem_sleep.tools.doctor import Check, Status, examine
+from cumem_sleep.tools.doctor import Check, CheckStatus, examine
 from cumem_sleep.tools.doctor.vault import vault as look
 from cumem_sleep.tools.machine import Machine
 from cumem_sleep.vault import protocol
@@ -41,18 +41,18 @@ class TestNone:
         monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
 
     def test_none_is_wanted(self) -> None:
-        assert checked(None) == Check("vault", Status.OK, "not used (CUMEM_SLEEP_VAULT is off)")
+        assert checked(None) == Check("vault", CheckStatus.OK, "not used (CUMEM_SLEEP_VAULT is off)")
         assert checked("off") == checked(None)
 
     def test_one_would_be_used(self) -> None:
         check = checked("auto")
-        assert check.status is Status.WARN
+        assert check.status is CheckStatus.WARN
         assert check.found.startswith("no vault answers at ")
         assert "memory of each process instead" in check.advice
 
     def test_one_is_needed(self, folder: pathlib.Path) -> None:
         check = checked(folder / "vault.sock")
-        assert check.status is Status.FAIL
+        assert check.status is CheckStatus.FAIL
         assert check.found.startswith(f"no vault answers at {folder}/vault.sock")
         assert "every sleep at level 1 is refused" in check.advice
 
@@ -61,11 +61,11 @@ class TestOneAnswers:
     def test_it_serves(self, vault: RunningVault, monkeypatch: pytest.MonkeyPatch) -> None:
         check = checked(vault.socket)
         found = f"pid {vault.process.pid} at {vault.socket}: 64.00 MiB left of 64.00 MiB, 0 clients"
-        assert check == Check("vault", Status.OK, found)
+        assert check == Check("vault", CheckStatus.OK, found)
         monkeypatch.setattr(protocol, "default_socket", lambda: vault.socket)
         assert checked("auto") == check
         assert checked(None) == Check(
-            "vault", Status.OK, f"not used (CUMEM_SLEEP_VAULT is off), but one answers: {found}"
+            "vault", CheckStatus.OK, f"not used (CUMEM_SLEEP_VAULT is off), but one answers: {found}"
         )
 
     def test_it_has_little_left(self, vault: RunningVault) -> None:
@@ -73,7 +73,7 @@ class TestOneAnswers:
         client.reserve(_core.device_info(0).uuid, [63 << 20])
         check = checked(vault.socket)
         client.close()
-        assert check.status is Status.WARN
+        assert check.status is CheckStatus.WARN
         assert check.found.endswith("1.00 MiB left of 64.00 MiB, 1 client; it has little left")
         assert "vault status" in check.advice
 
@@ -95,7 +95,7 @@ class TestOneAnswers:
         status = VaultClient.status
         monkeypatch.setattr(VaultClient, "status", lambda client: {**status(client), **facts})
         check = checked(vault.socket)
-        assert check.status is Status.WARN
+        assert check.status is CheckStatus.WARN
         assert found in check.found
         assert advice in check.advice
 
@@ -104,19 +104,19 @@ class TestOneAnswers:
             ours = protocol.VERSION
             patch.setattr(protocol, "VERSION", 99)
             check = checked(vault.socket)
-        assert check.status is Status.FAIL
+        assert check.status is CheckStatus.FAIL
         expected = f"received version {ours} of the protocol, expected version 99: install the same version"
         assert expected in check.found
 
     def test_it_does_not_serve_every_gpu(self, vault: RunningVault) -> None:
         sim.configure(devices=2)
         check = checked(vault.socket, devices=2)
-        assert check.status is Status.WARN
+        assert check.status is CheckStatus.WARN
         assert check.found.endswith("; it does not serve GPU 1")
 
-    @pytest.mark.parametrize(("wanted", "status"), [("", Status.FAIL), ("auto", Status.WARN)])
+    @pytest.mark.parametrize(("wanted", "status"), [("", CheckStatus.FAIL), ("auto", CheckStatus.WARN)])
     def test_it_serves_none(
-        self, vault: RunningVault, monkeypatch: pytest.MonkeyPatch, wanted: str, status: Status
+        self, vault: RunningVault, monkeypatch: pytest.MonkeyPatch, wanted: str, status: CheckStatus
     ) -> None:
         monkeypatch.setattr(protocol, "default_socket", lambda: vault.socket)
         asked = VaultClient.status
@@ -129,7 +129,7 @@ class TestOneAnswers:
 def test_it_is_among_the_checks(vault: RunningVault) -> None:
     report = examine(Machine(environment={**SIMULATED, "CUMEM_SLEEP_VAULT": str(vault.socket)}, little_bytes=PAGE))
     (check,) = [check for check in report.checks if check.name == "vault"]
-    assert check.status is Status.OK
+    assert check.status is CheckStatus.OK
 
 
 @pytest.mark.slow
@@ -143,5 +143,5 @@ def test_a_stopped_one_is_not_waited_for_long(
     running.signal(signal.SIGSTOP)
     check = checked(running.socket)
     running.signal(signal.SIGCONT)
-    assert check.status is Status.FAIL
+    assert check.status is CheckStatus.FAIL
     assert "silent for 0.3 s" in check.found

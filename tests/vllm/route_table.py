@@ -129,19 +129,19 @@ def document(routes: dict[str, set[Route]]) -> str:
 
 def treatment(path: str, method: str) -> str:
     """What the gate does with requests of this route, in the document's words."""
-    from cumem_sleep.vllm.routes import Kind, kind_of
+    from cumem_sleep.vllm.routes import RouteKind, kind_of
 
     words = {
-        Kind.CHANGES: "guarded, answered",
-        Kind.WRITES: "guarded, refused asleep",
-        Kind.CALLS: "guarded, refused asleep unless harmless",
-        Kind.ADAPTS: "guarded, held",
-        Kind.ADMINISTERS: "guarded",
-        Kind.RUNS: "held",
-        Kind.HEALTH: "answered",
-        Kind.ASKS: "answered",
-        Kind.PASSES: "passes",
-        Kind.UNKNOWN: "**not known**",
+        RouteKind.CHANGES: "guarded, answered",
+        RouteKind.WRITES: "guarded, refused asleep",
+        RouteKind.CALLS: "guarded, refused asleep unless harmless",
+        RouteKind.ADAPTS: "guarded, held",
+        RouteKind.ADMINISTERS: "guarded",
+        RouteKind.RUNS: "held",
+        RouteKind.HEALTH: "answered",
+        RouteKind.ASKS: "answered",
+        RouteKind.PASSES: "passes",
+        RouteKind.UNKNOWN: "**not known**",
     }
     return words[kind_of(method, path)]
 

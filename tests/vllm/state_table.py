@@ -48,7 +48,7 @@ STATES: dict[str, tuple[str, State]] = {
 _ASLEEP, _MAPPED = Workers(asleep=TAGS), Workers(mapped=TAGS)
 _DROPPED = Workers(asleep=TAGS, lost=True)
 
-EVENTS: dict[str, events.Event] = {
+EVENTS: dict[str, events.GateEvent] = {
     "a change begins": Began(),
     "a wake begins": Began(disturbs=False),
     "it ends": events.Ended(),

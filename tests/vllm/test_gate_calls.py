@@ -9,7 +9,7 @@ import pytest
 from fake_vllm import FakeVllm, until_idle
 from gate_client import Serve, run
 
-from cumem_sleep.vllm.sleeping_model import Phase
+from cumem_sleep.vllm.sleeping_model import GatePhase
 
 pytestmark = pytest.mark.usefixtures("gate_environment")
 
@@ -150,7 +150,7 @@ def test_root_paths_and_slashes(serve: Serve, root: str, strips: bool) -> None:
             assert [await post(path) for path in ("/sleep", "/v1/completions", "/wake")] == [404] * 3
             return
         assert await post("/sleep") == 200
-        assert client.gate.model.phase is Phase.ASLEEP
+        assert client.gate.model.phase is GatePhase.ASLEEP
         assert await post("/v1/completions") == 503
         assert await post("/resume") == 409
         assert await post("/resume/") == 307

@@ -9,7 +9,7 @@ import pytest
 from fake_vllm import TAGS, FakeEngine, FakeVllm
 from gate_client import Serve, run
 
-from cumem_sleep.vllm.sleeping_model import Phase
+from cumem_sleep.vllm.sleeping_model import GatePhase
 
 pytestmark = pytest.mark.usefixtures("gate_environment")
 
@@ -251,7 +251,7 @@ def test_health_finds_out_that_a_wake_which_failed_has_mapped_nothing(serve: Ser
         client.engine.fails["cumem_sleep_status"] = [RuntimeError("an answer to another question")] * 4
         with pytest.raises(RuntimeError, match="OutOfDeviceMemory"):
             await client.post("/wake_up")
-        assert client.gate.model.phase is Phase.DISAGREEING
+        assert client.gate.model.phase is GatePhase.DISAGREEING
         assert (await client.get("/health")).body == {"status": "asleep", "asleep": True, "level": 1}
 
     run(scenario())

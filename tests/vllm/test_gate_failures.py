@@ -9,7 +9,7 @@ import pytest
 from fake_vllm import TAGS, Crash, FakeEngine, FakeVllm, OldEngine, until_idle
 from gate_client import Serve, run
 
-from cumem_sleep.vllm.sleeping_model import Phase
+from cumem_sleep.vllm.sleeping_model import GatePhase
 
 pytestmark = pytest.mark.usefixtures("gate_environment")
 
@@ -182,7 +182,7 @@ def test_an_engine_that_does_not_say_what_it_does_is_asked_by_the_next_request(s
         await client.ask()
         client.engine.fails["is_sleeping"] = [RuntimeError("busy")]
         assert (await client.post("/sleep")).code == 200
-        assert client.gate.model.phase is Phase.UNKNOWN
+        assert client.gate.model.phase is GatePhase.UNKNOWN
         assert (await client.ask()).code == 503
 
     run(scenario())

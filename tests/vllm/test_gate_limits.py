@@ -15,7 +15,7 @@ from fake_vllm import FakeEngine, FakeVllm, until_idle
 from gate_client import Serve, run
 
 from cumem_sleep.vllm import SleepGate
-from cumem_sleep.vllm.sleeping_model import Phase
+from cumem_sleep.vllm.sleeping_model import GatePhase
 
 # Held requests
 
@@ -147,7 +147,7 @@ def test_a_pause_waits_for_a_wake_by_request(serve: Serve) -> None:
         assert (await pause.response()).code == 200
         await request.response()
         assert client.gate.model.asleep == set()
-        assert client.gate.model.phase is Phase.AWAKE
+        assert client.gate.model.phase is GatePhase.AWAKE
         assert (await client.ask()).body == {"text": "queued"}
 
     run(scenario())
@@ -220,7 +220,7 @@ def test_a_client_that_writes_all_before_it_reads_sees_the_answer(
 
 
 def test_an_answer_does_not_wait_for_a_body_for_ever(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cumem_sleep.asgi.DRAIN_WITHIN_S", 0.05)
+    monkeypatch.setattr("cumem_sleep.http.asgi.DRAIN_WITHIN_S", 0.05)
 
     async def scenario() -> None:
         client = serve()

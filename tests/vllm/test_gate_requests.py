@@ -10,7 +10,7 @@ import pytest
 from fake_vllm import until_idle
 from gate_client import Serve, outcomes, run
 
-from cumem_sleep.vllm.sleeping_model import Phase
+from cumem_sleep.vllm.sleeping_model import GatePhase
 
 pytestmark = pytest.mark.usefixtures("gate_environment")
 
@@ -155,7 +155,7 @@ def test_wake_from_level_0(serve: Serve) -> None:
     async def scenario() -> None:
         client = serve(on_request="wake")
         await client.post("/sleep?level=0")
-        assert client.gate.model.phase is Phase.ASLEEP
+        assert client.gate.model.phase is GatePhase.ASLEEP
         assert (await client.ask()).body == {"text": "good"}
         assert ("wake_up", ["scheduling"]) in client.engine.calls
 
@@ -322,7 +322,7 @@ def test_the_only_client_leaves_and_the_wake_goes_on(serve: Serve) -> None:
         await held.response()
         client.engine.waits["wake_up"].set()
         await until_idle()
-        assert client.gate.model.phase is Phase.AWAKE
+        assert client.gate.model.phase is GatePhase.AWAKE
 
     run(scenario())
 
@@ -338,7 +338,7 @@ def test_a_held_body_is_not_read_ahead_without_limit(serve: Serve, monkeypatch: 
         assert (await held.response()).code == 200
         assert client.vllm.bodies[-1] == b"x" * 64
 
-    monkeypatch.setattr("cumem_sleep.asgi.READ_AHEAD_BYTES", 32)
+    monkeypatch.setattr("cumem_sleep.http.asgi.READ_AHEAD_BYTES", 32)
     run(scenario())
 
 

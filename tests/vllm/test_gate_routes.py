@@ -11,8 +11,8 @@ from fake_vllm import FakeEngine, FakeVllm, until_idle
 from gate_client import TOKEN, Serve, run
 
 from cumem_sleep.vllm import SleepGate
-from cumem_sleep.vllm.routes import GUARDED, Kind, Routes, kind_of
-from cumem_sleep.vllm.sleeping_model import Phase
+from cumem_sleep.vllm.routes import GUARDED, RouteKind, Routes, kind_of
+from cumem_sleep.vllm.sleeping_model import GatePhase
 
 pytestmark = pytest.mark.usefixtures("gate_environment")
 
@@ -148,27 +148,27 @@ def test_the_token_opens_what_it_guards(server: Any, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("method", "path", "template", "kind", "redirects"),
     [
-        ("POST", "/sleep", "/sleep", Kind.CHANGES, False),
-        ("POST", "/sleep/", "/sleep", Kind.CHANGES, True),
-        ("GET", "/sleep", "/sleep", Kind.NOTHING, False),
-        ("POST", "/v1/responses/r-1/cancel", "/v1/responses/{response_id}/cancel", Kind.PASSES, False),
-        ("POST", "/v1/responses/r/1/cancel", "", Kind.NOTHING, False),
-        ("PUT", "/plugins_own", "/plugins_own", Kind.UNKNOWN, False),
-        ("POST", "/mounted/sleep", "/mounted/sleep", Kind.UNKNOWN, False),
-        ("GET", "/mounted/look", "/mounted/look", Kind.PASSES, False),
-        ("POST", "/nothing", "", Kind.NOTHING, False),
+        ("POST", "/sleep", "/sleep", RouteKind.CHANGES, False),
+        ("POST", "/sleep/", "/sleep", RouteKind.CHANGES, True),
+        ("GET", "/sleep", "/sleep", RouteKind.NOTHING, False),
+        ("POST", "/v1/responses/r-1/cancel", "/v1/responses/{response_id}/cancel", RouteKind.PASSES, False),
+        ("POST", "/v1/responses/r/1/cancel", "", RouteKind.NOTHING, False),
+        ("PUT", "/plugins_own", "/plugins_own", RouteKind.UNKNOWN, False),
+        ("POST", "/mounted/sleep", "/mounted/sleep", RouteKind.UNKNOWN, False),
+        ("GET", "/mounted/look", "/mounted/look", RouteKind.PASSES, False),
+        ("POST", "/nothing", "", RouteKind.NOTHING, False),
     ],
 )
 def test_the_route_that_starlette_takes(
-    server: Any, method: str, path: str, template: str, kind: Kind, redirects: bool
+    server: Any, method: str, path: str, template: str, kind: RouteKind, redirects: bool
 ) -> None:
     taken = Routes().take(server, {"type": "http", "method": method, "path": path, "headers": []})
     assert (taken.template, taken.kind, taken.redirects) == (template, kind, redirects)
 
 
 def test_a_server_without_a_router_that_can_be_read_is_closed() -> None:
-    assert Routes().take(object(), {"type": "http", "method": "POST", "path": "/sleep"}).kind is Kind.UNKNOWN
-    assert Kind.UNKNOWN in GUARDED
+    assert Routes().take(object(), {"type": "http", "method": "POST", "path": "/sleep"}).kind is RouteKind.UNKNOWN
+    assert RouteKind.UNKNOWN in GUARDED
 
 
 # The token
@@ -348,19 +348,19 @@ def test_without_a_key_the_gate_itself_answers_401_while_asleep(serve: Serve, pa
         for key in ("", "other"):
             assert (await client.post(path, key=key)).code == 401
         assert client.engine.count("generate") == 0
-        assert client.gate.model.phase is Phase.ASLEEP
+        assert client.gate.model.phase is GatePhase.ASLEEP
 
     run(scenario())
 
 
 def test_every_kind_is_in_the_table_for_a_reason() -> None:
-    assert kind_of("POST", "/sleep") is Kind.CHANGES
-    assert kind_of("POST", "/v1/completions") is Kind.RUNS
+    assert kind_of("POST", "/sleep") is RouteKind.CHANGES
+    assert kind_of("POST", "/v1/completions") is RouteKind.RUNS
     assert kind_of("HEAD", "/server_info") in GUARDED
-    assert kind_of("GET", "/anything") is Kind.PASSES
-    assert kind_of("POST", "/anything") is Kind.UNKNOWN
-    assert kind_of("WEBSOCKET", "/anything") is Kind.UNKNOWN
-    assert kind_of("BREW", "/metrics") is Kind.PASSES
+    assert kind_of("GET", "/anything") is RouteKind.PASSES
+    assert kind_of("POST", "/anything") is RouteKind.UNKNOWN
+    assert kind_of("WEBSOCKET", "/anything") is RouteKind.UNKNOWN
+    assert kind_of("BREW", "/metrics") is RouteKind.PASSES
 
 
 @pytest.mark.parametrize("path", ["/v1/load_lora_adapter", "/sleep"])

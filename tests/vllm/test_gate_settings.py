@@ -13,7 +13,8 @@ import pytest
 from fake_vllm import FakeVllm
 from gate_client import TOKEN, Serve, run
 
-from cumem_sleep import InvalidArgument, InvalidArgumentType, variables
+from cumem_sleep import InvalidArgument, InvalidArgumentType
+from cumem_sleep.core import variables
 from cumem_sleep.settings import GateSettings
 from cumem_sleep.vllm import SleepGate
 

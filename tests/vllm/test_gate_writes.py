@@ -10,7 +10,7 @@ import pytest
 from fake_vllm import Client, FakeEngine, FakeVllm, until_idle
 from gate_client import Serve, run
 
-from cumem_sleep.vllm.sleeping_model import Phase
+from cumem_sleep.vllm.sleeping_model import GatePhase
 from cumem_sleep.vllm.worker_methods import Effect, effect_of, method_of
 
 WRITES = ("/update_weights", "/finish_weight_update", "/start_weight_update", "/weight_checker", "/collective_rpc")
@@ -214,7 +214,7 @@ def test_a_call_whose_client_left_before_its_turn_takes_no_effect(serve: Serve, 
         client.engine.waits["wake_up"].set()
         assert (await wake.response()).code == 200
         assert len(client.vllm.seen) == seen
-        assert client.gate.model.phase is Phase.AWAKE
+        assert client.gate.model.phase is GatePhase.AWAKE
 
     run(scenario())
 

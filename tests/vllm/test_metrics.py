@@ -274,5 +274,7 @@ def test_the_workers_answer_is_what_the_gate_reads() -> None:
     answer: Any = FakeEngine().status(0)
     assert set(answer) == set(metrics.RankStatus.__annotations__)
     assert all(set(usage) == set(metrics.Usage.__annotations__) for usage in answer["usage"].values())
-    assert set(answer["place"]) == set(metrics.Place.__annotations__)
-    assert all(set(done) == set(metrics.Operation.__annotations__) for done in answer["operations"].values())
+    assert set(answer["place"]) == set(metrics.WorkerBackupPlace.__annotations__)
+    assert all(
+        set(done) == set(metrics.WorkerOperationTotals.__annotations__) for done in answer["operations"].values()
+    )

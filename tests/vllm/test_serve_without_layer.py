@@ -27,7 +27,7 @@ from ready_process import Program, ReadyProcess
 
 from cumem_sleep.serve import servers
 from cumem_sleep.serve.address import from_url
-from cumem_sleep.serve.config import Model
+from cumem_sleep.serve.config import ModelConfig
 
 skip_unless_vllm()
 if tuple(map(int, importlib.metadata.version("vllm").split(".")[:2])) < (0, 18):
@@ -50,7 +50,7 @@ def start_vllm(ready_process: ReadyProcess, folder: pathlib.Path, url: str) -> P
     """As the front starts a server, but for the program; of all plugins it loads those of the tests alone."""
     model = watched_server.model_folder(folder / "model")
     command = ["vllm", "serve", str(model), *watched_server.options()]
-    config = Model(command=command, env={"VLLM_PLUGINS": "simulated_cuda"})  # type: ignore[arg-type]
+    config = ModelConfig(command=command, env={"VLLM_PLUGINS": "simulated_cuda"})  # type: ignore[arg-type]
     words = servers.command_line("stock", config, from_url(url, None))
     assert "--middleware" not in words
     program = folder / "program.py"

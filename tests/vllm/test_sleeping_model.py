@@ -13,7 +13,7 @@ import state_table
 from state_table import EVENTS, STATES
 
 from cumem_sleep.vllm import events, sleeping_model
-from cumem_sleep.vllm.sleeping_model import Call, Decision, Phase, SleepingModel
+from cumem_sleep.vllm.sleeping_model import EngineCall, GatePhase, RequestDecision, SleepingModel
 
 PAIRS = [(state, event) for state in STATES for event in EVENTS]
 
@@ -25,7 +25,7 @@ def test_what_becomes_of_it(state: str, event: str) -> None:
 
 def test_the_table_has_every_event_and_each_state_is_told_from_the_others() -> None:
     assert set(state_table.expected()) == set(PAIRS)
-    assert {type(event) for event in EVENTS.values()} == set(get_args(events.Event))
+    assert {type(event) for event in EVENTS.values()} == set(get_args(events.GateEvent))
     assert [state_table.name_of(state) for _, state in STATES.values()] == list(STATES)
 
 
@@ -37,37 +37,37 @@ def test_the_document_shows_the_table() -> None:
 @pytest.mark.parametrize("state", STATES)
 def test_requests_run_only_where_all_memory_is_there_and_the_weights_are_loaded(state: str, policy: str) -> None:
     model = SleepingModel(STATES[state][1])
-    passes = model.decide(policy) is Decision.PASS
+    passes = model.decide(policy) is RequestDecision.PASS
     assert passes == model.serves == (state in ("awake", "paused"))
-    assert policy == "wake" or model.decide(policy) is not Decision.WAKE
-    if model.phase is Phase.DISAGREEING:
-        assert model.decide(policy) is (Decision.WAKE if policy == "wake" else Decision.REFUSE)
+    assert policy == "wake" or model.decide(policy) is not RequestDecision.WAKE
+    if model.phase is GatePhase.DISAGREEING:
+        assert model.decide(policy) is (RequestDecision.WAKE if policy == "wake" else RequestDecision.REFUSE)
 
 
 CALLS = {
-    "level 0": (Call.RESUME,),
-    "level 1": (Call.WAKE_REST,),
-    "level 2": (Call.WAKE_WEIGHTS, Call.RELOAD, Call.WAKE_REST),
-    "level 3": (Call.WAKE_REST,),
-    "no KV": (Call.WAKE_REST,),
-    "KV only": (Call.WAKE_REST,),
-    "missing": (Call.RELOAD,),
-    "half awake": (Call.WAKE_REST,),
-    "half asleep": (Call.WAKE_WORKERS, Call.RESUME),
+    "level 0": (EngineCall.RESUME,),
+    "level 1": (EngineCall.WAKE_REST,),
+    "level 2": (EngineCall.WAKE_WEIGHTS, EngineCall.RELOAD, EngineCall.WAKE_REST),
+    "level 3": (EngineCall.WAKE_REST,),
+    "no KV": (EngineCall.WAKE_REST,),
+    "KV only": (EngineCall.WAKE_REST,),
+    "missing": (EngineCall.RELOAD,),
+    "half awake": (EngineCall.WAKE_REST,),
+    "half asleep": (EngineCall.WAKE_WORKERS, EngineCall.RESUME),
 }
 DONE = {
-    Call.WAKE_WORKERS: [events.WorkersWoken()],
-    Call.WAKE_WEIGHTS: [events.Woken(state_table.WEIGHTS, loads_next=True)],
-    Call.RELOAD: [state_table.EVENTS["weights loaded"]],
-    Call.WAKE_REST: [events.Woken(loads_next=True)],
-    Call.RESUME: [],
+    EngineCall.WAKE_WORKERS: [events.WorkersWoken()],
+    EngineCall.WAKE_WEIGHTS: [events.Woken(state_table.WEIGHTS, loads_next=True)],
+    EngineCall.RELOAD: [state_table.EVENTS["weights loaded"]],
+    EngineCall.WAKE_REST: [events.Woken(loads_next=True)],
+    EngineCall.RESUME: [],
 }
 
 
 @pytest.mark.parametrize("state", STATES)
 def test_the_calls_of_a_wake_end_in_a_model_that_serves(state: str) -> None:
     model = SleepingModel(STATES[state][1])
-    if model.decide("wake") is not Decision.WAKE:
+    if model.decide("wake") is not RequestDecision.WAKE:
         assert state not in CALLS
         return
     assert model.calls_to_wake() == CALLS[state]
@@ -85,7 +85,7 @@ def test_other_servers_get_the_whole_state(state: str) -> None:
     other = SleepingModel(dataclasses.replace(known, kept=not known.kept))
     other.adopt(told)
     assert dataclasses.replace(other.state, known=known.known) == known
-    assert other.phase in (Phase.UNKNOWN, Phase.CHANGING), "it has to ask"
+    assert other.phase in (GatePhase.UNKNOWN, GatePhase.CHANGING), "it has to ask"
     same = SleepingModel(known)
     for facts in (told, {}):
         same.adopt(facts)

@@ -13,8 +13,8 @@ from typing import Any
 
 from ... import _core
 from ...allocator import CuMemAllocator
-from ...scopes import scoped
-from ...tags import DEFAULT_TAG
+from ...core.scopes import scoped
+from ...core.tags import DEFAULT_TAG
 from .environment import MMAP, NO_DISK_BACKUP, check_backend
 
 
@@ -73,7 +73,7 @@ class Native:
     @property
     def in_region(self) -> bool:
         """Whether what this thread allocates belongs to a region."""
-        return _core.thread_backup() != _core.Backup.BY_LEVEL
+        return _core.thread_backup() != _core.BackupPlan.BY_LEVEL
 
     def region(self, tag: str, backend: str | None, *, backup: bool) -> AbstractContextManager[None]:
         """`Regions.use_without_pool`."""
@@ -144,7 +144,7 @@ class Native:
 
     def tms_get_enable_cpu_backup(self) -> bool:
         """Whether that region is backed up."""
-        return _core.thread_backup() == _core.Backup.ALWAYS
+        return _core.thread_backup() == _core.BackupPlan.ALWAYS
 
     def tms_get_enable_disk_backup(self) -> bool:
         """False."""

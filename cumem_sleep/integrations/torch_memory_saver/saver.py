@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any, cast
 
-from ... import log
 from ...allocator import CuMemAllocator
+from ...core import log
+from ...core.scopes import scoped
+from ...core.tags import DEFAULT_TAG
 from ...errors import CumemSleepError, InvalidArgument, InvalidState
-from ...scopes import scoped
-from ...tags import DEFAULT_TAG
 from .. import preload
 from .environment import NO_DISK_BACKUP, Environment, check_backend
 from .native import Native

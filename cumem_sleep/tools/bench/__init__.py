@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from .plot import check_plot, draw
 from .report import BenchReport
-from .run import Options, run
+from .run import BenchOptions, run
 from .workload import Request, Room, Workload, plan
 
 __all__ = [
+    "BenchOptions",
     "BenchReport",
-    "Options",
     "Request",
     "Room",
     "Workload",

@@ -11,9 +11,9 @@ import numpy as np
 
 from ... import _core
 from ...allocator import CuMemAllocator
-from ...pinned import pinned_block
+from ...core.pinned import pinned_block
 from ..layout import PAGE_BYTES
-from .report import Link
+from .report import LinkRates
 from .workload import SIMULATED, Room
 
 _SIZES = tuple(gib << 30 for gib in (8, 4, 2, 1))
@@ -28,7 +28,7 @@ def link_bytes(room: Room) -> int:
     return next((size for size in sizes if size <= least // 4), max(PAGE_BYTES, least // 4 // PAGE_BYTES * PAGE_BYTES))
 
 
-def measure_link(allocator: CuMemAllocator, device: int, nbytes: int, repeats: int = 3) -> Link:
+def measure_link(allocator: CuMemAllocator, device: int, nbytes: int, repeats: int = 3) -> LinkRates:
     """The median rates of `repeats` copies of `nbytes` in each direction, after a warm-up. Everything is freed.
 
     Raises:
@@ -42,7 +42,7 @@ def measure_link(allocator: CuMemAllocator, device: int, nbytes: int, repeats: i
             to_host_s = _seconds(stream, lambda: stream.to_host(block, 0, address, nbytes), repeats)
     finally:
         allocator.free(address)
-    return Link(to_host_gbps=nbytes / to_host_s / 1e9, to_device_gbps=nbytes / to_device_s / 1e9, bytes=nbytes)
+    return LinkRates(to_host_gbps=nbytes / to_host_s / 1e9, to_device_gbps=nbytes / to_device_s / 1e9, bytes=nbytes)
 
 
 def _fill(block: _core.HostBlock) -> None:

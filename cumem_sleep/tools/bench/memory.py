@@ -17,8 +17,8 @@ import numpy.typing as npt
 
 from ... import _core
 from ...allocator import CuMemAllocator
+from ...core.torch_pools import torch_with_cuda
 from ...errors import InvalidState, OutOfDeviceMemory, format_bytes
-from ...torch_pools import torch_with_cuda
 
 _PART_WORDS = 1 << 22  # checked at a time
 _OWN_SEGMENT_BYTES = 10 << 20  # from this size on PyTorch's caching allocator gives each tensor a segment of its own

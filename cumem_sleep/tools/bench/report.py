@@ -24,7 +24,7 @@ _DEEP_NOTE = (
 _Number = TypeVar("_Number", int, float)
 
 
-class Kind(Enum):
+class StepKind(Enum):
     """What a step does, which decides the direction of its copies."""
 
     SLEEP = "sleep"
@@ -33,16 +33,16 @@ class Kind(Enum):
 
 
 @dataclass(frozen=True)
-class Link:
+class LinkRates:
     """The rates of pinned copies of `bytes` in each direction: the ceiling."""
 
     to_host_gbps: float
     to_device_gbps: float
     bytes: int
 
-    def gbps(self, kind: Kind) -> float:
+    def gbps(self, kind: StepKind) -> float:
         """The rate in the direction of such a step."""
-        return self.to_device_gbps if kind is Kind.WAKE else self.to_host_gbps
+        return self.to_device_gbps if kind is StepKind.WAKE else self.to_host_gbps
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class DigestSpeed:
 
 
 @dataclass(frozen=True)
-class Step:
+class BenchStep:
     """One measured call.
 
     Attributes:
@@ -75,7 +75,7 @@ class Step:
     """
 
     name: str
-    kind: Kind
+    kind: StepKind
     round: int
     seconds: float
     bytes: int
@@ -139,7 +139,7 @@ class Summary:
     checkpointed_bytes: int | None
 
     @classmethod
-    def of(cls, steps: list[Step]) -> Summary:
+    def of(cls, steps: list[BenchStep]) -> Summary:
         """The summary of steps with the same name; there must be at least one."""
         seconds = [step.seconds for step in steps]
         nbytes = int(statistics.median(step.bytes for step in steps))
@@ -180,8 +180,8 @@ class BenchReport:
     kv_cache_bytes: int
     rounds: int
     host_memory_touched_before: bool
-    link: Link
-    steps: tuple[Step, ...]
+    link: LinkRates
+    steps: tuple[BenchStep, ...]
     compress: str = "off"
     digest: DigestSpeed | None = None
     wrong: str = ""
@@ -203,7 +203,7 @@ class BenchReport:
 
     def summaries(self) -> list[Summary]:
         """One for each name, in the order of their first step."""
-        by_name: dict[str, list[Step]] = {}
+        by_name: dict[str, list[BenchStep]] = {}
         for step in self.steps:
             by_name.setdefault(step.name, []).append(step)
         return [Summary.of(steps) for steps in by_name.values()]

@@ -19,7 +19,7 @@ from ..machine import machine_facts
 from .host_memory import touch_host_memory
 from .link import link_bytes, measure_link
 from .memory import DeviceMemory, Region, open_memory
-from .report import BenchReport, DigestSpeed, Kind, Step
+from .report import BenchReport, BenchStep, DigestSpeed, StepKind
 from .workload import Room, Workload
 
 _CHANGED_SEGMENT = 7  # of a model: gate_up_proj of the second layer, a large one
@@ -28,7 +28,7 @@ _TOUCHED_SHARE = 0.95  # of what is free: others on the machine need some, too
 
 
 @dataclass(frozen=True)
-class Options:
+class BenchOptions:
     """How to measure.
 
     Attributes:
@@ -46,7 +46,9 @@ class Options:
     command: Sequence[str] = ("cumem-sleep", "bench")
 
 
-def run(allocator: CuMemAllocator, workload: Workload, room: Room, options: Options, progress: Progress) -> BenchReport:
+def run(
+    allocator: CuMemAllocator, workload: Workload, room: Room, options: BenchOptions, progress: Progress
+) -> BenchReport:
     """Measure. The run ends at the first wake after which bytes differ, and the report says so. Everything is freed.
 
     Raises:
@@ -100,10 +102,10 @@ class _Bench:
         weights: tuple[Region, ...],
         kv_cache: tuple[Region, ...],
         report: BenchReport,
-        options: Options,
+        options: BenchOptions,
         progress: Progress,
     ) -> None:
-        self.steps: list[Step] = []
+        self.steps: list[BenchStep] = []
         self._allocator = allocator
         self._memory = memory
         self._weights = weights
@@ -173,16 +175,16 @@ class _Bench:
         self._sleep("level 1 sleep")
         self._wake("level 1 wake")
         slept = self._sleep("level 3 sleep", level=3)
-        self._add_parts(Kind.SLEEP, slept.phases, ("unpin", "lock", "checkpoint"))
+        self._add_parts(StepKind.SLEEP, slept.phases, ("unpin", "lock", "checkpoint"))
         woke = self._wake("level 3 wake")
-        self._add_parts(Kind.WAKE, woke.phases, ("restore", "unlock"))
+        self._add_parts(StepKind.WAKE, woke.phases, ("restore", "unlock"))
 
     # Steps
 
-    def _add_parts(self, kind: Kind, phases: Mapping[str, float], names: Sequence[str]) -> None:
+    def _add_parts(self, kind: StepKind, phases: Mapping[str, float], names: Sequence[str]) -> None:
         """What level 3 adds to a call, as steps of their own."""
         link_gbps = self._report.link.gbps(kind)
-        self.steps += [Step(name, kind, self._round, phases[name], 0, link_gbps) for name in names]
+        self.steps += [BenchStep(name, kind, self._round, phases[name], 0, link_gbps) for name in names]
 
     def _left_on_gpu(self) -> int:
         taken = self._allocator.checkpoint
@@ -202,13 +204,13 @@ class _Bench:
         backed_up = report.copied_bytes + report.clean_bytes
         held = sum(usage.host_bytes for usage in self._allocator.usage().values())
         self.steps.append(
-            Step(
+            BenchStep(
                 name,
-                Kind.SLEEP,
+                StepKind.SLEEP,
                 self._round,
                 seconds,
                 report.copied_bytes,
-                self._report.link.gbps(Kind.SLEEP),
+                self._report.link.gbps(StepKind.SLEEP),
                 report.phases,
                 host_bytes_per_byte=held / backed_up if backed_up else None,
                 left_on_gpu_bytes=self._left_on_gpu(),
@@ -224,13 +226,13 @@ class _Bench:
         seconds = time.perf_counter() - start
         differences = self._differences(kv_is_awake=tags != ["weights"])
         self.steps.append(
-            Step(
+            BenchStep(
                 name,
-                Kind.WAKE,
+                StepKind.WAKE,
                 self._round,
                 seconds,
                 report.restored_bytes,
-                self._report.link.gbps(Kind.WAKE),
+                self._report.link.gbps(StepKind.WAKE),
                 report.phases,
                 verified_bytes=0 if self._expected is None else self._report.weights_bytes,
             )
@@ -257,8 +259,8 @@ class _Bench:
         if preparation.error is not None:
             raise preparation.error
         backed_up = self._allocator.usage()["weights"].backed_up_bytes
-        link_gbps = self._report.link.gbps(Kind.PREPARE)
-        self.steps.append(Step("prepare", Kind.PREPARE, self._round, seconds, backed_up, link_gbps))
+        link_gbps = self._report.link.gbps(StepKind.PREPARE)
+        self.steps.append(BenchStep("prepare", StepKind.PREPARE, self._round, seconds, backed_up, link_gbps))
 
     def _pause(self) -> None:
         self._show(f"pause of {self._options.pause_s:g} s")

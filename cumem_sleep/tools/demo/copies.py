@@ -8,10 +8,10 @@ from contextlib import ExitStack, closing
 import numpy as np
 
 from ... import _core
-from ...pinned import pinned_block
+from ...core.pinned import pinned_block
 from .. import layout
-from ..layout import Piece
-from ..safetensors import Bytes
+from ..layout import DevicePiece
+from ..safetensors import TensorBytes
 
 
 class DeviceCopies:
@@ -21,7 +21,7 @@ class DeviceCopies:
         self._blocks = [stack.enter_context(closing(pinned_block(layout.PIECE_BYTES, device))) for _ in range(2)]
         self._stream = stack.enter_context(_core.CopyStream(device))
 
-    def write(self, pieces: Iterable[Piece]) -> Iterator[int]:
+    def write(self, pieces: Iterable[DevicePiece]) -> Iterator[int]:
         """Copy the tensors to the device; yields the bytes of tensors done so far."""
         done = 0
         for number, piece in enumerate(pieces):
@@ -35,9 +35,9 @@ class DeviceCopies:
             yield done
         self._stream.synchronize()
 
-    def read(self, pieces: Iterable[Piece]) -> Iterator[tuple[Piece, Bytes]]:
+    def read(self, pieces: Iterable[DevicePiece]) -> Iterator[tuple[DevicePiece, TensorBytes]]:
         """The bytes of each piece; valid until the next one is requested."""
-        before: tuple[Piece, _core.HostBlock] | None = None
+        before: tuple[DevicePiece, _core.HostBlock] | None = None
         for number, piece in enumerate(pieces):
             block = self._blocks[number % 2]
             self._stream.synchronize()

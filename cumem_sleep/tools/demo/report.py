@@ -15,7 +15,7 @@ from ..simulated import SIMULATED_NOTE
 
 
 @dataclass(frozen=True)
-class Step:
+class DemoStep:
     """One row of the table.
 
     Attributes:
@@ -59,7 +59,7 @@ class DemoReport:
     weights_bytes: int
     weights_segments: int
     kv_cache_bytes: int
-    steps: tuple[Step, ...] = ()
+    steps: tuple[DemoStep, ...] = ()
 
     @property
     def ok(self) -> bool:

@@ -17,10 +17,10 @@ from ... import _core
 from ...allocator import CuMemAllocator
 from ...errors import InvalidArgument
 from ..console import Progress
-from ..layout import Piece, SegmentLayout
+from ..layout import DevicePiece, SegmentLayout
 from ..safetensors import Tensor
 from .copies import DeviceCopies
-from .report import DemoReport, Step, short
+from .report import DemoReport, DemoStep, short
 from .source import Source
 
 DEFAULT_KV_BYTES = 256 << 20
@@ -80,7 +80,7 @@ class _Demo:
         progress: Progress,
         stack: ExitStack,
     ) -> None:
-        self.steps: list[Step] = []
+        self.steps: list[DemoStep] = []
         self._allocator = allocator
         self._source = source
         self._weights = weights
@@ -181,7 +181,7 @@ class _Demo:
         if not _core.driver_is_simulated():
             free_bytes, total_bytes = _core.memory_info(self._device)
             device_used = total_bytes - free_bytes
-        step = Step(
+        step = DemoStep(
             round=self._round,
             name=name,
             layer_bytes=sum(tag.mapped_bytes for tag in usage),
@@ -199,7 +199,7 @@ class _Demo:
 
     # Checks
 
-    def _pieces(self) -> Iterator[Piece]:
+    def _pieces(self) -> Iterator[DevicePiece]:
         for segment in self._weights:
             yield from segment.pieces()
 
@@ -227,7 +227,7 @@ class _Demo:
         for address, nbytes in self._kv:
             size = min(_PROBE_BYTES, nbytes)
             for start in (address, address + nbytes - size):
-                probe = [Piece(start, size, ((0, pattern, 0, size),))]
+                probe = [DevicePiece(start, size, ((0, pattern, 0, size),))]
                 for _ in self._copies.write(probe):
                     pass
                 for _, content in self._copies.read(probe):

@@ -8,6 +8,6 @@ installed) and returns a `Check`. Each group of checks has a file: `variables`, 
 from __future__ import annotations
 
 from .examine import examine
-from .report import SIMULATED_NOTE, Check, DoctorReport, Status
+from .report import SIMULATED_NOTE, Check, CheckStatus, DoctorReport
 
-__all__ = ["SIMULATED_NOTE", "Check", "DoctorReport", "Status", "examine"]
+__all__ = ["SIMULATED_NOTE", "Check", "CheckStatus", "DoctorReport", "examine"]

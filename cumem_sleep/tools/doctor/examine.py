@@ -8,7 +8,7 @@ from functools import partial
 from ... import _core
 from ..machine import Machine
 from . import gpus, host, level_3, packages, variables, vault
-from .report import Check, DoctorReport, Status
+from .report import Check, CheckStatus, DoctorReport
 
 _HOST_CHECKS: Mapping[str, Callable[[Machine], Check]] = {
     "MemAvailable": host.available_memory,
@@ -61,6 +61,6 @@ def guarded(name: str, look: Callable[[], Check]) -> Check:
         return look()
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
-        return Check(name, Status.WARN, f"could not be checked: {where}{error.strerror or error}")
+        return Check(name, CheckStatus.WARN, f"could not be checked: {where}{error.strerror or error}")
     except Exception as error:  # the other checks still run
-        return Check(name, Status.WARN, f"could not be checked: {type(error).__name__}: {error}")
+        return Check(name, CheckStatus.WARN, f"could not be checked: {type(error).__name__}: {error}")

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 
 from ... import _core
-from ...driver import open_driver
+from ...core.driver import open_driver
 from ...errors import CumemSleepError, DriverError, OutOfDeviceMemory, counted, format_bytes
 from ...settings import PREFIX, Settings
 from ..layout import PAGE_BYTES
 from ..machine import Machine
-from .report import Check, Status
+from .report import Check, CheckStatus
 
 OLDEST_CUDA = "12.0"
 """As in csrc/driver.cpp, which refuses older drivers."""
@@ -27,16 +27,16 @@ def driver(machine: Machine) -> Check:
         open_driver(wanted)
     except DriverError as error:
         found = "libcuda.so.1 was not found" if error.call == "dlopen" else str(error)
-        return Check(name, Status.FAIL, found, _driver_advice(machine, error))
+        return Check(name, CheckStatus.FAIL, found, _driver_advice(machine, error))
     except CumemSleepError as error:
-        return Check(name, Status.FAIL, str(error))
+        return Check(name, CheckStatus.FAIL, str(error))
     version = _core.driver_version()
     cuda = f"CUDA {version // 1000}.{version % 1000 // 10}"
     if _core.driver_is_simulated():
-        return Check(name, Status.OK, f"simulated: no GPU is used ({cuda} is imitated)")
+        return Check(name, CheckStatus.OK, f"simulated: no GPU is used ({cuda} is imitated)")
     version_of_module = machine.nvidia_driver()
     kernel_module = f", NVIDIA driver {version_of_module}" if version_of_module else ""
-    return Check(name, Status.OK, f"{cuda}{kernel_module}; {OLDEST_CUDA} or newer is needed")
+    return Check(name, CheckStatus.OK, f"{cuda}{kernel_module}; {OLDEST_CUDA} or newer is needed")
 
 
 def _driver_advice(machine: Machine, error: DriverError) -> str:
@@ -55,15 +55,15 @@ def _driver_advice(machine: Machine, error: DriverError) -> str:
 def devices(checks: list[Check]) -> range:
     """All devices; if there are none, a check is appended that says why."""
     if not _core.driver_is_open():
-        checks.append(Check("GPUs", Status.WARN, "could not be checked: no driver is open"))
+        checks.append(Check("GPUs", CheckStatus.WARN, "could not be checked: no driver is open"))
         return range(0)
     try:
         count = _core.device_count()
     except CumemSleepError as error:
-        checks.append(Check("GPUs", Status.FAIL, str(error)))
+        checks.append(Check("GPUs", CheckStatus.FAIL, str(error)))
         return range(0)
     if count == 0:
-        checks.append(Check("GPUs", Status.FAIL, "none", "does CUDA_VISIBLE_DEVICES hide them?"))
+        checks.append(Check("GPUs", CheckStatus.FAIL, "none", "does CUDA_VISIBLE_DEVICES hide them?"))
     return range(count)
 
 
@@ -76,8 +76,8 @@ def gpu_device(device: int) -> Check:
         f" {info.capability_major}.{info.capability_minor}"
     )
     if not info.virtual_memory:
-        return Check(name, Status.FAIL, f"{found}, no virtual memory management", "this GPU cannot sleep")
-    return Check(name, Status.OK, f"{found}, virtual memory management")
+        return Check(name, CheckStatus.FAIL, f"{found}, no virtual memory management", "this GPU cannot sleep")
+    return Check(name, CheckStatus.OK, f"{found}, virtual memory management")
 
 
 def gpu_handles(device: int) -> Check:
@@ -87,9 +87,9 @@ def gpu_handles(device: int) -> Check:
         _core.free(_core.Allocation(PAGE_BYTES, "doctor", device).handed_out)
     except OutOfDeviceMemory as error:
         advice = "free some of its memory, or put another process to sleep"
-        return Check(name, Status.WARN, f"could not be checked, the GPU is full: {error}", advice)
+        return Check(name, CheckStatus.WARN, f"could not be checked, the GPU is full: {error}", advice)
     except DriverError as error:
-        return Check(name, Status.FAIL, f"2 MiB could not be allocated: {error}", "see what nvidia-smi says")
+        return Check(name, CheckStatus.FAIL, f"2 MiB could not be allocated: {error}", "see what nvidia-smi says")
     info = _core.device_info(device)
     granted = {"POSIX fd": info.posix_fd, "fabric": info.fabric, "GPUDirect RDMA": info.gpu_direct_rdma}
     found = "allocated and freed 2 MiB; " + ", ".join(
@@ -97,15 +97,15 @@ def gpu_handles(device: int) -> Check:
     )
     if not info.posix_fd:
         advice = "memory cannot be shared with other processes by file descriptor; sleep still works"
-        return Check(name, Status.WARN, found, advice)
-    return Check(name, Status.OK, found)
+        return Check(name, CheckStatus.WARN, found, advice)
+    return Check(name, CheckStatus.OK, found)
 
 
 def gpu_link(machine: Machine, device: int) -> Check:
     """How fast the PCIe link runs, and how fast it could run."""
     name = f"GPU {device} PCIe"
     if _core.driver_is_simulated():
-        return Check(name, Status.OK, "simulated: there is no link")
+        return Check(name, CheckStatus.OK, "simulated: there is no link")
     return pcie_link(machine, name, _core.device_info(device).pci_bus_id)
 
 
@@ -117,15 +117,17 @@ def pcie_link(machine: Machine, name: str, pci_bus_id: str) -> Check:
     )
     now, most = f"{_generation(speed)} x{width}", f"{_generation(most_speed)} x{most_width}"
     if now == most:
-        return Check(name, Status.OK, now)
+        return Check(name, CheckStatus.OK, now)
     found = f"{now} now, {most} at most"
     if _number(width) < _number(most_width):
         advice = "the link is narrower than the GPU allows: check how the card is seated, its slot and its riser"
-        return Check(name, Status.WARN, found, f"{advice}; sleep and wake are slower in proportion")
+        return Check(name, CheckStatus.WARN, found, f"{advice}; sleep and wake are slower in proportion")
     if _number(speed) < _number(most_speed):
         advice = "idle GPUs slow their link down: check again while it copies (run the demo meanwhile)"
-        return Check(name, Status.WARN, found, f"{advice}; if it stays slow, check the slot and the firmware settings")
-    return Check(name, Status.OK, found)
+        return Check(
+            name, CheckStatus.WARN, found, f"{advice}; if it stays slow, check the slot and the firmware settings"
+        )
+    return Check(name, CheckStatus.OK, found)
 
 
 def _generation(speed: str) -> str:
@@ -149,13 +151,15 @@ def numa(machine: Machine, name: str, node: int) -> Check:
     if node < 0:
         if nodes > 1:
             advice = "backups may be on the far, slower node: neither machine nor hypervisor reports the GPU's node"
-            return Check(name, Status.WARN, f"node not known, the host has {nodes}", advice)
-        return Check(name, Status.OK, f"node not known; the host has {counted(nodes, 'node') if nodes else 'no nodes'}")
+            return Check(name, CheckStatus.WARN, f"node not known, the host has {nodes}", advice)
+        return Check(
+            name, CheckStatus.OK, f"node not known; the host has {counted(nodes, 'node') if nodes else 'no nodes'}"
+        )
     found = f"node {node} of {nodes}"
     near = machine.cores_in(f"sys/devices/system/node/node{node}/cpulist")
     if nodes > 1 and not near & machine.affinity:
         advice = (
             f"let the process run on the cores of node {node} (numactl --cpunodebind={node}), to prefault pages there"
         )
-        return Check(name, Status.WARN, f"{found}; this process may run on none of its cores", advice)
-    return Check(name, Status.OK, found)
+        return Check(name, CheckStatus.WARN, f"{found}; this process may run on none of its cores", advice)
+    return Check(name, CheckStatus.OK, found)

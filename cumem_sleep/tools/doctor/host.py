@@ -7,7 +7,7 @@ import re
 from ... import host_facts
 from ...errors import format_bytes
 from ..machine import Machine
-from .report import Check, Status
+from .report import Check, CheckStatus
 
 _LITTLE_HOST_BYTES = 4 << 30
 _FAST_CORES = 8
@@ -17,7 +17,7 @@ def memlock(_machine: Machine) -> Check:
     """For information only: the NVIDIA driver ignores this limit when it pins memory."""
     limit = host_facts.memlock_limit_bytes()
     found = "unlimited" if limit is None else format_bytes(limit)
-    return Check("memlock limit", Status.OK, f"{found} (the NVIDIA driver does not enforce it; measured with 580)")
+    return Check("memlock limit", CheckStatus.OK, f"{found} (the NVIDIA driver does not enforce it; measured with 580)")
 
 
 def cgroup_memory(machine: Machine) -> Check:
@@ -25,7 +25,7 @@ def cgroup_memory(machine: Machine) -> Check:
     name = "cgroup memory"
     left = host_facts.cgroup_available_bytes(machine.root)
     if left is None:
-        return Check(name, Status.OK, "no limit")
+        return Check(name, CheckStatus.OK, "no limit")
     limit = host_facts.cgroup_limit_bytes(machine.root) or left
     return _host_memory(name, left, f"{format_bytes(left)} left of {format_bytes(limit)}")
 
@@ -35,15 +35,15 @@ def available_memory(machine: Machine) -> Check:
     name = "MemAvailable"
     available = host_facts.mem_available_bytes(machine.root)
     if available is None:
-        return Check(name, Status.WARN, f"could not be checked: {machine.root / 'proc/meminfo'} does not say")
+        return Check(name, CheckStatus.WARN, f"could not be checked: {machine.root / 'proc/meminfo'} does not say")
     return _host_memory(name, available, format_bytes(available))
 
 
 def _host_memory(name: str, available_bytes: int, found: str) -> Check:
     if available_bytes < _LITTLE_HOST_BYTES:
         advice = "level 1 keeps the weights in host memory: free some, or sleep at level 2"
-        return Check(name, Status.WARN, found, advice)
-    return Check(name, Status.OK, f"{found} for backups of weights (level 1)")
+        return Check(name, CheckStatus.WARN, found, advice)
+    return Check(name, CheckStatus.OK, f"{found} for backups of weights (level 1)")
 
 
 def huge_pages(machine: Machine) -> Check:
@@ -52,11 +52,11 @@ def huge_pages(machine: Machine) -> Check:
     modes = machine.transparent_hugepage()
     chosen = re.search(r"\[(\w+)\]", modes)
     if chosen is None:
-        return Check(name, Status.WARN, f"could not be checked: the kernel says {modes!r}")
+        return Check(name, CheckStatus.WARN, f"could not be checked: the kernel says {modes!r}")
     if chosen[1] == "never":
         advice = "the first sleep is several times slower: echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"
-        return Check(name, Status.WARN, "transparent huge pages: never", advice)
-    return Check(name, Status.OK, f"transparent huge pages: {chosen[1]}")
+        return Check(name, CheckStatus.WARN, "transparent huge pages: never", advice)
+    return Check(name, CheckStatus.OK, f"transparent huge pages: {chosen[1]}")
 
 
 def vault_pages(machine: Machine) -> Check:
@@ -65,28 +65,28 @@ def vault_pages(machine: Machine) -> Check:
     modes = machine.read("sys/kernel/mm/transparent_hugepage/shmem_enabled")
     chosen = re.search(r"\[(\w+)\]", modes)
     if chosen is None:
-        return Check(name, Status.WARN, f"could not be checked: the kernel says {modes!r}")
+        return Check(name, CheckStatus.WARN, f"could not be checked: the kernel says {modes!r}")
     found = f"shared memory: {chosen[1]}"
     if reserved := machine.free_huge_pages_bytes():
         found += f"; {format_bytes(reserved)} reserved and free (cumem-sleep vault --reserved-huge-pages)"
     if chosen[1] not in ("never", "deny"):
-        return Check(name, Status.OK, found)
+        return Check(name, CheckStatus.OK, found)
     advice = "echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled"
     if machine.environment.get("CUMEM_SLEEP_VAULT", "off") == "off":
-        return Check(name, Status.OK, f"{found}; to run a vault: {advice}")
-    return Check(name, Status.WARN, found, f"the vault takes and pins its memory more slowly: {advice}")
+        return Check(name, CheckStatus.OK, f"{found}; to run a vault: {advice}")
+    return Check(name, CheckStatus.WARN, found, f"the vault takes and pins its memory more slowly: {advice}")
 
 
 def cores(machine: Machine) -> Check:
     """Whether there are enough cores to prefault new host memory ahead of the copies."""
     usable = host_facts.usable_cores(machine.root)
     if usable >= _FAST_CORES:
-        return Check("cores", Status.OK, f"{usable} usable")
+        return Check("cores", CheckStatus.OK, f"{usable} usable")
     advice = (
         f"{_FAST_CORES} or more make the first sleep fast (measured on an H200 host: 39.5 GiB/s with 8 threads,"
         " 26 with 4, 15 with 2); later sleeps do not need them"
     )
-    return Check("cores", Status.WARN, f"{usable} usable", advice)
+    return Check("cores", CheckStatus.WARN, f"{usable} usable", advice)
 
 
 def affinity(machine: Machine) -> Check:
@@ -94,8 +94,8 @@ def affinity(machine: Machine) -> Check:
     online = machine.cores_in("sys/devices/system/cpu/online")
     mine = machine.affinity
     if mine >= online:
-        return Check("CPU affinity", Status.OK, f"all {len(online)} cores")
-    return Check("CPU affinity", Status.OK, f"{len(mine)} of {len(online)} cores: {_as_core_list(mine)}")
+        return Check("CPU affinity", CheckStatus.OK, f"all {len(online)} cores")
+    return Check("CPU affinity", CheckStatus.OK, f"{len(mine)} of {len(online)} cores: {_as_core_list(mine)}")
 
 
 def _as_core_list(numbers: frozenset[int]) -> str:

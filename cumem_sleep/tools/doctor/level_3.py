@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 
 from ... import _core
 from ...checkpoint.device_memory import free_bytes
-from ...checkpoint.process import Refused, examine
+from ...checkpoint.process import CheckpointRefused, examine
 from ...errors import CumemSleepError, InvalidState, format_bytes
-from .report import Check, Status
+from .report import Check, CheckStatus
 
 OLDEST_CUDA = 12080
 """As in csrc/checkpoint.cpp: CUDA 12.8."""
@@ -22,11 +22,11 @@ def calls() -> Check:
     cuda = f"CUDA {version // 1000}.{version % 1000 // 10}"
     if version < OLDEST_CUDA:
         advice = "update the NVIDIA driver to 570 or newer; until then a sleep at level 3 stays at level 1"
-        return Check(name, Status.WARN, f"not possible: CUDA 12.8 is needed, the driver has {cuda}", advice)
+        return Check(name, CheckStatus.WARN, f"not possible: CUDA 12.8 is needed, the driver has {cuda}", advice)
     if not _core.can_checkpoint():
         advice = "is libcuda.so.1 of another, older driver? A sleep at level 3 stays at level 1"
-        return Check(name, Status.WARN, f"not possible: the driver ({cuda}) lacks the checkpoint calls", advice)
-    return Check(name, Status.OK, f"the driver ({cuda}) has the checkpoint calls")
+        return Check(name, CheckStatus.WARN, f"not possible: the driver ({cuda}) lacks the checkpoint calls", advice)
+    return Check(name, CheckStatus.OK, f"the driver ({cuda}) has the checkpoint calls")
 
 
 def helper() -> Check:
@@ -34,14 +34,14 @@ def helper() -> Check:
     name = "level 3 helper"
     try:
         state = examine()
-    except Refused as refused:
+    except CheckpointRefused as refused:
         advice = "look at what it wrote to standard error; until it starts, a sleep at level 3 stays at level 1"
-        return Check(name, Status.WARN, str(refused), advice)
+        return Check(name, CheckStatus.WARN, str(refused), advice)
     if state == "RUNNING":
         text = "it starts, and CUDA lets it ask about this process; only a sleep shows whether it may checkpoint it"
-        return Check(name, Status.OK, text)
+        return Check(name, CheckStatus.OK, text)
     advice = "does a container, or a security module, forbid that one process looks at another of the same user?"
-    return Check(name, Status.WARN, f"it starts, but the state of this process is {state}", advice)
+    return Check(name, CheckStatus.WARN, f"it starts, but the state of this process is {state}", advice)
 
 
 def free_memory(devices: Sequence[int]) -> Check:
@@ -57,8 +57,8 @@ def free_memory(devices: Sequence[int]) -> Check:
             troubles.append(f"GPU {device}: {error}")
     if troubles:
         advice = "a container needs NVIDIA_DRIVER_CAPABILITIES=compute,utility; until then a sleep stays at level 1"
-        return Check(name, Status.WARN, f"{source} does not say what is free: {'; '.join(troubles)}", advice)
-    return Check(name, Status.OK, f"{source} says what is free: {', '.join(free)}")
+        return Check(name, CheckStatus.WARN, f"{source} does not say what is free: {'; '.join(troubles)}", advice)
+    return Check(name, CheckStatus.OK, f"{source} says what is free: {', '.join(free)}")
 
 
 def refuse_unless_possible(device: int) -> None:
@@ -69,5 +69,5 @@ def refuse_unless_possible(device: int) -> None:
     looks: tuple[Callable[[], Check], ...] = (calls, helper, lambda: free_memory([device]))
     for look in looks:
         check = look()
-        if check.status is not Status.OK:
+        if check.status is not CheckStatus.OK:
             raise InvalidState(f"{check.name}: {check.found}: {check.advice}")

@@ -6,12 +6,12 @@ import re
 from importlib import metadata
 from pathlib import Path
 
+from ...core.torch_pools import CONF_VARIABLES, OLDEST_TORCH, POOLS_IGNORE_EXPANDABLE_SEGMENTS
 from ...errors import CumemSleepError
 from ...settings import PREFIX, Settings, parse_bool
-from ...torch_pools import CONF_VARIABLES, OLDEST_TORCH, POOLS_IGNORE_EXPANDABLE_SEGMENTS
 from ...vllm import compatibility, plugin
 from ..machine import TRITON_DISTRIBUTIONS, Machine
-from .report import Check, Status
+from .report import Check, CheckStatus
 
 _CUPY_DISTRIBUTIONS = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
 
@@ -22,19 +22,19 @@ def torch(machine: Machine) -> Check:
     found = machine.distribution("torch")
     if found is None:
         advice = "pip install torch: without it only malloc and CuPy can use this layer"
-        return Check(name, Status.WARN, "not installed", advice)
+        return Check(name, CheckStatus.WARN, "not installed", advice)
     cuda = _torch_cuda(found)
     text = found.version if cuda is None else f"{found.version}, {f'built for CUDA {cuda}' if cuda else 'without CUDA'}"
     if cuda == "":
-        return Check(name, Status.WARN, text, "install a build of PyTorch for CUDA (pytorch.org/get-started)")
+        return Check(name, CheckStatus.WARN, text, "install a build of PyTorch for CUDA (pytorch.org/get-started)")
     if _version(found.version) < OLDEST_TORCH:
         return Check(
             name,
-            Status.WARN,
+            CheckStatus.WARN,
             text,
             f"{'.'.join(map(str, OLDEST_TORCH))} or newer is needed: pip install --upgrade torch",
         )
-    return Check(name, Status.OK, text)
+    return Check(name, CheckStatus.OK, text)
 
 
 def _torch_cuda(torch_distribution: metadata.Distribution) -> str | None:
@@ -53,8 +53,8 @@ def triton(machine: Machine) -> Check:
     """Whether Triton, which compiles the codec's kernels, is there."""
     version = machine.version_of(*TRITON_DISTRIBUTIONS)
     if version is None:
-        return Check("Triton", Status.OK, "not installed; only compressed backups need it")
-    return Check("Triton", Status.OK, version)
+        return Check("Triton", CheckStatus.OK, "not installed; only compressed backups need it")
+    return Check("Triton", CheckStatus.OK, version)
 
 
 def compression(machine: Machine) -> Check:
@@ -63,9 +63,9 @@ def compression(machine: Machine) -> Check:
     variable = f"{PREFIX}COMPRESS"
     settings = Settings.from_environment(machine.environment)
     if settings.compress == "off":
-        return Check(name, Status.OK, f"off ({variable}=auto makes backups of bf16 weights a third smaller)")
+        return Check(name, CheckStatus.OK, f"off ({variable}=auto makes backups of bf16 weights a third smaller)")
     if settings.driver == "sim":
-        return Check(name, Status.OK, "auto; simulated, by the reference on the CPU")
+        return Check(name, CheckStatus.OK, "auto; simulated, by the reference on the CPU")
     missing = [
         package
         for package, names in (("PyTorch", ("torch",)), ("Triton", TRITON_DISTRIBUTIONS))
@@ -73,11 +73,11 @@ def compression(machine: Machine) -> Check:
     ]
     if missing:
         found = f"auto, but {' and '.join(missing)} not installed: backups are stored uncompressed"
-        return Check(name, Status.WARN, found, f"pip install torch triton, or unset {variable}")
+        return Check(name, CheckStatus.WARN, found, f"pip install torch triton, or unset {variable}")
     if (found_torch := machine.distribution("torch")) is not None and _torch_cuda(found_torch) == "":
         found = f"auto, but PyTorch {found_torch.version} is built without CUDA: backups are stored uncompressed"
-        return Check(name, Status.WARN, found, f"install a build of PyTorch for CUDA, or unset {variable}")
-    return Check(name, Status.OK, "auto: bf16 weights take about 0.67 of their bytes, fp8 ones 0.83")
+        return Check(name, CheckStatus.WARN, found, f"install a build of PyTorch for CUDA, or unset {variable}")
+    return Check(name, CheckStatus.OK, "auto: bf16 weights take about 0.67 of their bytes, fp8 ones 0.83")
 
 
 def vllm(machine: Machine) -> Check:
@@ -85,24 +85,29 @@ def vllm(machine: Machine) -> Check:
     name = "vLLM"
     version = machine.version_of("vllm")
     if version is None:
-        return Check(name, Status.OK, "not installed (optional)")
+        return Check(name, CheckStatus.OK, "not installed (optional)")
     own = f"{version}, which keeps its own sleep mode"
     misfit = compatibility.version_misfit(version)
     if misfit and not _is_on(machine, compatibility.UNTESTED):
         return Check(
-            name, Status.WARN, f"{own}: {misfit}", f"install a known version, or try with {compatibility.UNTESTED}=1"
+            name,
+            CheckStatus.WARN,
+            f"{own}: {misfit}",
+            f"install a known version, or try with {compatibility.UNTESTED}=1",
         )
     if _is_on(machine, plugin.DISABLE):
-        return Check(name, Status.OK, f"{own}: {plugin.DISABLE}={machine.environment[plugin.DISABLE]}")
+        return Check(name, CheckStatus.OK, f"{own}: {plugin.DISABLE}={machine.environment[plugin.DISABLE]}")
     plugins = machine.environment.get("VLLM_PLUGINS")
     if plugins is not None and not set(plugin.ENTRY_POINTS) & set(plugins.split(",")):
         found = f"{own}: VLLM_PLUGINS={plugins}"
         if plugin.NAME in re.sub(r"[-.\s]+", "_", plugins.strip().lower()):
-            return Check(name, Status.WARN, found, f"vLLM compares exactly: write {plugin.NAME}, without spaces")
-        return Check(name, Status.OK, found)
+            return Check(name, CheckStatus.WARN, found, f"vLLM compares exactly: write {plugin.NAME}, without spaces")
+        return Check(name, CheckStatus.OK, found)
     if misfit:
-        return Check(name, Status.WARN, f"{version}, with sleep mode in this layer if it fits: {misfit}", "test it")
-    return Check(name, Status.OK, f"{version}, with sleep mode in this layer")
+        return Check(
+            name, CheckStatus.WARN, f"{version}, with sleep mode in this layer if it fits: {misfit}", "test it"
+        )
+    return Check(name, CheckStatus.OK, f"{version}, with sleep mode in this layer")
 
 
 def _is_on(machine: Machine, variable: str) -> bool:
@@ -116,7 +121,7 @@ def _is_on(machine: Machine, variable: str) -> bool:
 def cupy(machine: Machine) -> Check:
     """Whether CuPy, whose arrays can sleep too, is there."""
     version = machine.version_of(*_CUPY_DISTRIBUTIONS)
-    return Check("CuPy", Status.OK, "not installed (optional)" if version is None else version)
+    return Check("CuPy", CheckStatus.OK, "not installed (optional)" if version is None else version)
 
 
 def expandable_segments(machine: Machine) -> Check:
@@ -124,14 +129,14 @@ def expandable_segments(machine: Machine) -> Check:
     name = "PyTorch allocator"
     told = {name: machine.environment[name] for name in CONF_VARIABLES if machine.environment.get(name)}
     if not told:
-        return Check(name, Status.OK, "default configuration")
+        return Check(name, CheckStatus.OK, "default configuration")
     found = ", ".join(f"{variable}={text}" for variable, text in told.items())
     if not any(re.search(r"expandable_segments\s*:\s*true", text, re.IGNORECASE) for text in told.values()):
-        return Check(name, Status.OK, found)
+        return Check(name, CheckStatus.OK, found)
     version = machine.version_of("torch")
     if version is not None and _version(version) >= POOLS_IGNORE_EXPANDABLE_SEGMENTS:
-        return Check(name, Status.OK, f"{found}; pools of this layer do not use them")
-    return Check(name, Status.OK, f"{found}; switched off while a pool of this layer is entered")
+        return Check(name, CheckStatus.OK, f"{found}; pools of this layer do not use them")
+    return Check(name, CheckStatus.OK, f"{found}; switched off while a pool of this layer is entered")
 
 
 def _version(text: str) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from ... import __version__
 SIMULATED_NOTE = "Simulated driver: no GPU was looked at, and times measured with it mean nothing."
 
 
-class Status(str, Enum):
+class CheckStatus(str, Enum):
     """The result of a check. `warn`: less speed or a missing feature; `fail`: the layer cannot work."""
 
     OK = "ok"
@@ -28,7 +28,7 @@ class Check:
     """What a check found, and what to do about it."""
 
     name: str
-    status: Status
+    status: CheckStatus
     found: str
     advice: str = ""
 
@@ -48,7 +48,7 @@ class DoctorReport:
     @property
     def error(self) -> str | None:
         """Which checks failed."""
-        failed = [check.name for check in self.checks if check.status is Status.FAIL]
+        failed = [check.name for check in self.checks if check.status is CheckStatus.FAIL]
         return f"failed: {', '.join(failed)}" if failed else None
 
     def to_json(self) -> dict[str, Any]:
@@ -65,7 +65,7 @@ class DoctorReport:
         table.add_column("check", no_wrap=True)
         table.add_column("status", no_wrap=True)
         table.add_column("found, and what to do", ratio=1)
-        styles = {Status.OK: "green", Status.WARN: "yellow", Status.FAIL: "bold red"}
+        styles = {CheckStatus.OK: "green", CheckStatus.WARN: "yellow", CheckStatus.FAIL: "bold red"}
         for check in self.checks:
             style = styles[check.status]
             text = Text(check.found)
@@ -76,5 +76,5 @@ class DoctorReport:
 
     def conclusion(self) -> str:
         """One line."""
-        counts = {status: sum(check.status is status for check in self.checks) for status in Status}
-        return f"{counts[Status.OK]} ok, {counts[Status.WARN]} to look at, {counts[Status.FAIL]} failed"
+        counts = {status: sum(check.status is status for check in self.checks) for status in CheckStatus}
+        return f"{counts[CheckStatus.OK]} ok, {counts[CheckStatus.WARN]} to look at, {counts[CheckStatus.FAIL]} failed"

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from ... import variables
+from ...core import variables
 from ...errors import CumemSleepError
 from ...settings import PREFIX, VARIABLES, GateSettings, Settings
 from ...vllm import plugin
 from ..machine import Machine
-from .report import Check, Status
+from .report import Check, CheckStatus
 
 
 def settings(machine: Machine) -> Check:
@@ -22,11 +22,11 @@ def settings(machine: Machine) -> Check:
         GateSettings.from_environment(given)
         plugin.check_variables(given)
     except CumemSleepError as error:
-        return Check(name, Status.FAIL, str(error), "correct the variable, or unset it")
+        return Check(name, CheckStatus.FAIL, str(error), "correct the variable, or unset it")
     if misspelt := variables.misspelt(given):
         advice = "; ".join(
             f"misspelt? {variable} may be {nearest}" if nearest else f"unset {variable}"
             for variable, nearest in misspelt.items()
         )
-        return Check(name, Status.WARN, f"{found}; nothing reads {', '.join(misspelt)}", advice)
-    return Check(name, Status.OK, found)
+        return Check(name, CheckStatus.WARN, f"{found}; nothing reads {', '.join(misspelt)}", advice)
+    return Check(name, CheckStatus.OK, found)

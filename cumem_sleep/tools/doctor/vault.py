@@ -12,7 +12,7 @@ from ...settings import PREFIX, Settings
 from ...vault import protocol
 from ...vault.client import VaultClient
 from ..machine import Machine
-from .report import Check, Status
+from .report import Check, CheckStatus
 
 _VARIABLE = PREFIX + "VAULT"
 
@@ -34,25 +34,25 @@ def vault(machine: Machine, devices: Sequence[int]) -> Check:
     found = f"pid {facts['pid']} at {path}: {format_bytes(facts['left_bytes'])} left of"
     found += f" {format_bytes(facts['memory_bytes'])}, {counted(len(facts['clients']), 'client')}"
     if not is_used:
-        return Check(name, Status.OK, f"not used ({_VARIABLE} is off), but one answers: {found}")
+        return Check(name, CheckStatus.OK, f"not used ({_VARIABLE} is off), but one answers: {found}")
     here = [_core.device_info(device).uuid for device in devices]
     served = [gpu["uuid"] for gpu in facts["gpus"]]
     if wanted != "auto" and here and not {*here} & {*served}:
         advice = "give the vault the GPUs that this process uses (--gpus); until then every sleep at level 1 is refused"
-        return Check(name, Status.FAIL, f"{found}; it serves none of the GPUs here: {', '.join(served)}", advice)
+        return Check(name, CheckStatus.FAIL, f"{found}; it serves none of the GPUs here: {', '.join(served)}", advice)
     troubles = dict(_troubles(facts, dict(zip(devices, here, strict=True)), served, machine.little_bytes))
     if troubles:
-        return Check(name, Status.WARN, "; ".join([found, *troubles]), "; ".join(troubles.values()))
-    return Check(name, Status.OK, found)
+        return Check(name, CheckStatus.WARN, "; ".join([found, *troubles]), "; ".join(troubles.values()))
+    return Check(name, CheckStatus.OK, found)
 
 
 def _no_vault(name: str, wanted: str, why: str) -> Check:
     if wanted == "off":
-        return Check(name, Status.OK, f"not used ({_VARIABLE} is off)")
+        return Check(name, CheckStatus.OK, f"not used ({_VARIABLE} is off)")
     if wanted == "auto":
         advice = "backups lie in memory of each process instead: start the vault before those that are to use it"
-        return Check(name, Status.WARN, why, advice)
-    return Check(name, Status.FAIL, why, "until a vault answers there, every sleep at level 1 is refused")
+        return Check(name, CheckStatus.WARN, why, advice)
+    return Check(name, CheckStatus.FAIL, why, "until a vault answers there, every sleep at level 1 is refused")
 
 
 def _troubles(

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
+from cumem_sleep.core.scopes import scoped
 from cumem_sleep.integrations.torch_memory_saver.environment import preloaded
-from cumem_sleep.scopes import scoped
 
 from ..utils import get_binary_path_from_package
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from . import _core
-from .errors import InvalidArgument, counted, format_bytes
+from .. import _core
+from ..errors import InvalidArgument, counted, format_bytes
 
 
 def total_bytes(segments: Iterable[_core.Segment]) -> int:

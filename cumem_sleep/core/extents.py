@@ -16,7 +16,7 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from . import _core
+    from .. import _core
 
 
 Ranges = tuple[tuple[int, int], ...]  # of one segment: (offset, bytes), each of whole chunks of its digest, in order

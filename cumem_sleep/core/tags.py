@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from . import _core
-from .errors import InvalidArgument, InvalidArgumentType, shown
+from .. import _core
+from ..errors import InvalidArgument, InvalidArgumentType, shown
 
 DEFAULT_TAG = "default"
 GRAPH_TAG = "cudagraph"

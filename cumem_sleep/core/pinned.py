@@ -5,8 +5,8 @@ from __future__ import annotations
 from contextlib import suppress
 from functools import cache
 
-from . import _core
-from .errors import OutOfHostMemory
+from .. import _core
+from ..errors import OutOfHostMemory
 
 
 def pinned_block(nbytes: int, device: int, numa_node: int | None = None) -> _core.HostBlock:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from . import _core
-from .errors import InvalidArgument, InvalidArgumentType, shown
+from .. import _core
+from ..errors import InvalidArgument, InvalidArgumentType, shown
 
 # The only tags that a wake by tags may leave asleep, and that a level may drop (as in vLLM).
 DEFERRABLE_TAGS = ("weights", "kv_cache")
@@ -27,8 +27,10 @@ _DESCRIBED = [f"{level} ({text})" for level, (text, _) in LEVELS.items()]
 EXPECTED_LEVELS = f"expected {', '.join(_DESCRIBED[:-1])} or {_DESCRIBED[-1]}"
 
 IsDropped = Callable[[str], bool]
-Choice = Callable[[_core.Segment], bool]
-Group = Callable[[], list[_core.Segment]]  # the segments that a call is about: those that there are at the moment
+SegmentChoice = Callable[[_core.Segment], bool]
+SegmentGroup = Callable[
+    [], list[_core.Segment]
+]  # the segments that a call is about: those that there are at the moment
 
 
 def dropped_at_level(level: object) -> IsDropped | None:
@@ -52,22 +54,22 @@ def is_deep(level: object) -> bool:
     return level == _DEEP
 
 
-def in_pools(tags: set[str] | None = None) -> Group:
+def in_pools(tags: set[str] | None = None) -> SegmentGroup:
     """The segments of pools with these tags (None: all)."""
     return partial(_core.segments_in, regions=False, tags=tags)
 
 
-def in_regions(tags: set[str] | None = None) -> Group:
+def in_regions(tags: set[str] | None = None) -> SegmentGroup:
     """The segments of regions with these tags (None: all)."""
     return partial(_core.segments_in, regions=True, tags=tags)
 
 
 def without_backup(segment: _core.Segment) -> bool:
     """Whether a sleep of its region drops the segment."""
-    return segment.backup == _core.Backup.NEVER
+    return segment.backup == _core.BackupPlan.NEVER
 
 
-def woken_in_pools(tags: set[str] | None) -> Group:
+def woken_in_pools(tags: set[str] | None) -> SegmentGroup:
     """The segments that a wake of pools with `tags` (None: all) wakes."""
     in_any = in_pools()
     return lambda: [s for s in in_any() if tags is None or s.tag in tags or s.tag not in DEFERRABLE_TAGS]

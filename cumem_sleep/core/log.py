@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
-    from . import _core
+    from .. import _core
 
 _Result = TypeVar("_Result")
 _Note = tuple[int, str, tuple[object, ...]]

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from . import _core
-from .errors import DriverError
+from .. import _core
+from ..errors import DriverError
 
 
 def driver_path(driver: str) -> str:
     """The path of the shared object that the setting `driver` names."""
     if driver != "sim":
         return "libcuda.so.1"
-    from .sim import library_path
+    from ..sim import library_path
 
     return str(library_path())
 

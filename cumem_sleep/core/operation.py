@@ -14,14 +14,15 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, Generic, TypeVar, cast
 
-from . import _core, log
+from .. import _core
+from ..errors import InvalidState, OutOfDeviceMemory
+from ..report import BackupPlace, OperationTotals, PhaseTimer, SleepReport, WakeReport
+from ..settings import Settings
+from . import log
 from .cuda_state import CudaState
 from .driver import open_driver
-from .errors import InvalidState, OutOfDeviceMemory
 from .pools import Pools
-from .report import BackupPlace, OperationTotals, PhaseTimer, SleepReport, WakeReport
 from .scopes import scoped
-from .settings import Settings
 from .torch_pools import TorchPools
 
 _Result = TypeVar("_Result")
@@ -246,7 +247,7 @@ class Operations:
 
     @scoped
     def allocating(
-        self, tag: str, backup: _core.Backup = _core.Backup.BY_LEVEL, *, ordinary: bool = False
+        self, tag: str, backup: _core.BackupPlan = _core.BackupPlan.BY_LEVEL, *, ordinary: bool = False
     ) -> Iterator[None]:
         """What this task allocates inside has this tag and plan; `ordinary`: PyTorch's comes from no pool."""
         self.open()
@@ -265,7 +266,9 @@ class Operations:
             self.left_pool()
 
     @scoped
-    def capturing(self, call: str, tag: str, backup: _core.Backup = _core.Backup.BY_LEVEL) -> Iterator[TorchPools]:
+    def capturing(
+        self, call: str, tag: str, backup: _core.BackupPlan = _core.BackupPlan.BY_LEVEL
+    ) -> Iterator[TorchPools]:
         """As `allocating`, for CUDA graphs, whose pool the caller chooses.
 
         Raises:

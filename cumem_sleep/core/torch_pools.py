@@ -15,7 +15,7 @@ from collections.abc import Hashable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
-from . import _core
+from .. import _core
 from .scopes import scoped
 
 OLDEST_TORCH = (2, 8)

@@ -30,7 +30,7 @@ from support import AWAKE, DEVICE_BYTES, DROPPED, MIB, PAGE, is_accessible
 
 from cumem_sleep import CuMemAllocator, CumemSleepError, DriverError, _core, sim
 from cumem_sleep.codec.codec import ROW_BYTES
-from cumem_sleep.codec.memory import workbench_bytes
+from cumem_sleep.codec.memory import workspace_bytes
 
 pytestmark = pytest.mark.sim
 
@@ -122,7 +122,7 @@ class TestFullDevice:
         assert encodings(allocator, contents) == ["bf16", None]
         assert len(caplog.records) == 1
 
-    def test_a_workbench_is_bounded(self) -> None:
+    def test_a_workspace_is_bounded(self) -> None:
         assert 128 * MIB < USUAL_BENCH_BYTES <= 512 * MIB
 
     def test_there_are_more_slots_where_there_is_memory(
@@ -131,13 +131,13 @@ class TestFullDevice:
         monkeypatch.setattr(CuMemAllocator.tuning, "most_slots", 5)
         allocator.free(allocator.malloc(PAGE))  # the driver is open
         assert allocator._compressor.on
-        enough = workbench_bytes(CuMemAllocator.tuning, 5, CuMemAllocator.tuning.slot_bytes[0])
+        enough = workspace_bytes(CuMemAllocator.tuning, 5, CuMemAllocator.tuning.slot_bytes[0])
         for spare_bytes, slots in ((enough, 5), (enough - 1, 2)):
-            with allocator._compressor.workbench(0, spare_bytes) as workbench:
-                assert (len(workbench._slots), workbench.slot_bytes) == (slots, CuMemAllocator.tuning.slot_bytes[0])
+            with allocator._compressor.workspace(0, spare_bytes) as workspace:
+                assert (len(workspace._slots), workspace.slot_bytes) == (slots, CuMemAllocator.tuning.slot_bytes[0])
 
     @pytest.mark.parametrize("free_bytes", BENCH_BYTES)
-    def test_room_for_a_workbench(
+    def test_room_for_a_workspace(
         self, allocator: CuMemAllocator, caplog: pytest.LogCaptureFixture, free_bytes: int
     ) -> None:
         contents, _ = self.fill(allocator, cache=False)
@@ -225,12 +225,12 @@ class TestFullDevice:
     ) -> None:
         """However often it refuses: it is counted, tried again, and not lost."""
         fill(allocator, bf16)
-        workbench = allocator._compressor.workbench(0, DEVICE_BYTES)
+        workspace = allocator._compressor.workspace(0, DEVICE_BYTES)
         held = sim.stats()
         sim.fail(call, times=1_000_000, error="CUDA_ERROR_UNKNOWN")
         for _ in range(3):
-            workbench.close()
-        del workbench
+            workspace.close()
+        del workspace
         assert _core.reclaim() == 1
         sim.reset()
         assert sim.stats().reserved_bytes == held.reserved_bytes
@@ -239,7 +239,7 @@ class TestFullDevice:
         assert sim.stats().reserved_bytes == held.reserved_bytes - BENCH_BYTES[0]
 
     def test_malloc_takes_memory_of_the_codec_that_the_driver_kept(self, allocator: CuMemAllocator) -> None:
-        with allocator._compressor.workbench(0, DEVICE_BYTES):
+        with allocator._compressor.workspace(0, DEVICE_BYTES):
             sim.fail("cuMemRelease", times=1_000_000, error="CUDA_ERROR_UNKNOWN")
         sim.reset()
         free_bytes, _ = _core.memory_info(0)
@@ -259,9 +259,9 @@ class TestFullDevice:
 def test_slots_have_tables_of_their_own(allocator: CuMemAllocator, spare_bytes: int) -> None:
     """They lie in one block. The simulated driver runs one kernel at a time, so a wake would not notice."""
     fill(allocator, bf16)  # so that the driver is open
-    with allocator._compressor.workbench(0, spare_bytes) as workbench:
-        heads = [slot._in_block(0, slot._most_rows * (ROW_BYTES + 4)) for slot in workbench._slots]
+    with allocator._compressor.workspace(0, spare_bytes) as workspace:
+        heads = [slot._in_block(0, slot._most_rows * (ROW_BYTES + 4)) for slot in workspace._slots]
         assert not any(np.shares_memory(one, other) for one, other in itertools.combinations(heads, 2))
-        assert len({slot.table for slot in workbench._slots}) == len(workbench._slots) > 1
+        assert len({slot.table for slot in workspace._slots}) == len(workspace._slots) > 1
         if not spare_bytes:
-            assert [slot.table for slot in workbench._slots] == [head.ctypes.data for head in heads]
+            assert [slot.table for slot in workspace._slots] == [head.ctypes.data for head in heads]

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 
-from . import _core, log
-from .errors import CumemSleepError
+from .. import _core
+from ..errors import CumemSleepError
+from . import log
 from .scopes import scoped
 from .segments import everything_sleeps
 

@@ -12,19 +12,20 @@ from contextlib import ExitStack
 
 import numpy as np
 
-from .. import _core, log
-from ..extents import Lane, Transfers
-from ..pinned import bounce_block, pinned_block
-from ..tuning import Tuning
+from .. import _core
+from ..core import log
+from ..core.extents import Lane, Transfers
+from ..core.pinned import bounce_block, pinned_block
+from ..core.tuning import Tuning
 from . import codecs
 from .codec import CHUNK_BYTES, Code, Layout
-from .encoding import Batch, EncodedRun, Encoding, batches
-from .memory import LentMemory, take_memory, workbench_bytes
+from .encoding import ChunkBatch, EncodedRun, Encoding, batches
+from .memory import SegmentLoan, take_memory, workspace_bytes
 from .plan import PLANNED_AT_ONCE, Plan, Planner
 from .slots import Slot, head_bytes
 
 
-class Workbench:
+class Workspace:
     """The slots of one device. A context manager; after leaving it, nothing is in flight and all memory is freed.
 
     Attributes:
@@ -38,7 +39,7 @@ class Workbench:
         device: int,
         tuning: Tuning,
         spare_bytes: int,
-        lenders: Sequence[_core.Segment],
+        lending_segments: Sequence[_core.Segment],
         ready: set[tuple[Layout, int]],
         *,
         keep_bytes: bool,
@@ -52,8 +53,10 @@ class Workbench:
         self._blocks: list[_core.HostBlock] = []  # the slots' tables, and what is copied without memory
         self._planner = Planner(device, tuning, ready, small=small)
         if small:
-            spare_bytes = min(spare_bytes, workbench_bytes(tuning, tuning.slots, tuning.slot_bytes[-1]))
-        self._memory, slots, self.slot_bytes = take_memory(device, tuning, spare_bytes, lenders, keep_bytes=keep_bytes)
+            spare_bytes = min(spare_bytes, workspace_bytes(tuning, tuning.slots, tuning.slot_bytes[-1]))
+        self._memory, slots, self.slot_bytes = take_memory(
+            device, tuning, spare_bytes, lending_segments, keep_bytes=keep_bytes
+        )
         self.has_memory = self._memory is not None
         try:
             head = head_bytes(tuning.rows)
@@ -65,7 +68,7 @@ class Workbench:
             self.close()
             raise
 
-    def __enter__(self) -> Workbench:
+    def __enter__(self) -> Workspace:
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -181,7 +184,7 @@ class Workbench:
             targets = targets[len(batch) :]
         return target.chunks_address
 
-    def decode_without_memory(self, slot: Slot, batch: Batch) -> None:
+    def decode_without_memory(self, slot: Slot, batch: ChunkBatch) -> None:
         """As `Slot.decode`, where there is no device memory that the chunks could be copied to; slowly.
 
         Kernels read them in their extents, or else in a pinned copy. Where the driver pins nothing more, because that
@@ -207,7 +210,7 @@ class Workbench:
         slot.decode(batch, staging.address + start + batch.starts)
 
     @staticmethod
-    def _decode_by_cpu(slot: Slot, batch: Batch, staging: _core.HostBlock) -> None:
+    def _decode_by_cpu(slot: Slot, batch: ChunkBatch, staging: _core.HostBlock) -> None:
         """By the reference, chunk by chunk, at some 300 MB/s: it needs nothing but the memory that is mapped."""
         decoded = np.frombuffer(memoryview(staging), np.uint8, CHUNK_BYTES)
         for run in batch.runs:
@@ -219,7 +222,7 @@ class Workbench:
                 slot.stream.to_device(chunk.address, staging, 0, CHUNK_BYTES)
                 slot.stream.synchronize()
 
-    def batches(self, runs: Iterable[EncodedRun]) -> Iterator[Batch]:
+    def batches(self, runs: Iterable[EncodedRun]) -> Iterator[ChunkBatch]:
         """The chunks in batches that fit into a slot, in order."""
         return batches(runs, self._most_rows, self.slot_bytes)
 
@@ -229,7 +232,7 @@ class Workbench:
 
     def next_slot(self) -> Slot:
         """Wait for the slot that was begun first, and return it."""
-        if isinstance(self._memory, LentMemory):
+        if isinstance(self._memory, SegmentLoan):
             self._memory.lend()
         self._turn = (self._turn + 1) % len(self._slots)
         slot = self._slots[self._turn]
@@ -241,8 +244,8 @@ class Workbench:
         self._slots[(self._turn + 1) % len(self._slots)].finish()
 
 
-def close_all(workbenches: Iterable[Workbench]) -> None:
+def close_all(workspaces: Iterable[Workspace]) -> None:
     """Close all of them, even if some raise."""
     with ExitStack() as stack:
-        for workbench in workbenches:
-            stack.callback(workbench.close)
+        for workspace in workspaces:
+            stack.callback(workspace.close)

@@ -9,7 +9,7 @@ import pytest
 from support import MIB, PAGE, Cuda, in_thread
 
 from cumem_sleep import CuMemAllocator, DriverError, InvalidArgument, InvalidArgumentType, sim
-from cumem_sleep.driver import open_driver
+from cumem_sleep.core.driver import open_driver
 
 pytestmark = pytest.mark.sim
 
@@ -164,7 +164,7 @@ def test_a_device_without_notes_leaves_the_item_out(allocator: CuMemAllocator, t
     take(2 * MIB)
     allocator.malloc(PAGE, "weights", device=0)
     allocator.malloc(PAGE, "weights", device=1)
-    del allocator._layer.left._before[1]  # as after a hook in front of cudaMalloc, which tells nobody
+    del allocator._layer.residue._before[1]  # as after a hook in front of cudaMalloc, which tells nobody
     report = allocator.sleep()
     assert (report.left_bytes, report.left) == (2 * MIB, {})
 
@@ -172,7 +172,7 @@ def test_a_device_without_notes_leaves_the_item_out(allocator: CuMemAllocator, t
 def test_nothing_fails_for_a_note(allocator: CuMemAllocator, take: Take) -> None:
     take(2 * MIB)
     sim.fail("cuMemGetInfo")
-    allocator._layer.left.note_before(0)
+    allocator._layer.residue.note_before(0)
     allocator.malloc(PAGE, "weights")
     sim.fail("cuMemGetInfo", times=2)
     with allocator.warming_up():

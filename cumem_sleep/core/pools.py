@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from typing import ClassVar
 
-from . import _core, log
+from .. import _core
+from . import log
 from .tags import DEFAULT_TAG
 from .torch_pools import TorchPools, torch_with_cuda
 

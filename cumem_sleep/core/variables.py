@@ -6,8 +6,8 @@ import difflib
 import os
 from collections.abc import Mapping
 
+from ..settings import PREFIX, VARIABLES
 from . import log
-from .settings import PREFIX, VARIABLES
 
 _warned_of: set[str] = set()
 

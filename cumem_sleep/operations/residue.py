@@ -6,11 +6,11 @@ from collections.abc import Collection, Iterator
 from contextlib import suppress
 
 from .. import _core
+from ..core.scopes import scoped
 from ..errors import CumemSleepError, DriverError
-from ..scopes import scoped
 
 
-class LeftOnDevices:
+class Residue:
     """Notes of what is in use on a device and is not this layer's, taken at moments when it is known what came before.
 
     The driver tells what is in use by all processes, and other processes come and go. So items are about right. What
