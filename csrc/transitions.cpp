@@ -1,4 +1,5 @@
 // The steps of a sleep and of a wake that change all of their segments at once, and how these steps are undone.
+// Mapping itself is in vmm.cpp; operations/wake.py begins it.
 
 #include <mutex>
 #include <utility>

@@ -25,13 +25,13 @@ from .codec.compressor import Compressor
 from .core import log
 from .core.cuda_state import CudaState
 from .core.levels import DEFERRABLE_TAGS, IsDropped, dropped_at_level, in_pools, in_regions, is_deep, woken_in_pools
+from .core.misspelt import warn_of_misspelt
 from .core.operation import Call, CudaUse, Operation, Operations
 from .core.pools import Pools
 from .core.scopes import scoped
 from .core.segments import awake_in_words, total_bytes
 from .core.tags import DEFAULT_TAG, GRAPH_TAG, UsedTags, checked_tag, tag_or_default
 from .core.tuning import Tuning
-from .core.variables import warn_of_misspelt
 from .digest.device import DeviceDigester
 from .errors import (
     MOST_ADDRESS,

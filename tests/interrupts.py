@@ -21,20 +21,20 @@ from world import Phase, World, begin_anew
 from cumem_sleep import _core, report
 from cumem_sleep import allocator as allocator_module
 from cumem_sleep.backups import backup, catalogue, filling, host, room, turns
-from cumem_sleep.codec import compressor, encoding, kernels, memory, plan, slots, workspace
+from cumem_sleep.codec import chunks, compressor, kernels, memory, plan, slots, workspace
 from cumem_sleep.core import cuda_state, operation, pinned
 from cumem_sleep.digest import device as digest_device
 from cumem_sleep.operations import layer, prepare, sleep, wake
-from cumem_sleep.transfer import copiers, link, pacing, transfer
+from cumem_sleep.transfer import copiers, engine_or_kernel, link, transfer
 
 _PACKAGE = pathlib.Path(allocator_module.__file__).parent
 # Which modules an operation runs. Each has to be reached: a rename would otherwise leave its test without places there.
 _OPERATION = (operation, backup, host, catalogue, room, turns, digest_device, workspace, pinned, report)
 SLEEP = (*_OPERATION, compressor, filling, layer, link, sleep, transfer)
-WAKE = (*_OPERATION, wake, copiers, link, pacing, transfer)
+WAKE = (*_OPERATION, wake, copiers, link, engine_or_kernel, transfer)
 PREPARE = (allocator_module, operation, prepare, host, catalogue, room, turns, compressor)
 MALLOC = (allocator_module, operation, cuda_state)
-CODEC = (compressor, encoding, kernels, memory, plan, slots, workspace)
+CODEC = (compressor, chunks, kernels, memory, plan, slots, workspace)
 _TRACED_FILES = {str(module.__file__) for module in (*SLEEP, *WAKE, *PREPARE, *MALLOC, *CODEC)}
 Place = types.ModuleType | Callable[..., object]
 Position = tuple[str, int, str]  # file and function, line, event

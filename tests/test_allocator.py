@@ -28,7 +28,7 @@ from cumem_sleep import (
     sim,
 )
 from cumem_sleep import allocator as allocator_module
-from cumem_sleep.core import variables
+from cumem_sleep.core import misspelt
 from cumem_sleep.core.pools import Pools
 
 MakeAllocator = Callable[..., CuMemAllocator]
@@ -547,7 +547,7 @@ class TestEmptyPools:
 class TestMisspeltVariables:
     @pytest.fixture(autouse=True)
     def _anew(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(variables, "_warned_of", set())
+        monkeypatch.setattr(misspelt, "_warned_of", set())
 
     def test_are_logged_once(
         self,

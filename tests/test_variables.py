@@ -10,7 +10,7 @@ import re
 import pytest
 
 from cumem_sleep import Settings
-from cumem_sleep.core import variables
+from cumem_sleep.core import misspelt
 from cumem_sleep.settings import PREFIX, VARIABLES, GateSettings
 from cumem_sleep.tools import cli, help_texts
 
@@ -67,7 +67,7 @@ def test_a_text_is_about_one_variable() -> None:
     ],
 )
 def test_the_nearest_name_is_suggested(name: str, nearest: str) -> None:
-    assert variables.misspelt({name: "1", "CUMEM_SLEEP_VERIFY": "off", "HOME": "/"}) == {name: nearest}
+    assert misspelt.misspelt({name: "1", "CUMEM_SLEEP_VERIFY": "off", "HOME": "/"}) == {name: nearest}
 
 
 def listed(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> list[str]:

@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import _core
+from ..codec.chunks import EncodedRun, Encoding
 from ..codec.codec import CHUNK_BYTES
 from ..codec.codecs import decode
-from ..codec.encoding import EncodedRun, Encoding
 from ..core.extents import Extent, Piece, Ranges
 from ..digest.reference import Digest
 from .tier import Tier

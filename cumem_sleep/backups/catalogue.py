@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from .. import _core
-from ..codec.encoding import Encoding
+from ..codec.chunks import Encoding
 from ..core.extents import Extent, Ranges
 from ..digest.reference import Digest
 from ..errors import InvalidState

@@ -7,8 +7,8 @@ from functools import cached_property
 from itertools import islice
 
 from .. import _core
+from ..codec.chunks import Encoding
 from ..codec.codecs import least_bytes
-from ..codec.encoding import Encoding
 from ..core.segments import by_device, total_bytes
 from ..core.tuning import Tuning
 from ..digest.reference import Digest

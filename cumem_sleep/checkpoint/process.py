@@ -76,7 +76,7 @@ def examine() -> str:
     """In which state CUDA tells a helper that this process is, such as `RUNNING`; in words, if it does not tell that.
 
     Raises:
-        Refused: the helper cannot be started, or cannot use the driver.
+        CheckpointRefused: the helper cannot be started, or cannot use the driver.
     """
     try:
         helper = _Helper(Deadlines())
@@ -123,7 +123,7 @@ class ProcessCheckpoint:
             last_check: called when they do, and before anything else; it may raise `CheckpointRefused`.
 
         Raises:
-            Refused: it cannot be; all is as before.
+            CheckpointRefused: it cannot be; all is as before.
             CheckpointFailed: it can neither be taken nor brought back.
         """
         with self._turn:
@@ -161,7 +161,7 @@ class ProcessCheckpoint:
         """The helper's answer. If it refuses, driver calls are let through again.
 
         Raises:
-            Refused, CheckpointFailed: as `take`.
+            CheckpointRefused, CheckpointFailed: as `take`.
         """
         in_use = sorted({self._uuids[segment.device] for segment in _core.segments()})
         request = {"lock_timeout_s": self.deadlines.lock_s, "uuids": list(self._uuids.values()), "in_use": in_use}
@@ -184,7 +184,7 @@ class ProcessCheckpoint:
         CUDA has no call for this that ends by itself. So a thread makes it, and is left behind if that takes too long.
 
         Raises:
-            Refused: it took too long, or the driver or the system refused.
+            CheckpointRefused: it took too long, or the driver or the system refused.
         """
         errors: list[CumemSleepError] = []
 

@@ -13,9 +13,9 @@ import numpy as np
 from .. import _core
 from ..core.pinned import pinned_block
 from ..core.tuning import Tuning
+from .chunks import Encoding
 from .codec import CHUNK_BYTES, Bytes, Code, Integers, Layout, parameters_of
 from .codecs import all_layouts, choose_codes, make_ready, usual_layouts
-from .encoding import Encoding
 from .slots import Slot
 
 _SAMPLE_BYTES = 8 << 10  # bytes sampled from a segment, and from how many places at most

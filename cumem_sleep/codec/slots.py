@@ -7,9 +7,9 @@ import numpy.typing as npt
 
 from .. import _core
 from ..core.extents import Lane, Transfers
+from .chunks import ChunkBatch
 from .codec import ROW_BYTES, Bytes, Integers, Layout, rows
 from .codecs import kernels_of
-from .encoding import ChunkBatch
 from .kernels import launching
 
 

@@ -18,8 +18,8 @@ from ..core.extents import Lane, Transfers
 from ..core.pinned import bounce_block, pinned_block
 from ..core.tuning import Tuning
 from . import codecs
+from .chunks import ChunkBatch, EncodedRun, Encoding, batches
 from .codec import CHUNK_BYTES, Code, Layout
-from .encoding import ChunkBatch, EncodedRun, Encoding, batches
 from .memory import SegmentLoan, take_memory, workspace_bytes
 from .plan import PLANNED_AT_ONCE, Plan, Planner
 from .slots import Slot, head_bytes

@@ -37,7 +37,7 @@ class CudaUse(Enum):
 
 
 class Call:
-    """One operation, of a process that is alone: it agrees with itself.
+    """How one operation agrees with other ranks. This one is of a process that is alone; `RankCall` is of several.
 
     A context manager: of several ranks, the others are told of what fails before the operation begins, too.
     """
@@ -106,7 +106,7 @@ class Operation(Generic[_Result]):
         try:
             if self.uses_cuda is not CudaUse.NONE:
                 shared.cuda.stop_counting()
-            while True:
+            while True:  # a second time only after `check_room` has failed
                 self._prepare_thread()
                 try:
                     return shared.lock.run(self._perform)

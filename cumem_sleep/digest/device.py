@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from itertools import accumulate, chain, groupby
 
@@ -12,9 +12,9 @@ from .. import _core
 from ..core import log
 from ..core.extents import Lane, Piece, Ranges
 from ..core.pinned import bounce_block, pinned_block
-from ..core.segments import by_device
+from ..core.segments import by_device, describe
 from ..core.tuning import Tuning
-from ..errors import DriverError, OutOfHostMemory
+from ..errors import BackupMismatch, DriverError, OutOfHostMemory
 from .kernel import GpuSums
 from .reference import CHUNK_BYTES, Digest, Words, digests_from, sums_of
 
@@ -146,6 +146,18 @@ class DigestRun:
             values = digests_from(np.add.reduceat(sums, firsts, axis=0), sizes)
             digests.update(zip((segment.id for segment, _ in mine), values, strict=True))
         return digests
+
+    def verify(self, segments: Iterable[_core.Segment], expected: Mapping[int, Digest]) -> None:
+        """Compare the digests of these, which were started, with those expected by segment id.
+
+        Raises:
+            BackupMismatch: restored bytes are not those at sleep.
+            DriverError, OutOfHostMemory: the memory could not be read.
+        """
+        actual = self.finish()
+        for segment in segments:
+            if actual[segment.id] != expected[segment.id]:
+                raise BackupMismatch(describe(segment), str(expected[segment.id]), str(actual[segment.id]))
 
     def begin_copy(self) -> None:
         """For the digest of a copy in pinned host memory, one at a time: `add_copy` each piece, then `finish_copy`."""

@@ -11,8 +11,8 @@ from numbers import Real
 from .. import _core
 from ..backups.backup import Backup
 from ..backups.tier import NotYet
+from ..codec.chunks import ChangedMeanwhile, EncodedRun, Encoding
 from ..codec.codec import CHUNK_BYTES
-from ..codec.encoding import ChangedMeanwhile, EncodedRun, Encoding
 from ..codec.workspace import Workspace
 from ..core import log
 from ..core.extents import Piece

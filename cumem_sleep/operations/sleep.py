@@ -12,8 +12,8 @@ from itertools import chain
 
 from .. import _core
 from ..backups.filling import Filling
+from ..codec.chunks import Encoding
 from ..codec.codec import Code
-from ..codec.encoding import Encoding
 from ..codec.plan import Plan, parts_to_plan
 from ..codec.workspace import Workspace, close_all
 from ..core import log
@@ -81,6 +81,7 @@ def sleep(
                         _check_unchanged(layer, backed_up, copied, digests)
                     layer.store.catalogue.require(backed_up, digests.taken)
         with timer("release"):
+            # Unmaps all, calls `_agree`, and maps all again if that raises (`csrc/transitions.cpp`).
             freed_bytes = _core.put_to_sleep(backed_up, dropped, partial(_agree, call, timer, copying))
     copied_bytes = total_bytes(copied)
     devices = {segment.device for segment in segments}
@@ -112,7 +113,8 @@ class _BackingUp:
 
     A segment whose backup has room for it, stored in the same way again, is digested part by part, while earlier
     parts are copied. So are the others, if the tier has free memory for them. Otherwise they are digested first, and
-    all the memory that they need is taken before any copy.
+    all the memory that they need is taken before any copy. Another attempt follows if the memory ran short, or the
+    codec failed: then with less retained, or uncompressed.
 
     Args:
         dropped: segments whose memory the codec may borrow, if the device has none left.

@@ -14,10 +14,10 @@ from ..codec.workspace import Workspace, close_all
 from ..core.extents import Transfers
 from ..core.levels import SegmentGroup
 from ..core.operation import Call, Operation, Operations
-from ..core.segments import by_device, describe, total_bytes
+from ..core.segments import by_device, total_bytes
 from ..digest.device import DigestRun
 from ..digest.reference import Digest
-from ..errors import BackupMismatch, OutOfDeviceMemory, counted
+from ..errors import OutOfDeviceMemory, counted
 from ..report import PhaseTimer, WakeReport
 from ..transfer.decoding import Decoding
 from ..transfer.link import LinkIn
@@ -35,7 +35,7 @@ def waking(
     *arguments: object,
     call: Call,
 ) -> Operation[WakeReport]:
-    """The operation that wakes `meant` by `work`."""
+    """The operation that wakes `meant` by `work`, which is called with the arguments."""
     return Operation(
         shared,
         "wake_up",
@@ -103,50 +103,50 @@ def wake(layer: Layer, call: Call, meant: SegmentGroup) -> WakeReport:
     with _core.HeldSegments(sleeping) as segments:
         restored = [segment for segment in segments if segment.sleep == _Sleep.BACKED_UP]
         restored.sort(key=lambda segment: layer.store.catalogue.encoding_of(segment) is not None)  # as they are copied
-        blank = [segment for segment in segments if segment.sleep == _Sleep.DROPPED]
+        dropped = [segment for segment in segments if segment.sleep == _Sleep.DROPPED]
         expected = _digests_at_sleep(layer, restored) if layer.settings.verify == "wake" else {}
         checked = [segment for segment in restored if segment.id in expected]
-        keep_bytes = {segment.id for segment in blank if segment.keeps_bytes}
+        keep_bytes = {segment.id for segment in dropped if segment.keeps_bytes}
         mapping = _core.Ahead(1, {segment.id: [_core.map_task(segment)] for segment in restored})
         # Begins when half of the bytes are there, because it costs nothing then. Earlier it could have to wait for the
         # driver to scrub freed memory, and hold a lock of the driver meanwhile that copies need.
-        mapping_blank = _core.Ahead(1, {segment.id: [_core.map_task(segment)] for segment in blank})
+        mapping_dropped = _core.Ahead(1, {segment.id: [_core.map_task(segment)] for segment in dropped})
         try:
-            with mapping, mapping_blank, DigestRun(layer.digester, checked) as digests:
-                with ExitStack() as ways, _workspaces(layer, restored, segments, blank) as benches:
-                    transfers = {tier: ways.enter_context(tier.transfers()) for tier in layer.store.catalogue.tiers}
+            with mapping, mapping_dropped, DigestRun(layer.digester, checked) as digests:
+                with ExitStack() as leaving, _workspaces(layer, restored, segments, dropped) as workspaces:
+                    transfers = {tier: leaving.enter_context(tier.transfers()) for tier in layer.store.catalogue.tiers}
                     # What fits into one batch is all mapped before its copy begins: a thread would not get ahead.
-                    if benches or total_bytes(restored) > layer.tuning.engine_batch_bytes:
+                    if workspaces or total_bytes(restored) > layer.tuning.engine_batch_bytes:
                         mapping.start()
-                    if not all(workspace.has_memory for workspace in benches.values()):
+                    if not all(workspace.has_memory for workspace in workspaces.values()):
                         with timer("map"):  # before anything else can take this memory, if only for page tables
-                            for ahead, mine in ((mapping, restored), (mapping_blank, blank)):
+                            for ahead, mine in ((mapping, restored), (mapping_dropped, dropped)):
                                 for segment in mine:
                                     ahead.wait(segment.id)
                     with timer("copy"), ExitStack() as streams:
                         begun_by_copies = digests if checked else None
-                        copies = _copies(layer, restored, transfers, streams, mapping, begun_by_copies, benches)
+                        copies = _copies(layer, restored, transfers, streams, mapping, begun_by_copies, workspaces)
                         begun, half = 0, total_bytes(restored) // 2
                         while copies:
                             before = begun
-                            for line in copies:
-                                if not (nbytes := line[0].step()):
-                                    line.popleft().finish()
+                            for queue in copies:
+                                if not (nbytes := queue[0].step()):
+                                    queue.popleft().finish()
                                 begun += nbytes
-                            copies = [line for line in copies if line]
+                            copies = [queue for queue in copies if queue]
                             if before < half <= begun:
-                                mapping_blank.start()
+                                mapping_dropped.start()
                 with timer("map"):
-                    for segment in blank:
-                        mapping_blank.wait(segment.id)
-                    lost = [segment for segment in blank if segment.id not in keep_bytes]
+                    for segment in dropped:
+                        mapping_dropped.wait(segment.id)
+                    lost = [segment for segment in dropped if segment.id not in keep_bytes]
                     if layer.settings.poison:
                         _poison([segment for segment in lost if segment.tag != "kv_cache"])
                     for fill in layer.fills:
                         fill(lost)
                 if checked:
                     with timer("verify"):
-                        _verify(checked, expected, digests.finish())
+                        digests.verify(checked, expected)
             call.agree(timer)
             _core.finish_wake(segments)
         except BaseException:
@@ -179,22 +179,22 @@ def _copies(
     """
     copies: list[deque[Transfer | Decoding]] = []
     for device, mine in by_device(restored).items():
-        line: deque[Transfer | Decoding] = deque()
+        queue: deque[Transfer | Decoding] = deque()
         backups = [layer.store.catalogue.needed(segment) for segment in mine]
         for tier in dict.fromkeys(backup.tier for backup in backups):
             way = transfers[tier]
             raw = [backup for backup in backups if backup.tier is tier and backup.encoding is None]
             if raw:
-                line.append(_transfer_in(layer, device, raw, way, streams, mapping, digests))
+                queue.append(_transfer_in(layer, device, raw, way, streams, mapping, digests))
             encoded = [backup for backup in backups if backup.tier is tier and backup.encoding is not None]
             if encoded:
                 runs = chain.from_iterable(backup.runs() for backup in encoded)
                 completed = digests.start if digests is not None else _nothing
                 workspace = workspaces[device]
-                line.append(
+                queue.append(
                     Decoding(device, runs, workspace, way, layer.copiers, mapping.wait, completed, layer.tuning)
                 )
-        copies.append(line)
+        copies.append(queue)
     return copies
 
 
@@ -229,12 +229,12 @@ def _nothing(segments: Sequence[_core.Segment]) -> None:
 
 @contextmanager
 def _workspaces(
-    layer: Layer, restored: Sequence[_core.Segment], waking: Sequence[_core.Segment], blank: Sequence[_core.Segment]
+    layer: Layer, restored: Sequence[_core.Segment], waking: Sequence[_core.Segment], dropped: Sequence[_core.Segment]
 ) -> Iterator[dict[int, Workspace]]:
-    """A workspace per device with compressed backups, in memory that `waking` does not need, or lent by `blank`."""
+    """A workspace per device with compressed backups, in memory that `waking` does not need, or lent by `dropped`."""
     workspaces: dict[int, Workspace] = {}
     encoded = [segment for segment in restored if layer.store.catalogue.encoding_of(segment) is not None]
-    lending_segments = [segment for segment in blank if not segment.keeps_bytes]
+    lending_segments = [segment for segment in dropped if not segment.keeps_bytes]
     needed_bytes = wanting(layer, waking)
     try:
         with ExitStack() as stack:
@@ -251,12 +251,6 @@ def _digests_at_sleep(layer: Layer, segments: Sequence[_core.Segment]) -> dict[i
     """The digests of the segments at sleep, by id; those whose digest was not taken are left out."""
     backups = [backup for backup in map(layer.store.catalogue.get, segments) if backup is not None]
     return {backup.segment.id: backup.digest for backup in backups if backup.digest is not None}
-
-
-def _verify(segments: Sequence[_core.Segment], expected: dict[int, Digest], actual: dict[int, Digest]) -> None:
-    for segment in segments:
-        if actual[segment.id] != expected[segment.id]:
-            raise BackupMismatch(describe(segment), str(expected[segment.id]), str(actual[segment.id]))
 
 
 def _poison(segments: Sequence[_core.Segment]) -> None:

@@ -106,7 +106,7 @@ class Exchange:
         """The model that the request names, or the only one.
 
         Raises:
-            Refused, ClientGone.
+            RequestRefused, ClientGone.
         """
         if self._place.has_body:
             try:

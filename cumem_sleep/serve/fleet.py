@@ -258,7 +258,7 @@ class Fleet:
         """Put a model to sleep, drained first; returns when it sleeps.
 
         Raises:
-            UnknownModel, Refused, NotInTime.
+            UnknownModel, OrderRefused, NotInTime.
         """
         name = self.resolve(model)
         spec = self._scheduler.models[name].spec
@@ -280,7 +280,7 @@ class Fleet:
         """Stop a model's server; the next request starts it again.
 
         Raises:
-            UnknownModel, Refused: somebody else started it; NotInTime.
+            UnknownModel, OrderRefused: somebody else started it; NotInTime.
         """
         await self._order(self.resolve(model), STOP)
 

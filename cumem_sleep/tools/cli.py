@@ -16,7 +16,7 @@ from rich.console import RenderableType
 
 from .. import __version__, _core
 from ..allocator import CuMemAllocator
-from ..core.variables import warn_of_misspelt
+from ..core.misspelt import warn_of_misspelt
 from ..errors import BackupMismatch, CumemSleepError, InvalidArgument
 from ..settings import parse_bytes
 from . import bench, demo, doctor, help_texts, serve, shim, simulated, vault

@@ -13,7 +13,7 @@ from importlib import metadata
 from pathlib import Path
 
 from .. import __version__, _core, host_facts
-from ..core.variables import hidden
+from ..core.misspelt import hidden
 
 TRITON_DISTRIBUTIONS = ("triton", "pytorch-triton", "triton-nightly")
 

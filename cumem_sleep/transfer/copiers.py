@@ -1,8 +1,10 @@
-"""Who copies to a device: its copy engine, or a kernel that reads host memory itself.
+"""The two that copy to a device: its copy engine, or a kernel that reads host memory itself.
+
+`engine_or_kernel` chooses between them.
 
 Such a kernel reaches 51 GB/s where the engine reaches 55. But while the driver scrubs memory that this or another
 process has just freed, it occupies the engine for host-to-device copies and leaves them 27 GB/s; a kernel keeps 48
-(measured on an H200: `wake_paths.json`). Ours is `csrc/copy_kernel.cpp`. `pacing` chooses between the two.
+(measured on an H200: `wake_paths.json`). Ours is `csrc/copy_kernel.cpp`.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from ..core.extents import Lane, Piece
 from ..core.pinned import pinned_block
 from ..core.tuning import Tuning
 from ..errors import CumemSleepError, DriverError
-from .pacing import BestRate, Pace
+from .engine_or_kernel import BestRate, Pace
 
 _TIMES_TIMED = 3
 

@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import _core
+from ..codec.chunks import ChunkBatch, EncodedRun
 from ..codec.codec import CHUNK_BYTES
-from ..codec.encoding import ChunkBatch, EncodedRun
 from ..codec.slots import Slot
 from ..codec.workspace import Workspace
 from ..core.extents import Transfers

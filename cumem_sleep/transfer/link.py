@@ -1,4 +1,7 @@
-"""A link: one way between host memory and a device, with several batches in flight, so that it never waits for us."""
+"""A link: one way between host memory and a device, with several batches in flight, so that it never waits for us.
+
+The vault's own copies are in `vault/link.py`.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from .. import _core
 from ..core.extents import Lane, Piece
 from ..core.tuning import Tuning
 from .copiers import read_pieces
-from .pacing import Pace
+from .engine_or_kernel import Pace
 
 
 @dataclass

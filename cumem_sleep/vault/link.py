@@ -18,7 +18,7 @@ from .. import _core
 from ..core import log
 from ..core.tuning import Tuning
 from ..errors import CumemSleepError, VaultError
-from ..transfer.pacing import BestRate, Pace
+from ..transfer.engine_or_kernel import BestRate, Pace
 from .protocol import close_all
 
 PIECE_BYTES = 64 << 20  # about a millisecond of a link

@@ -204,7 +204,7 @@ class VaultPool:
             raise
         return found
 
-    def make_room(self, found: Sequence[memory.Slab], most: int) -> bool:
+    def make_room_for_adopted(self, found: Sequence[memory.Slab], most: int) -> bool:
         """Evict what `adopt` has to for these slabs, at most so many holds; returns whether that was all."""
         return self.ledger.empty(self.ledger.to_empty(self._excess(self._unknown(found))), most)
 

@@ -442,7 +442,7 @@ class Service:
         looked_at: Future[list[memory.Slab]],
     ) -> None:
         """They were looked at."""
-        if looked_at.exception() is None and not self._pool.make_room(looked_at.result(), _AT_ONCE):
+        if looked_at.exception() is None and not self._pool.make_room_for_adopted(looked_at.result(), _AT_ONCE):
             self._post(partial(self._adopt, asked, gpu, shown, looked_at))
             return
         self._do(asked, lambda: self._shown(asked.session, gpu, shown, looked_at))

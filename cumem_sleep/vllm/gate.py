@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 from urllib.parse import urlencode
 
-from ..core.variables import warn_of_misspelt
+from ..core.misspelt import warn_of_misspelt
 from ..errors import counted
 from ..http.asgi import (
     App,
@@ -212,7 +212,7 @@ class SleepGate:
         """Returns the outcome of the request as soon as the model serves; "" if vLLM will reject the request anyway.
 
         Raises:
-            Refused: the policy says so, the deadline passed, too much is held, or waking failed.
+            GateRefused: the policy says so, the deadline passed, too much is held, or waking failed.
             ClientGone: nobody waits for the answer.
             Exception: the engine's own, if it is dead.
         """
@@ -283,7 +283,7 @@ class SleepGate:
         still.
 
         Raises:
-            Refused: it did, and the engine does not answer.
+            GateRefused: it did, and the engine does not answer.
             Exception: the engine's own, if it cannot serve.
         """
         try:
@@ -354,7 +354,7 @@ class SleepGate:
         called.
 
         Raises:
-            Refused: as if the request had just arrived.
+            GateRefused: as if the request had just arrived.
         """
         model, conductor = self.model, self.conductor
         deadline = conductor.clock() + self._settings.request_deadline_s

@@ -25,8 +25,8 @@ from cumem_sleep.backups.vault import VaultTier
 from cumem_sleep.core.extents import Extent, Lane
 from cumem_sleep.digest.device import DeviceDigester, DigestRun
 from cumem_sleep.digest.reference import Digest
+from cumem_sleep.transfer.engine_or_kernel import Pace
 from cumem_sleep.transfer.link import Link, LinkIn, LinkOut
-from cumem_sleep.transfer.pacing import Pace
 from cumem_sleep.transfer.transfer import Transfer
 
 BUDGET = 32 << 20

@@ -47,8 +47,8 @@ from support import (
 )
 
 from cumem_sleep import CuMemAllocator, DriverError, InvalidState, OutOfHostMemory, _core, sim
+from cumem_sleep.codec.chunks import EncodedRun
 from cumem_sleep.codec.compressor import Compressor
-from cumem_sleep.codec.encoding import EncodedRun
 from cumem_sleep.codec.kernels import SimulatedKernels
 from cumem_sleep.codec.workspace import Workspace
 from cumem_sleep.core.extents import Transfers

@@ -34,13 +34,13 @@ from compression import (
 from support import AWAKE, BACKED_UP, MIB, PAGE, patch_map
 
 from cumem_sleep import CuMemAllocator, DriverError, _core, sim
-from cumem_sleep.codec.encoding import ChunkBatch
+from cumem_sleep.codec.chunks import ChunkBatch
 from cumem_sleep.codec.exponent import ExponentLayout
 from cumem_sleep.codec.kernels import SimulatedKernels
 from cumem_sleep.codec.slots import Slot
 from cumem_sleep.digest.device import DigestRun
 from cumem_sleep.transfer.decoding import Decoding
-from cumem_sleep.transfer.pacing import BestRate, CopyChoice, Pace
+from cumem_sleep.transfer.engine_or_kernel import BestRate, CopyChoice, Pace
 from cumem_sleep.transfer.transfer import Transfer
 
 pytestmark = pytest.mark.sim

@@ -24,7 +24,7 @@ from support import MIB, SIMULATED, Memory, write_safetensors
 import cumem_sleep
 from cumem_sleep import BackupMismatch, CuMemAllocator, DriverError, InvalidArgument, InvalidState, Settings, _core
 from cumem_sleep.backups.catalogue import Catalogue
-from cumem_sleep.core import variables
+from cumem_sleep.core import misspelt
 from cumem_sleep.tools import cli, demo, layout, simulated
 from cumem_sleep.tools.demo.report import DemoReport, DemoStep, short
 from cumem_sleep.tools.demo.run import _Demo
@@ -439,7 +439,7 @@ def test_full_disk_as_json(
 def test_a_misspelt_variable_is_named_by_a_command_without_an_allocator(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(variables, "_warned_of", set())
+    monkeypatch.setattr(misspelt, "_warned_of", set())
     monkeypatch.setenv("CUMEM_SLEEP_VERIFI", "1")
     assert cli.main(["shim", "torch_memory_saver"]) == 0
     assert "did you mean CUMEM_SLEEP_VERIFY?" in caplog.text

@@ -13,8 +13,8 @@ from cumem_sleep import CuMemAllocator, DriverError
 from cumem_sleep.core.extents import Piece
 from cumem_sleep.transfer import link as link_module
 from cumem_sleep.transfer.copiers import read_pieces
+from cumem_sleep.transfer.engine_or_kernel import BestRate, Pace
 from cumem_sleep.transfer.link import Link, LinkIn, LinkOut
-from cumem_sleep.transfer.pacing import BestRate, Pace
 from cumem_sleep.transfer.transfer import Together, Transfer
 
 

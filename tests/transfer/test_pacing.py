@@ -24,7 +24,7 @@ from ways import (
 
 from cumem_sleep import CuMemAllocator
 from cumem_sleep.transfer.copiers import Copiers
-from cumem_sleep.transfer.pacing import BestRate, CopyChoice, Pace
+from cumem_sleep.transfer.engine_or_kernel import BestRate, CopyChoice, Pace
 
 
 class TestChoices:

@@ -14,7 +14,7 @@ from fake_vllm import FakeVllm
 from gate_client import TOKEN, Serve, run
 
 from cumem_sleep import InvalidArgument, InvalidArgumentType
-from cumem_sleep.core import variables
+from cumem_sleep.core import misspelt
 from cumem_sleep.settings import GateSettings
 from cumem_sleep.vllm import SleepGate
 
@@ -113,7 +113,7 @@ def test_bad_settings_stop_the_server_when_it_looks_the_class_up_and_when_it_mak
 def test_a_misspelt_variable_is_named_once_by_a_server_that_has_no_allocator(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(variables, "_warned_of", set())
+    monkeypatch.setattr(misspelt, "_warned_of", set())
     monkeypatch.setenv("CUMEM_SLEEP_ADMINTOKEN", TOKEN)
     for _ in range(2):
         SleepGate(FakeVllm())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...core import variables
+from ...core import misspelt
 from ...errors import CumemSleepError
 from ...settings import PREFIX, VARIABLES, GateSettings, Settings
 from ...vllm import plugin
@@ -14,7 +14,7 @@ def settings(machine: Machine) -> Check:
     """Which settings are in effect, and which variables look like settings but are none."""
     name = "settings"
     given = {variable: text for variable, text in machine.environment.items() if variable.startswith(PREFIX)}
-    known = {variable: text for variable, text in variables.hidden(given).items() if variable in VARIABLES}
+    known = {variable: text for variable, text in misspelt.hidden(given).items() if variable in VARIABLES}
     in_force = [f"{variable}={text}" for variable, text in sorted(known.items()) if text.strip()]
     found = ", ".join(in_force) or "all at their defaults"
     try:
@@ -23,10 +23,10 @@ def settings(machine: Machine) -> Check:
         plugin.check_variables(given)
     except CumemSleepError as error:
         return Check(name, CheckStatus.FAIL, str(error), "correct the variable, or unset it")
-    if misspelt := variables.misspelt(given):
+    if unknown := misspelt.misspelt(given):
         advice = "; ".join(
             f"misspelt? {variable} may be {nearest}" if nearest else f"unset {variable}"
-            for variable, nearest in misspelt.items()
+            for variable, nearest in unknown.items()
         )
-        return Check(name, CheckStatus.WARN, f"{found}; nothing reads {', '.join(misspelt)}", advice)
+        return Check(name, CheckStatus.WARN, f"{found}; nothing reads {', '.join(unknown)}", advice)
     return Check(name, CheckStatus.OK, found)

@@ -1,4 +1,4 @@
-"""How a segment is stored when it is compressed, where its encoded chunks lie, and which are coded together."""
+"""Sizes and places of encoded chunks, and which are coded together. A chunk's format is its codec's (`exponent`)."""
 
 from __future__ import annotations
 
