@@ -1,4 +1,9 @@
-"""Several API servers of one vLLM: each learns what the others do to the model's sleep."""
+"""Several API servers of one vLLM: each learns what the others do to the model's sleep.
+
+Only the server that makes a change knows which tags sleep, and whether weights are lost. It writes that to a file,
+which it locks during the change; the lock of a server that dies goes with it. Requests go to the engine under
+the same lock, shared, if nothing has changed since this server last looked.
+"""
 
 from __future__ import annotations
 

@@ -112,18 +112,19 @@ def documented(text: str) -> dict[str, set[Route]]:
     routes: dict[str, set[Route]] = {version: set() for version in VERSIONS}
     for line in text.splitlines():
         if line.startswith("| `"):
-            path, method, _, versions = (cell.strip() for cell in line.strip("|").split("|"))
-            for version in versions.split(", ") if versions else VERSIONS:
-                routes[version].add((path.strip("`"), method))
+            route, _, *versions = (cell.strip() for cell in line.strip("|").split("|"))
+            method, path = route.strip("`").split()
+            for version in versions[0].split(", ") if versions else VERSIONS:
+                routes[version].add((path, method))
     return routes
 
 
 def document(routes: dict[str, set[Route]]) -> str:
-    rows = [f"| Route | Method | Gate | {', '.join(VERSIONS)} |", "|---|---|---|---|"]
+    rows = [f"| Route | Gate | {', '.join(VERSIONS)} |", "|---|---|---|"]
     for path, method in sorted(set().union(*routes.values())):
         versions = [version for version in VERSIONS if (path, method) in routes[version]]
-        some = f" {', '.join(versions)}" if len(versions) < len(VERSIONS) else ""
-        rows.append(f"| `{path}` | {method} | {treatment(path, method)} |{some} |")
+        some = f" {', '.join(versions)} |" if len(versions) < len(VERSIONS) else ""
+        rows.append(f"| `{method} {path}` | {treatment(path, method)} |{some}")
     return HEAD + "\n".join(rows) + "\n"
 
 
