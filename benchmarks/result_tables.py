@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -76,9 +77,15 @@ def with_blocks(text: str, blocks: dict[str, Callable[[], Sequence[str]]]) -> st
     """The page with each of its blocks made anew."""
     for name, made in blocks.items():
         begin, end = marks(name)
-        block = "\n".join([begin, "", *made(), "", end])
+        block = "\n".join([begin, "", *map(wrapped, made()), "", end])
         text = text[: text.index(begin)] + block + text[text.index(end) + len(end) :]
     return text
+
+
+def wrapped(line: str) -> str:
+    """A paragraph in lines of 120 characters; anything else as it is."""
+    is_prose = line[:1] not in ("|", "!", "<", "-", "")
+    return textwrap.fill(line, 120, break_long_words=False, break_on_hyphens=False) if is_prose else line
 
 
 def main() -> None:
