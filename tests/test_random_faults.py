@@ -45,6 +45,7 @@ MOST_FAULTS = 5
 MOST_PAGES = 14  # of a device
 CALLS = (*CALLS_OF_OPERATIONS, "cuMemGetAccess", "cuMemsetD32Async", "cuStreamDestroy", "cuMemGetInfo")
 ERRORS = ("CUDA_ERROR_UNKNOWN", "CUDA_ERROR_OUT_OF_MEMORY", "CUDA_ERROR_NOT_PERMITTED")
+BY_LEVEL = _core.BackupPlan.BY_LEVEL
 TAGS = ("weights", "weights", "kv_cache", "default", "lora")
 LENDER_BYTES = 3 * PAGE  # enough for the codec to work in
 _BYTES = np.random.default_rng(0)
@@ -72,6 +73,7 @@ class Expected:
     tag: str
     address: int
     bytes: int
+    backup: _core.BackupPlan = _core.BackupPlan.BY_LEVEL  # otherwise it is a region's
     sleep: _core.Segment.Sleep = AWAKE
     content: bytes | None = None
 
@@ -111,6 +113,8 @@ class History:
             *[self.write] * 3,
             *[self.sleep] * 4,
             *[self.wake] * 4,
+            *[self.sleep_regions] * 2,
+            *[self.wake_regions] * 2,
             self.discard,
             self.malloc,
             self.free,
@@ -121,6 +125,8 @@ class History:
             self.random.choice(steps)()
             self.check()
         self.attempt("wake_up()", self.allocator.wake_up, lambda error: self.woken(error, None), faults=False)
+        regions = self.allocator.regions
+        self.attempt("regions.wake()", regions.wake, lambda error: self.woken(error, None, regions=True), faults=False)
         self.check()
 
     def attempt(
@@ -175,20 +181,23 @@ class History:
             return
         sim.configure(device_bytes=4 * MOST_PAGES * PAGE)
         known = set(self.expected)
+        plan = self.random.choice((BY_LEVEL, BY_LEVEL, _core.BackupPlan.ALWAYS, _core.BackupPlan.NEVER))
+
+        def operation() -> None:
+            if plan == BY_LEVEL:
+                self.allocator.malloc(nbytes, tag, device)
+            else:
+                with self.allocator.regions.use(tag, backup=plan == _core.BackupPlan.ALWAYS):
+                    self.allocator.malloc(nbytes, device=device)
 
         def made(error: CumemSleepError | None) -> None:
             new = [segment for segment in _core.segments() if segment.id not in known]
             assert len(new) == (error is None)
             for segment in new:
                 assert (segment.tag, segment.bytes, segment.device) == (tag, nbytes, device)
-                self.expected[segment.id] = Expected(tag, segment.address, nbytes)
+                self.expected[segment.id] = Expected(tag, segment.address, nbytes, plan)
 
-        self.attempt(
-            f"malloc({nbytes}, {tag}, {device})",
-            lambda: self.allocator.malloc(nbytes, tag, device),
-            made,
-            faults=faults,
-        )
+        self.attempt(f"malloc({nbytes}, {tag}, {device}, {plan})", operation, made, faults=faults)
         self.full()
 
     def free(self) -> None:
@@ -246,20 +255,47 @@ class History:
             f"discard({tags})", lambda: self.allocator.discard(tags), lambda error: self.slept(error, tags, only=tags)
         )
 
-    def slept(self, error: CumemSleepError | None, dropped: set[str], only: set[str] | None = None) -> None:
+    def sleep_regions(self) -> None:
+        tags = self.random.choice((None, {self.random.choice(TAGS)}))
+        self.attempt(
+            f"regions.sleep({tags})",
+            lambda: self.allocator.regions.sleep(self.used_in_regions(tags)),
+            lambda error: self.slept(error, None, only=tags),
+        )
+
+    def wake_regions(self) -> None:
+        tags = self.random.choice((None, {self.random.choice(TAGS)}))
+        self.attempt(
+            f"regions.wake({tags})",
+            lambda: self.allocator.regions.wake(self.used_in_regions(tags)),
+            lambda error: self.woken(error, tags, regions=True),
+        )
+
+    def used_in_regions(self, tags: set[str] | None) -> set[str] | None:
+        """These, with which regions may not have been used yet."""
+        for tag in tags or ():
+            with self.allocator.regions.use(tag):
+                pass
+        return tags
+
+    def slept(self, error: CumemSleepError | None, dropped: set[str] | None, only: set[str] | None = None) -> None:
+        """`dropped`: the tags, for memory of pools; None: memory of regions was meant."""
         for segment in _core.segments():
             each = self.expected[segment.id]
-            is_kept = each.sleep == DROPPED and each.content is not None and each.tag in dropped
+            if (each.backup == BY_LEVEL) is (dropped is None):
+                continue
+            is_dropped = each.backup == _core.BackupPlan.NEVER if dropped is None else each.tag in dropped
+            is_kept = each.sleep == DROPPED and each.content is not None and is_dropped
             if not (each.sleep == AWAKE or is_kept) or (only is not None and each.tag not in only):
                 continue
             name = f"segment {each.tag} at 0x{each.address:x}"
             if error is None:
-                each.sleep = DROPPED if each.tag in dropped else BACKED_UP
-                each.content = None if each.tag in dropped else each.content
+                each.sleep = DROPPED if is_dropped else BACKED_UP
+                each.content = None if is_dropped else each.content
             elif any(named.startswith(name) for named in error.lost_segments):
                 each.sleep, each.content = DROPPED, None
             elif any(named.startswith(name) for named in error.asleep_segments):
-                each.sleep = DROPPED if each.tag in dropped else BACKED_UP
+                each.sleep = DROPPED if is_dropped else BACKED_UP
             else:
                 each.sleep = AWAKE
 
@@ -269,9 +305,11 @@ class History:
             f"wake_up({chosen})", lambda: self.allocator.wake_up(chosen), lambda error: self.woken(error, chosen)
         )
 
-    def woken(self, error: CumemSleepError | None, chosen: set[str] | None) -> None:
+    def woken(self, error: CumemSleepError | None, chosen: set[str] | None, *, regions: bool = False) -> None:
         for each in self.expected.values():
-            is_chosen = chosen is None or each.tag in chosen or each.tag not in ("weights", "kv_cache")
+            if regions is (each.backup == BY_LEVEL):
+                continue
+            is_chosen = chosen is None or each.tag in chosen or not (regions or each.tag in ("weights", "kv_cache"))
             if error is not None or each.sleep == AWAKE or not is_chosen:
                 continue
             if each.sleep == DROPPED and each.content is None and self.poison and each.tag != "kv_cache":
@@ -294,10 +332,10 @@ class History:
     # What always holds
 
     def check(self) -> None:
-        usage = self.allocator.usage()  # also tries again what the driver refused
+        usage = [*self.allocator.usage().values(), *self.allocator.regions.usage().values()]
         segments = {segment.id: segment for segment in _core.segments()}
         assert segments.keys() == self.expected.keys()
-        assert sum(each.asleep_segments for each in usage.values()) == sum(
+        assert sum(each.asleep_segments for each in usage) == sum(
             each.sleep != AWAKE for each in self.expected.values()
         )
         for number, each in self.expected.items():
