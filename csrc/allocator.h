@@ -163,7 +163,8 @@ void set_free_listener(void (*listener)());
 
 }  // namespace cumem_sleep
 
-// What torch.cuda.memory.CUDAPluggableAllocator is given. Null on failure: PyTorch then retries and raises its own
+// Internal: for torch.cuda.memory.CUDAPluggableAllocator and the preload hook of this package, which set the tag and
+// open the driver. They may change with every release. Null on failure: PyTorch then retries and raises its own
 // out-of-memory error.
 extern "C" {
 __attribute__((visibility("default"))) void* cumem_sleep_malloc(size_t bytes, int device, CUstream stream);
