@@ -337,6 +337,17 @@ class TestSleepAndWake:
         assert_at_level_1(allocator)
         allocator.wake_up()
 
+    def test_a_wait_that_was_refused_takes_nothing_from_the_wake(
+        self, allocator: CuMemAllocator, memory: Memory, weights: int
+    ) -> None:
+        """What the driver would not free then is freed when every byte may be needed."""
+        allocator.sleep(level=1)
+        sim.configure(device_bytes=used_bytes() + 3 * PAGE)
+        sim.fail("cuMemFree", error="CUDA_ERROR_UNKNOWN")
+        assert "cuMemFree" in allocator.sleep(level=3).why_not_deeper
+        allocator.wake_up()
+        assert memory.read(weights, PAGE) == BYTES
+
     @pytest.mark.parametrize("step", ["unpin", "checkpoint"])
     def test_a_wake_while_it_goes_down(
         self, allocator: CuMemAllocator, memory: Memory, weights: int, monkeypatch: pytest.MonkeyPatch, step: str
