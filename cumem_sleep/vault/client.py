@@ -623,7 +623,7 @@ class VaultClient:
         elif body.get("id") in self._given_up:
             del self._answers[body["id"]]
             if self._given_up.pop(body["id"]):
-                self._unclaimed += [each["number"] for each in body.get("ok", {}).get("backups", ()) if each]
+                self._unclaimed += [each["number"] for each in body.get("ok", {}).get("backups") or () if each]
         elif body.get("id") in self._answers:
             self._answers[body["id"]] = body
 
