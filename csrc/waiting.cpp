@@ -22,7 +22,7 @@ struct Waiter {
     std::mutex mutex;
     // One byte that stays allocated: without it, each wait would take a page from the device and give it back.
     CUdeviceptr neighbour = 0;
-    CUdeviceptr unfreed = 0;     // the driver refused to free it; the next wait reuses it
+    CUdeviceptr unfreed = 0;     // the driver refused to free it; the next wait reuses it, or `release_waiter` frees it
     bool is_registered = false;  // the driver refused to unregister the page; the next wait retries
     std::atomic<bool> has_work_left{false};
     alignas(kPage) uint8_t page[kPage];
@@ -77,12 +77,14 @@ void wait_for_work_left(int device) {
 void release_waiter(int device) noexcept {
     Waiter& waiter = waiter_of(device);
     std::lock_guard<std::mutex> lock(waiter.mutex);
-    const bool freed = !waiter.neighbour || try_twice([&] {
-        ContextScope scope(device);
-        RelaxedCaptureScope relaxed;
-        return Driver::get().mem_free.attempt(waiter.neighbour) == CUDA_SUCCESS;
-    });
-    if (freed) waiter.neighbour = 0;
+    for (CUdeviceptr* const byte : {&waiter.neighbour, &waiter.unfreed}) {
+        const bool freed = !*byte || try_twice([&] {
+            ContextScope scope(device);
+            RelaxedCaptureScope relaxed;
+            return Driver::get().mem_free.attempt(*byte) == CUDA_SUCCESS;
+        });
+        if (freed) *byte = 0;
+    }
 }
 
 }  // namespace cumem_sleep

@@ -59,7 +59,8 @@ class Cold(Tier):
     def transfers(self) -> ColdTransfers:
         return ColdTransfers()
 
-    def content(self, extent: Extent, offset: int, nbytes: int) -> npt.NDArray[np.uint8]:
+    @staticmethod
+    def content(extent: Extent, offset: int, nbytes: int) -> npt.NDArray[np.uint8]:
         return np.frombuffer(cast(Page, extent).content, np.uint8)[offset : offset + nbytes].copy()
 
     def release(self, extents: Iterable[Extent]) -> None:
@@ -76,6 +77,7 @@ class ColdTransfers(HostTransfers):
 
 class ColdLane(HostLane):
     kernels_reach = False
+    content = staticmethod(Cold.content)
 
     def pin(self, extents: Iterable[Extent]) -> None:
         assert all(isinstance(extent, Page) for extent in extents)

@@ -56,8 +56,8 @@ class CudaState:
             OutOfDeviceMemory, CheckpointFailed: the state cannot come back; nothing was called.
             InvalidState: this process is a fork of one at level 3.
         """
-        self.stop_counting()
         try:
+            self.stop_counting()
             while True:
                 with _core.DriverCalls(is_lease=True) as allowed:
                     if allowed:

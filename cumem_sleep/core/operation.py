@@ -114,9 +114,11 @@ class Operation(Generic[_Result]):
                     self.frees_unused = True
                     gc.collect()
         finally:
-            self._notes.log()
-            if self.uses_cuda is not CudaUse.NONE:
-                shared.cuda.count()
+            try:
+                self._notes.log()
+            finally:
+                if self.uses_cuda is not CudaUse.NONE:
+                    shared.cuda.count()
 
     def _prepare_thread(self) -> None:
         """On the caller's thread, and without the lock: what the garbage collector runs may call the allocator."""

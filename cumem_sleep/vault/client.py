@@ -339,9 +339,13 @@ class VaultClient:
         """For each, a share in the backup that has these bytes, if there is one."""
         with self._turn():
             found: list[VaultBackup | None] = []
-            for some in _parts(keys):
-                facts = self._ask("find", gpu=gpu, keys=[_described(key) for key in some])["backups"]
-                found += [None if each is None else self._backup(each) for each in self._readable(facts)]
+            try:
+                for some in _parts(keys):
+                    facts = self._ask("find", gpu=gpu, keys=[_described(key) for key in some])["backups"]
+                    found += [None if each is None else self._backup(each) for each in self._readable(facts)]
+            except BaseException:
+                self.release([each for each in found if each is not None])
+                raise
             return found
 
     def seal(self, sealed: Sequence[Sealed]) -> None:
@@ -619,7 +623,7 @@ class VaultClient:
         elif body.get("id") in self._given_up:
             del self._answers[body["id"]]
             if self._given_up.pop(body["id"]):
-                self._unclaimed += [each["number"] for each in body.get("ok", {}).get("backups", ()) if each]
+                self._unclaimed += [each["number"] for each in body.get("ok", {}).get("backups") or () if each]
         elif body.get("id") in self._answers:
             self._answers[body["id"]] = body
 

@@ -259,7 +259,11 @@ class Service:
         session, gpu, ledger = each.asked.session, each.gpu, self._pool.ledger
         holds = ledger.reserve(session.owner, gpu.uuid, each.sizes, gpu.node)
         ledger.claims[session.owner] = each.more_bytes
-        return self._handed_out(session, holds)
+        try:
+            return self._handed_out(session, holds)
+        except CumemSleepError:
+            ledger.claims[session.owner] = 0  # the client hears of no backup, so it will not ask for more
+            raise
 
     def _find(self, asked: _Request) -> _Answer:
         gpu, owner = self._gpu(asked.body), asked.session.owner

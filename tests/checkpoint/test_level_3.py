@@ -42,6 +42,8 @@ from cumem_sleep import (
     sim,
 )
 from cumem_sleep.checkpoint import process
+from cumem_sleep.core.cuda_state import CudaState
+from cumem_sleep.core.log import Notes
 from cumem_sleep.core.torch_pools import TorchPools
 from cumem_sleep.core.tuning import Tuning
 
@@ -337,6 +339,17 @@ class TestSleepAndWake:
         assert_at_level_1(allocator)
         allocator.wake_up()
 
+    def test_a_wait_that_was_refused_takes_nothing_from_the_wake(
+        self, allocator: CuMemAllocator, memory: Memory, weights: int
+    ) -> None:
+        """What the driver would not free then is freed when every byte may be needed."""
+        allocator.sleep(level=1)
+        sim.configure(device_bytes=used_bytes() + 3 * PAGE)
+        sim.fail("cuMemFree", error="CUDA_ERROR_UNKNOWN")
+        assert "cuMemFree" in allocator.sleep(level=3).why_not_deeper
+        allocator.wake_up()
+        assert memory.read(weights, PAGE) == BYTES
+
     @pytest.mark.parametrize("step", ["unpin", "checkpoint"])
     def test_a_wake_while_it_goes_down(
         self, allocator: CuMemAllocator, memory: Memory, weights: int, monkeypatch: pytest.MonkeyPatch, step: str
@@ -619,6 +632,23 @@ class TestByItself:
         for block in blocks:
             assert not counting.may_deepen
             block.__exit__(None, None, None)
+        assert counting.may_deepen
+
+    @pytest.mark.parametrize("interrupted", [(CudaState, "stop_counting"), (Notes, "log")], ids=lambda each: each[1])
+    def test_after_a_call_that_a_signal_ended(
+        self, counting: CuMemAllocator, monkeypatch: pytest.MonkeyPatch, interrupted: tuple[type, str]
+    ) -> None:
+        """As its lease begins, or as it logs what it did."""
+        whole, signals = getattr(*interrupted), iter([KeyboardInterrupt])
+
+        def raise_once(of: object) -> None:
+            whole(of)
+            for signal in signals:
+                raise signal
+
+        monkeypatch.setattr(*interrupted, raise_once)
+        with pytest.raises(KeyboardInterrupt):
+            counting.free(counting.malloc(PAGE)) if interrupted[0] is CudaState else counting.release_backups()
         assert counting.may_deepen
 
     def test_not_once_it_was_said_why(self, counting: CuMemAllocator, caplog: pytest.LogCaptureFixture) -> None:

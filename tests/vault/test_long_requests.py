@@ -16,8 +16,10 @@ from contextlib import suppress
 import pytest
 from running import SECONDS, Segment, eventually, seal
 from support import PAGE
+from test_failures import descriptors_left
 
 from cumem_sleep import CuMemAllocator, InvalidArgument, OutOfHostMemory, _core, sim
+from cumem_sleep.errors import VaultError
 from cumem_sleep.vault import protocol
 from cumem_sleep.vault.address import VaultAddress
 from cumem_sleep.vault.client import Key, Sealed, VaultBackup, VaultClient
@@ -278,6 +280,25 @@ def test_an_answer_that_would_be_too_long_is_an_error(many: Many) -> None:
         many.client.find(many.gpu, [key] * 500)
     many.client.release([backup])
     eventually(lambda: many.client.status()["free_bytes"] == MEMORY, "what was found is given back")
+
+
+def test_what_earlier_parts_found_is_given_back_when_a_later_one_fails(many: Many) -> None:
+    small, large = many.client.reserve(many.gpu, [UNIT_BYTES, 64 << 20])
+    keys = [Key("small", UNIT_BYTES, ""), Key("large", 64 << 20, "")]
+    many.client.seal([Sealed(small, keys[0]), Sealed(large, keys[1], "n" * 65536)])
+    with pytest.raises(InvalidArgument, match="ask for less at once"):
+        many.client.find(many.gpu, [keys[0]] * protocol.MAX_BACKUPS + [keys[1]] * 500)
+    many.client.release([small, large])
+    assert many.client.status()["free_bytes"] == MEMORY
+
+
+def test_nothing_is_set_aside_for_a_reservation_that_cannot_be_answered(many: Many) -> None:
+    with descriptors_left(os.getpid(), 0), pytest.raises(VaultError, match="the vault can open no more files"):
+        many.reserve(3 * MANY)
+    assert many.client.status()["left_bytes"] == MEMORY
+    other = many.connect()
+    other.reserve(many.gpu, [MEMORY])
+    other.close()
 
 
 def test_descriptors_of_an_unfinished_message_are_bounded(many: Many) -> None:

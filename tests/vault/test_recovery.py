@@ -440,6 +440,22 @@ class TestMemoryToCome:
         assert vault.status()["asleep_bytes"] == 0
         client.close()
 
+    def test_nothing_was_handed_out_to_who_did_not_wait_for_the_answer(
+        self, filling_up: tuple[CuMemAllocator, RoomOnceGiven]
+    ) -> None:
+        """There was nothing yet, which is no reason to take the vault for lost."""
+
+        def look() -> None:
+            raise Enough
+
+        allocator, _ = filling_up
+        client = VaultClient(tier_of(allocator)._path, look=look)
+        with pytest.raises(Enough):
+            client.reserve_now(client.gpus[0], [PAGE])
+        client.release([])
+        assert client.lost is None
+        client.close()
+
     def test_prepare_keeps_nobody_from_the_allocator(
         self, filling_up: tuple[CuMemAllocator, RoomOnceGiven], memory: Memory
     ) -> None:
