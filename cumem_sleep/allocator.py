@@ -142,6 +142,7 @@ class CuMemAllocator:
         CuMemAllocator.instance = self
         if other is not None:
             other._operations.retired = True
+            other._cuda.successor = self._cuda
 
     @classmethod
     def get_instance(cls) -> CuMemAllocator:

@@ -27,6 +27,7 @@ class CudaState:
 
     Attributes:
         why_not: why this process does not leave level 1 or 2, or "".
+        successor: of the allocator that has taken this one's place, while leases of this one may not have ended.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class CudaState:
         self._deep_after_s = deep_after_s
         self._timer: _core.Worker | None = None
         self.why_not = ""
+        self.successor: CudaState | None = None
 
     @property
     def may_deepen(self) -> bool:
@@ -67,7 +69,7 @@ class CudaState:
                     _core.device_count()  # raises, and says why
                 log.run(self._lock, self._come_back)  # it may go deeper again before the next look
         finally:
-            if self._deep_after_s is not None:
+            if self._deep_after_s is not None or self.successor is not None:
                 self.count()
 
     def _come_back(self) -> None:
@@ -94,6 +96,8 @@ class CudaState:
 
     def count(self) -> None:
         """Count from now on, if everything sleeps and there is no lease: call `deepen` once, on a thread of its own."""
+        if self.successor is not None:
+            return self.successor.count()
         self.stop_counting()
         seconds = self._deep_after_s
         if seconds is None or _core.driver_is_leased() or _core.driver_calls_suspended() or _core.driver_is_forked():

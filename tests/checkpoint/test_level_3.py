@@ -37,6 +37,7 @@ from cumem_sleep import (
     InvalidState,
     OutOfDeviceMemory,
     OutOfHostMemory,
+    Settings,
     SleepReport,
     _core,
     sim,
@@ -621,6 +622,20 @@ class TestByItself:
         assert not counting.may_deepen
         counting.free(address)
         assert counting.may_deepen
+
+    @pytest.mark.parametrize("is_first", [True, False])
+    def test_the_end_of_a_block_counts_for_the_allocator_that_has_come_meanwhile(
+        self, make_allocator: Callable[..., CuMemAllocator], is_first: bool
+    ) -> None:
+        first = make_allocator(deep_after_s=3600 if is_first else None)
+        block = first.using_cuda()
+        block.__enter__()
+        second = CuMemAllocator(Settings(driver="sim", deep_after_s=None if is_first else 3600))
+        second.malloc(PAGE, "weights")
+        second.sleep()
+        block.__exit__(None, None, None)
+        assert not first.may_deepen
+        assert second.may_deepen is not is_first
 
     def test_not_while_a_block_may_call_the_driver(self, counting: CuMemAllocator) -> None:
         """Only the last of several that overlap ends the wait."""
