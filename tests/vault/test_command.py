@@ -84,7 +84,7 @@ def test_status_is_read_by_prometheus(asleep: RunningVault, capsys: pytest.Captu
 
 def test_every_metric_is_said(asleep: RunningVault) -> None:
     client = asleep.client("prometheus")
-    text = command.Status(client.status()).prometheus()
+    text = command.VaultReport(client.status()).prometheus()
     client.close()
     table = {**metrics.VAULT, **metrics.VAULT_GPU, **metrics.VAULT_CLIENT}
     not_yet = {f"{metrics.PREFIX}vault_gpu_last_in_gbps"}  # nothing was copied in
@@ -119,8 +119,8 @@ def test_bad_usage_is_told(
 
 
 def test_what_is_not_in_order_is_the_conclusion() -> None:
-    assert command.Status({"short": "host memory"}).conclusion() == "it cannot take more memory now: host memory"
-    assert command.Status({"short": ""}).conclusion() == ""
+    assert command.VaultReport({"short": "host memory"}).conclusion() == "it cannot take more memory now: host memory"
+    assert command.VaultReport({"short": ""}).conclusion() == ""
 
 
 def test_nobody_has_to_read_what_it_says(folder: pathlib.Path) -> None:

@@ -15,7 +15,6 @@ from test_sleeping import MakeAllocator, check, fill, leave
 
 from cumem_sleep import CuMemAllocator, OutOfDeviceMemory, _core, sim
 from cumem_sleep.backups.vault import VaultTransfers
-from cumem_sleep.core import operation
 from cumem_sleep.core.levels import SegmentGroup
 from cumem_sleep.errors import DriverError, VaultLost
 from cumem_sleep.operations import wake as wake_operation
@@ -230,7 +229,7 @@ class TestBorrowed:
             sim.reset()  # not before the operation has tried to release it, and failed
             return asleep_in(meant)
 
-        monkeypatch.setattr(operation, "asleep", relents)
+        monkeypatch.setattr(wake_operation, "asleep", relents)
         allocator.wake_up()
         contents[cache] = memory.fill_random(cache, 4 * PAGE)
         goes_on(vault, copied, 1)
