@@ -176,7 +176,7 @@ def test_a_run_of_the_suite_goes_on_behind_what_has_begun(tmp_path: pathlib.Path
         "def pytest_sessionfinish():\n"
         f"    pathlib.Path({str(kept)!r}).write_text(os.environ.get('CUMEM_SLEEP_TEST_BEGUN', 'nothing'))\n"
     )
-    tests = SCRIPT.parent.parent / "tests" / "transfer" / "test_pacing.py"
+    tests = SCRIPT.parent.parent / "tests" / "transfer" / "test_engine_or_kernel.py"
 
     def outcome() -> str:
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "left", str(tests)]

@@ -136,7 +136,7 @@ class _BackingUp:
         self._compressor = layer.compressor
         self._tuning = layer.tuning
         self._segments = segments
-        self._lenders = dropped
+        self._lending = dropped
         self._digests = digests
         self._timer = timer
         self.copied: list[_core.Segment] = []
@@ -333,7 +333,7 @@ class _BackingUp:
                 for device in by_device(segments) if self._compressor.on else ():
                     with self._timer("plan"):
                         spare_bytes = _core.memory_info(device)[0]
-                        lending_segments = [segment for segment in self._lenders if segment.sleep == _Sleep.AWAKE]
+                        lending_segments = [segment for segment in self._lending if segment.sleep == _Sleep.AWAKE]
                         workspace = self._compressor.workspace(device, spare_bytes, lending_segments)
                         workspaces[device] = stack.enter_context(workspace)
                 yield workspaces

@@ -1,6 +1,6 @@
 """A link: one way between host memory and a device, with several batches in flight, so that it never waits for us.
 
-The vault's own copies are in `vault/link.py`.
+`operations/wake.py` and `backups/filling.py` make them; the vault's own copies are in `vault/link.py`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Copies between the vault's memory and one GPU, in one direction. Clients take turns, piece by piece.
 
 Copies to a GPU go by its copy engine, or by a kernel while the engine is slow, because the driver scrubs memory that
-was just freed (`transfer/pacing`).
+was just freed (`transfer/engine_or_kernel`).
 """
 
 from __future__ import annotations
