@@ -6,7 +6,7 @@
 #   tests [400]  or its halves tests_1, tests_2;  vault_tests [15] belongs to it;  sanitizer [240]
 #   tests_1+tests_2 two_gpu_tests [~250]  the same on two GPUs at once
 #   bench [100]  small [60]  beside [50 a turn; $TURNS (2)]  level_3 [25]  decoder [100]  compressed [280]  codec [200]
-#   host_memory [120]  vault [~300]  vault_small [~80]  vault_kills [140]  first_clients [~180, several GPUs]
+#   decode_after_wake [~60]  host_memory [120]  vault [~300]  vault_small [~80]  vault_kills [140]  first_clients [~180, several GPUs]
 #   peers [500]  saver [~420]  saver_30 [~150]  saver_tests [~240]
 # With vLLM, from .gpu/1/*.tar.xz and .gpu/2/*.tar.xz, unless it is installed:
 #   serve [240]  serve_vault [~180]  switching [540]  switching_fp8 [300]  switching_vault [~200]
@@ -215,6 +215,7 @@ part() {
             -k "not 200_cycles and not in_flight and not without_room and not captured_in_its_pool and not cupy" 2>&1 |
             tee "$out/sanitizer.txt"
         ;;
+    decode_after_wake) measure 120 decode_after_wake decode_after_wake ;;
     decoder) measure 200 decoder decoder --checkpoint /tmp/qwen3-8b ;;
     compressed) measure 280 compressed compressed "${checkpoint[@]}" ;;
     codec) measure 200 codec codec "${checkpoint[@]}" ;;

@@ -49,7 +49,8 @@ class Cold(Tier):
     def footprints(self, backups: Sequence[Sequence[Extent]]) -> list[Footprint]:
         return [Footprint() for _ in backups]
 
-    def extent_bytes(self, *, beside_work: bool) -> int:
+    @property
+    def extent_bytes(self) -> int:
         return EXTENT_BYTES
 
     def reserve(self, device: int, sizes: Sequence[int], *, beside_work: bool = False) -> list[Page]:

@@ -23,7 +23,7 @@ COPYING = (1, 2, 3)  # turns of the first segment between its two digests
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two pieces, each a block of its own, in every segment."""
     monkeypatch.setattr(CuMemAllocator.tuning, "prepare_piece_bytes", MIB)
-    monkeypatch.setattr(CuMemAllocator.tuning, "prepare_extent_bytes", MIB)
+    monkeypatch.setattr(CuMemAllocator.tuning, "slab_bytes", MIB)
     monkeypatch.setattr(host_facts, "mem_available_bytes", lambda enough=None: None)  # reads hundreds of files
     if SIMULATED:
         monkeypatch.setattr("cumem_sleep.digest.device.sums_of", quick_sums)

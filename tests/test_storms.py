@@ -18,7 +18,7 @@ STORM = """
     seed = int(os.environ["SEED"])
     choice = random.Random(seed)
     tuning = CuMemAllocator.tuning
-    tuning.prepare_piece_bytes, tuning.prepare_extent_bytes, tuning.slab_bytes = MIB, PAGE, PAGE
+    tuning.prepare_piece_bytes, tuning.slab_bytes = MIB, PAGE
     logging.getLogger("cumem_sleep").setLevel(logging.ERROR)  # of preparations that a handler ends
     reset_simulation()
     import cumem_sleep.digest.device
@@ -226,7 +226,7 @@ FINALISERS = """
     import gc, logging, os, random, sys, threading, time
 
     choice = random.Random(int(os.environ["SEED"]))
-    CuMemAllocator.tuning.prepare_piece_bytes = CuMemAllocator.tuning.prepare_extent_bytes = MIB
+    CuMemAllocator.tuning.prepare_piece_bytes = CuMemAllocator.tuning.slab_bytes = MIB
     logging.getLogger("cumem_sleep").setLevel(logging.ERROR)  # of preparations that a finaliser ends
     reset_simulation()
     import cumem_sleep.digest.device

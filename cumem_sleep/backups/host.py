@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -67,8 +68,10 @@ class HostTier(Tier):
         *,
         beside_work: bool = False,  # noqa: ARG002
     ) -> Sequence[Extent]:
+        limits = self.limits() if self._releasing.bytes else []
         pinned = [self._releasing.take(device, size) for size in sizes]
-        if None in pinned:
+        most_bytes = sum(sizes) + self._releasing.bytes  # if what is left there stays
+        if None in pinned and any(limit.available_bytes < most_bytes for limit in limits):
             self._releasing.finish()
         node = node_of(device)
         blocks = [block or _core.HostBlock(size, node) for block, size in zip(pinned, sizes, strict=True)]
@@ -76,8 +79,9 @@ class HostTier(Tier):
         self._held_bytes += sum(sizes)
         return blocks
 
-    def extent_bytes(self, *, beside_work: bool) -> int:  # noqa: D102
-        return self._tuning.prepare_extent_bytes if beside_work else self._tuning.slab_bytes
+    @property
+    def extent_bytes(self) -> int:  # noqa: D102
+        return self._tuning.slab_bytes
 
     def release(self, extents: Iterable[Extent]) -> None:  # noqa: D102
         blocks = _blocks(extents)
@@ -207,7 +211,8 @@ class HostLane(Lane):
 class _Releasing:
     """Unpins and frees host memory in a thread, one block at a time, as long as no operation runs.
 
-    An operation at the same time would wait for every block, because the driver serialises the two. What it needs
+    Whatever else calls the driver meanwhile waits for the block: an operation, and a model that decodes after its wake.
+    So the thread works for a small share of the time only, unless the host is short of memory. What an operation needs
     itself, it takes from here: such a block is pinned already.
     """
 
@@ -261,13 +266,21 @@ class _Releasing:
     def _run(self, worker: _core.Worker) -> None:
         pause_s = self._tuning.before_releases_s
         while not worker.pause(pause_s):
-            pause_s = self._tuning.between_releases_s
+            begin = time.perf_counter()
             with self._turn() as held:
                 if held and not self.bytes:
                     self._worker = None
                     return
                 if held:
                     self._release_one()
+            pause_s = self._tuning.between_releases_s
+            if not self._is_short():
+                pause_s = max(pause_s, (time.perf_counter() - begin) * self._tuning.pause_per_release)
+
+    def _is_short(self) -> bool:
+        """Whether another process might miss what is not freed yet."""
+        left = (host_facts.mem_available_bytes(enough=self.bytes), host_facts.cgroup_available_bytes())
+        return any(nbytes is not None and nbytes < self.bytes for nbytes in left)
 
 
 def _blocks(extents: Iterable[Extent]) -> list[_core.HostBlock]:

@@ -108,7 +108,7 @@ class BackupRoom:
                 unfit.append(backup.segment.id)
         self._catalogue.forget(unfit)
         new = [segment for segment in segments if self._catalogue.of(segment) is None]
-        most_bytes = tier.extent_bytes(beside_work=beside_work)
+        most_bytes = tier.extent_bytes
         sizes = {segment.id: extent_sizes(segment.bytes, encodings.get(segment.id), most_bytes) for segment in new}
         self.check(sum(map(sum, sizes.values())), keep)
         for device, mine in by_device(new).items():

@@ -95,13 +95,10 @@ class Tier(ABC):
     def footprints(self, backups: Sequence[Sequence[Extent]]) -> list[Footprint]:
         """What each of these backups takes of the host's memory; what several of them share counts once."""
 
+    @property
     @abstractmethod
-    def extent_bytes(self, *, beside_work: bool) -> int:
-        """The largest size for an extent, so that reserving it does not keep others waiting.
-
-        Args:
-            beside_work: the model runs meanwhile.
-        """
+    def extent_bytes(self) -> int:
+        """The largest size for an extent, so that to pin it or to release it does not keep a running model waiting."""
 
     @abstractmethod
     def reserve(self, device: int, sizes: Sequence[int], *, beside_work: bool = False) -> Sequence[Extent]:

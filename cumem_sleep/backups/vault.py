@@ -123,7 +123,8 @@ class VaultTier(Tier):
         owners = client.owners(known) if known else None
         return {} if owners is None else dict(zip(known, owners, strict=True))
 
-    def extent_bytes(self, *, beside_work: bool) -> int:  # noqa: ARG002, D102
+    @property
+    def extent_bytes(self) -> int:  # noqa: D102
         return _ENOUGH_BYTES
 
     def reserve(self, device: int, sizes: Sequence[int], *, beside_work: bool = False) -> Sequence[Extent]:  # noqa: D102

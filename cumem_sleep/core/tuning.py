@@ -23,14 +23,17 @@ class Tuning:
             last.
         digest_together_bytes: digested at a time by a wake. Kernels of this process and of the vault take turns on the
             GPU, and each turn holds the vault's copies up.
-        slab_bytes: the largest extent of a backup, so that one extent can be registered while another is filled.
+        slab_bytes: the largest extent of a backup. One is registered while another is filled. To register it, beside
+            `prepare`, or to unregister it, after a wake, takes 0.5 ms or less, for which a model's launches wait
+            (`prepare_cost.json`, `decode_after_wake.json`).
         prefault_bytes: prefaulted by one thread at a time.
         stream_bytes: copied to a tier by one stream at a time. On four streams 18 ms of copies are in flight, as long
             as it takes to digest 61 GiB.
         release_later_bytes: more than this is released in a thread. Unregistering and freeing this much takes 16 ms.
         before_releases_s: how long that thread waits first, because an operation that comes meanwhile has to wait for a
-            block (3 ms of 128 MiB), and one that follows at once should not (`level_2_wakes.txt`).
+            block, and one that follows at once should not (`level_2_wakes.txt`).
         between_releases_s: how long it pauses between two blocks, so that others get the lock.
+        pause_per_release: how many times as long as a block took, where the host is not short of memory.
         first_allocation_least_bytes: a sleep that freed less leaves the first allocation after it, which takes 0.2 to
             0.3 ms for each gibibyte, to the next wake; so does one after which others have left less than this.
         first_allocation_after_s: by then the driver has scrubbed 115 GiB (`later_wakes.json`).
@@ -58,8 +61,6 @@ class Tuning:
         count_part_bytes: segments with a compressed backup are counted in parts of this size. Counting takes 1 ms and
             encoding 13, so the copies of one part last longer than the count of the next.
         prepare_piece_bytes: copied by `prepare` at a time; the model's small copies queue behind it (0.15 ms).
-        prepare_extent_bytes: the size of an extent that `prepare` reserves; the model's launches queue behind its
-            registration (0.5 ms). Both were measured: `wake_paths.json`, `prepare_cost.json`.
         prepare_poll_s: how long `prepare` waits before it tries again to get the lock, which it never waits for.
         bounce_bytes: of device memory that the CPU digests at a time.
         table_bytes_per_gib: of page tables, on every GPU, for pinned host memory (`driver_behaviour.json`).
@@ -69,12 +70,13 @@ class Tuning:
     head_bytes: int = 2 * _GIB
     digest_part_bytes: int = 8 * _GIB
     digest_together_bytes: int = 2 * _GIB
-    slab_bytes: int = 128 * _MIB
+    slab_bytes: int = 16 * _MIB
     prefault_bytes: int = 64 * _MIB
     stream_bytes: int = 256 * _MIB
     release_later_bytes: int = _GIB
     before_releases_s: float = 0.05
     between_releases_s: float = 0.0002
+    pause_per_release: float = 20.0
     first_allocation_least_bytes: int = 4 * _GIB
     first_allocation_after_s: float = 0.5
     first_allocation_retry_s: float = 0.01
@@ -96,7 +98,6 @@ class Tuning:
     few_rows: int = 16
     count_part_bytes: int = _GIB
     prepare_piece_bytes: int = 8 * _MIB
-    prepare_extent_bytes: int = 32 * _MIB
     prepare_poll_s: float = 0.001
     bounce_bytes: int = 32 * _MIB
     table_bytes_per_gib: int = 2 * _MIB

@@ -252,7 +252,7 @@ class Preparation:
         """Wait as the rate demands; time lost by taking an extent may be made up for until the end of that extent."""
         now = time.monotonic()
         seconds = nbytes / self._bytes_per_second if self._bytes_per_second else 0.0
-        pieces = self._tuning.prepare_extent_bytes / self._tuning.prepare_piece_bytes
+        pieces = self._tuning.slab_bytes / self._tuning.prepare_piece_bytes
         self._due = max(self._due + seconds, now - seconds * pieces)
         self._worker.pause(max(_SHORTEST_PAUSE_S, self._due - now))
 

@@ -396,7 +396,7 @@ class TestGivingBack:
     def test_a_sleep_takes_what_is_pinned_for_its_device(
         self, unretained: CuMemAllocator, memory: Memory, closed_by: list[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """What is pinned for another one is released instead."""
+        """What is pinned for another one goes on waiting, because there is room beside it."""
         sim.configure(devices=2)
         gate = Gate(monkeypatch)
         contents = self.going(unretained, memory)
@@ -406,7 +406,7 @@ class TestGivingBack:
         address = unretained.malloc(4 * PAGE, "weights", 1)
         content = memory.fill_random(address, 4 * PAGE, 1)
         unretained.sleep()
-        assert closed_by == [OPERATION] * 8
+        assert (closed_by, unretained._store.room.bytes) == ([], 8 * PAGE)
         unretained.wake_up()
         assert memory.read(address, 4 * PAGE, 1) == content
         memory.close()
@@ -560,6 +560,44 @@ class TestGivingBack:
             unretained._store.room.stop()
         unretained.release_backups()
         assert unretained._store.room.bytes == 0
+
+    @pytest.mark.parametrize(("left", "is_slow"), [(None, True), (8 * PAGE, True), (2 * PAGE, False)])
+    def test_it_takes_a_small_share_of_the_time_while_memory_is_not_short(
+        self,
+        unretained: CuMemAllocator,
+        memory: Memory,
+        monkeypatch: pytest.MonkeyPatch,
+        left: int | None,
+        is_slow: bool,
+    ) -> None:
+        """A model that decodes after its wake waits for each block."""
+        monkeypatch.setattr(CuMemAllocator.tuning, "between_releases_s", 0.0)
+        pauses: list[float] = []
+        pause = _core.Worker.pause
+
+        def noted(worker: _core.Worker, seconds: float) -> bool:
+            pauses.append(seconds)
+            return pause(worker, 0.0)
+
+        close = _core.HostBlock.close
+
+        def slow(block: _core.HostBlock) -> None:
+            if _core.thread_name() == GIVING_BACK:
+                time.sleep(0.002)
+            close(block)
+
+        monkeypatch.setattr(_core.Worker, "pause", noted)
+        monkeypatch.setattr(_core.HostBlock, "close", slow)
+        monkeypatch.setattr(
+            host_facts, "mem_available_bytes", lambda **_: left if _core.thread_name() == GIVING_BACK else None
+        )
+        self.going(unretained, memory)
+        wait_for_the_end(unretained)
+        after_blocks = pauses[1:9]
+        assert len(after_blocks) == 8
+        slow_ones = [seconds for seconds in after_blocks if seconds >= 0.002 * 19]
+        # Towards the end, little waits: then even little that is left is enough.
+        assert len(slow_ones) == 8 if is_slow else after_blocks[0] == 0.0
 
     def test_stopping_ends_the_thread(
         self, unretained: CuMemAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch

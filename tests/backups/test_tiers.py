@@ -149,7 +149,7 @@ class TestRoom:
             tier.release(extents)
 
     def test_an_extent_holds_what_its_limit_says(self, tier: Tier) -> None:
-        assert 0 < tier.extent_bytes(beside_work=True) <= tier.extent_bytes(beside_work=False)
+        assert 0 < tier.extent_bytes(beside_work=True) <= tier.extent_bytes
 
 
 class TestCopies:
@@ -322,7 +322,7 @@ class TestSharing:
         (segment,) = (each for each in _core.segments() if each.address == address)
         ranges = ((PAGE, PAGE), (5 * PAGE, 2 * PAGE))
         chosen = b"".join(before[offset : offset + nbytes] for offset, nbytes in ranges)
-        extents = reserve(tier, *extent_sizes(len(chosen), None, tier.extent_bytes(beside_work=False)))
+        extents = reserve(tier, *extent_sizes(len(chosen), None, tier.extent_bytes))
         backup = Backup(segment, tier, extents, ranges=ranges)
         catalogue = Catalogue(retain=True)
         catalogue.tiers.append(tier)

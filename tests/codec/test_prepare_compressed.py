@@ -107,7 +107,7 @@ class TestPrepare:
         piece = 2 * PAGE
         monkeypatch.setattr(CuMemAllocator.tuning, "slot_bytes", (piece, piece))
         monkeypatch.setattr(CuMemAllocator.tuning, "prepare_piece_bytes", piece)
-        monkeypatch.setattr(CuMemAllocator.tuning, "prepare_extent_bytes", 8 * PAGE)
+        monkeypatch.setattr(CuMemAllocator.tuning, "slab_bytes", 8 * PAGE)
         content = bytearray(bf16(8 * PAGE, np.random.default_rng(5)))
         content[place * piece : (place + 1) * piece] = noise(piece, np.random.default_rng(6))
         address = allocator.malloc(8 * PAGE, "weights")
@@ -433,7 +433,7 @@ class TestPrepare:
             from cumem_sleep.codec import workspace as compress
 
             reset_simulation()
-            CuMemAllocator.tuning.prepare_extent_bytes = PAGE
+            CuMemAllocator.tuning.slab_bytes = PAGE
             allocator = fresh_allocator(compress="auto")
             address = allocator.malloc(2 * PAGE, "weights")
             memory = Memory()
