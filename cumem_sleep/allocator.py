@@ -24,7 +24,16 @@ from .checkpoint.process import THIS_PROCESS, Checkpointed
 from .codec.compressor import Compressor
 from .core import log
 from .core.cuda_state import CudaState
-from .core.levels import DEFERRABLE_TAGS, IsDropped, dropped_at_level, in_pools, in_regions, is_deep, woken_in_pools
+from .core.levels import (
+    DEFERRABLE_TAGS,
+    IsDropped,
+    dropped_at_level,
+    in_pools,
+    in_regions,
+    is_deep,
+    restored_in_pools,
+    woken_in_pools,
+)
 from .core.misspelt import warn_of_misspelt
 from .core.operation import Call, CudaUse, Operation, Operations
 from .core.pools import Pools
@@ -496,7 +505,7 @@ class CuMemAllocator:
                 uses_cuda=CudaUse.LEASE_UNLESS_AWAY,
             ).run()
 
-    def wake_up(self, tags: str | Iterable[str] | None = None) -> WakeReport:
+    def wake_up(self, tags: str | Iterable[str] | None = None, *, restore: bool = True) -> WakeReport:
         """Take device memory again, at the same addresses, and restore what was backed up.
 
         Restored bytes are compared with the bytes at sleep by their digests (unless `verify` is `off`). If anything
@@ -506,9 +515,11 @@ class CuMemAllocator:
         Args:
             tags: what to wake; None wakes all. Only `weights` and `kv_cache` can be left asleep: every other tag wakes
                 with the first.
+            restore: False: these tags (None: `weights` and `kv_cache`) come back with undefined bytes, in the time that
+                mapping takes, and their backups go: new weights are to be loaded. Other tags are restored.
 
         Raises:
-            InvalidArgument: a tag that is neither `weights` nor `kv_cache` and was never used.
+            InvalidArgument: a tag that is neither `weights` nor `kv_cache` and was never used; `restore` is no bool.
             OutOfDeviceMemory: the device has too little free memory. At level 3 the CUDA state of the process needs
                 some as well; it then stays off the GPU.
             CheckpointFailed: the driver did not bring that state back.
@@ -519,8 +530,13 @@ class CuMemAllocator:
             RankFailed: another rank failed, or did not answer, so that no rank wakes.
         """
         with self._call("wake_up") as call:
-            meant = woken_in_pools(None if tags is None else self._used_tags.checked(tags))
-            return waking(self._operations, self._layer, meant, wake, self._layer, call, meant, call=call).run()
+            check_bool("restore", restore)
+            named = None if tags is None else self._used_tags.checked(tags)
+            meant = woken_in_pools(named)
+            is_restored = None if restore else restored_in_pools(named)
+            return waking(
+                self._operations, self._layer, meant, wake, self._layer, call, meant, is_restored, call=call
+            ).run()
 
     @contextmanager
     def filling(self, fill: Callable[[Sequence[_core.Segment]], None]) -> Iterator[None]:

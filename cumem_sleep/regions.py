@@ -8,7 +8,7 @@ from functools import partial
 
 from . import _core
 from .core.driver import driver_path
-from .core.levels import SegmentGroup, in_regions, without_backup
+from .core.levels import SegmentGroup, in_regions, without_backup, without_restoring
 from .core.operation import Call, CudaUse, Operation, Operations
 from .core.scopes import scoped
 from .core.tags import DEFAULT_TAG, UsedTags, checked_tag, tag_or_default
@@ -173,6 +173,7 @@ class Regions:
         self,
         tags: str | Iterable[str] | None = None,
         *,
+        restore: bool = True,
         retain_backups: bool | None = None,
         wait_for_release: bool = False,
     ) -> WakeReport:
@@ -180,6 +181,7 @@ class Regions:
 
         Args:
             tags: of which regions, exactly; None: of all.
+            restore: False: all of them come back with undefined bytes, and their backups go.
             retain_backups: whether the backups stay until the next sleep, which then copies only what changed. None: as
                 the settings say.
             wait_for_release: return when the host memory of backups that do not stay has gone back to the system.
@@ -189,6 +191,7 @@ class Regions:
             InvalidArgument: a tag that no region ever had, or a flag that is not True or False.
             OutOfDeviceMemory, OutOfHostMemory, BackupMismatch, CodecError, DriverError: as `CuMemAllocator.wake_up`.
         """
+        check_bool("restore", restore)
         if retain_backups is not None:
             check_bool("retain_backups", retain_backups)
         check_bool("wait_for_release", wait_for_release)
@@ -197,7 +200,7 @@ class Regions:
 
         def work() -> WakeReport:
             woken = asleep(meant)
-            report = wake(self._layer, Call(), meant)
+            report = wake(self._layer, Call(), meant, None if restore else without_restoring)
             self._layer.store.catalogue.retain(woken, retained=retained)
             if wait_for_release:
                 self._layer.store.room.settle()

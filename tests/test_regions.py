@@ -299,6 +299,22 @@ class TestRetainedBackups:
         assert allocator._store.room.bytes == PAGE
         assert memory.read(address, PAGE) == content
 
+    def test_what_is_not_restored_has_none(self, allocator: CuMemAllocator, memory: Memory) -> None:
+        with allocator.regions.use("parameters", backup=True):
+            address = allocator.malloc(PAGE)
+        content = memory.fill_random(address, PAGE)
+        memory.close()
+        allocator.regions.sleep()
+        report = allocator.regions.wake("parameters", restore=False)
+        assert (report.mapped_bytes, report.restored_bytes) == (PAGE, 0)
+        assert allocator.read_backup(address, PAGE) is None
+        memory.write(address, content)
+        allocator.regions.sleep()
+        allocator.regions.wake()
+        assert memory.read(address, PAGE) == content
+        with pytest.raises(InvalidArgument, match="restore=1"):
+            allocator.regions.wake(restore=1)  # type: ignore[arg-type]
+
     def test_only_those_that_wake_are_concerned(self, allocator: CuMemAllocator) -> None:
         malloc_in_region(allocator, "a", backup=True)
         malloc_in_region(allocator, "b", backup=True)

@@ -206,6 +206,13 @@ def _extra_awake(world: World) -> None:
     _malloc(world)
 
 
+def _wake_without_restoring(world: World) -> None:
+    world.allocator.wake_up(restore=False)
+    for segment in world.segments:
+        if segment.tag != "default":
+            world.contents[segment.id] = None
+
+
 PHASES = [
     Phase("malloc", _without_extra, _malloc),
     Phase("first sleep", _awake_without_backups, lambda world: world.allocator.sleep()),
@@ -215,6 +222,7 @@ PHASES = [
     Phase("discard", awake_with_backups, lambda world: world.allocator.discard(["kv_cache", "weights"])),
     Phase("wake of weights", _asleep, lambda world: world.allocator.wake_up("weights")),
     Phase("wake of all", _asleep, lambda world: world.allocator.wake_up()),
+    Phase("wake without restoring", _asleep, _wake_without_restoring),
     Phase("wake after level 2", _asleep_at_level_2, lambda world: world.allocator.wake_up()),
     Phase("free awake", _extra_awake, _free),
     Phase("free asleep", _extra_asleep, _free),

@@ -69,6 +69,16 @@ def without_backup(segment: _core.Segment) -> bool:
     return segment.backup == _core.BackupPlan.NEVER
 
 
+def without_restoring(segment: _core.Segment) -> bool:  # noqa: ARG001
+    """Whether a wake that restores nothing restores the segment."""
+    return False
+
+
+def restored_in_pools(tags: set[str] | None) -> SegmentChoice:
+    """Whether a wake that does not restore `tags` (None: those that a level may drop) restores a segment."""
+    return lambda segment: segment.tag not in (DEFERRABLE_TAGS if tags is None else tags)
+
+
 def woken_in_pools(tags: set[str] | None) -> SegmentGroup:
     """The segments that a wake of pools with `tags` (None: all) wakes."""
     in_any = in_pools()

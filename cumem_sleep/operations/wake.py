@@ -12,7 +12,7 @@ from ..backups.backup import Backup
 from ..backups.tier import Tier
 from ..codec.workspace import Workspace, close_all
 from ..core.extents import Transfers
-from ..core.levels import SegmentGroup
+from ..core.levels import SegmentChoice, SegmentGroup
 from ..core.operation import Call, Operation, Operations
 from ..core.segments import by_device, total_bytes
 from ..digest.device import DigestRun
@@ -85,11 +85,14 @@ def _short(layer: Layer, segments: Sequence[_core.Segment]) -> list[tuple[int, i
     return [(device, needed, free) for device, needed, free in found if needed > free]
 
 
-def wake(layer: Layer, call: Call, meant: SegmentGroup) -> WakeReport:
+def wake(layer: Layer, call: Call, meant: SegmentGroup, is_restored: SegmentChoice | None = None) -> WakeReport:
     """Wake the segments of `meant`, for which there is room (`check_device_memory`).
 
     If anything fails, what was taken goes back, and everything stays asleep. The same holds if anything fails on
     another rank: the ranks agree when everything is verified.
+
+    Args:
+        is_restored: whether what was backed up comes back with its bytes, or else its backup goes; None: all of it.
 
     Raises:
         OutOfDeviceMemory, OutOfHostMemory, BackupMismatch, CodecError, DriverError, RankFailed: as
@@ -101,9 +104,11 @@ def wake(layer: Layer, call: Call, meant: SegmentGroup) -> WakeReport:
         call.agree(timer)
         return WakeReport(seconds=timer.seconds, note="nothing to do, no memory of these tags is asleep")
     with _core.HeldSegments(sleeping) as segments:
-        restored = [segment for segment in segments if segment.sleep == _Sleep.BACKED_UP]
+        restored = [s for s in segments if s.sleep == _Sleep.BACKED_UP and (is_restored is None or is_restored(s))]
         restored.sort(key=lambda segment: layer.store.catalogue.encoding_of(segment) is not None)  # as they are copied
-        dropped = [segment for segment in segments if segment.sleep == _Sleep.DROPPED]
+        with_bytes = {segment.id for segment in restored}
+        dropped = [segment for segment in segments if segment.id not in with_bytes]
+        given_up = [segment.id for segment in dropped if segment.sleep == _Sleep.BACKED_UP]
         expected = _digests_at_sleep(layer, restored) if layer.settings.verify == "wake" else {}
         checked = [segment for segment in restored if segment.id in expected]
         keep_bytes = {segment.id for segment in dropped if segment.keeps_bytes}
@@ -139,16 +144,13 @@ def wake(layer: Layer, call: Call, meant: SegmentGroup) -> WakeReport:
                 with timer("map"):
                     for segment in dropped:
                         mapping_dropped.wait(segment.id)
-                    lost = [segment for segment in dropped if segment.id not in keep_bytes]
-                    if layer.settings.poison:
-                        _poison([segment for segment in lost if segment.tag != "kv_cache"])
-                    for fill in layer.fills:
-                        fill(lost)
+                    _fill(layer, [segment for segment in dropped if segment.id not in keep_bytes])
                 if checked:
                     with timer("verify"):
                         digests.verify(checked, expected)
             call.agree(timer)
             _core.finish_wake(segments)
+            layer.store.catalogue.forget(given_up)
         except BaseException:
             _core.undo_wake(segments)  # leaves alone what finish_wake has woken
             raise
@@ -253,9 +255,13 @@ def _digests_at_sleep(layer: Layer, segments: Sequence[_core.Segment]) -> dict[i
     return {backup.segment.id: backup.digest for backup in backups if backup.digest is not None}
 
 
-def _poison(segments: Sequence[_core.Segment]) -> None:
-    for segment in segments:
-        _core.stop_if_asked()
-        with _core.CopyStream(segment.device) as stream:
-            stream.poison(segment.address, segment.bytes)
-            stream.synchronize()
+def _fill(layer: Layer, lost: Sequence[_core.Segment]) -> None:
+    """With poison, or what others want there: these come back without their bytes."""
+    for segment in lost if layer.settings.poison else ():
+        if segment.tag != "kv_cache":
+            _core.stop_if_asked()
+            with _core.CopyStream(segment.device) as stream:
+                stream.poison(segment.address, segment.bytes)
+                stream.synchronize()
+    for fill in layer.fills:
+        fill(lost)

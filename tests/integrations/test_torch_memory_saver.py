@@ -203,6 +203,16 @@ class TestRetention:
         assert set(states()) == {same, changed}
         saver.resume()
 
+    def test_what_is_not_restored_leaves_none(self, saver: TorchMemorySaver) -> None:
+        """A trainer is about to write new weights there."""
+        allocator = CuMemAllocator.get_instance()
+        saver.retain_cpu_backup = True
+        malloc(saver, enable_cpu_backup=True)
+        saver.pause()
+        saver.resume(restore=False)
+        assert allocator.totals()["wake"].bytes["restored"] == 0
+        assert allocator._store.room.bytes == 0
+
     def test_is_asked_for_at_the_resume(self, saver: TorchMemorySaver) -> None:
         """Switched off, it concerns what is resumed after that."""
         allocator = CuMemAllocator.get_instance()

@@ -118,8 +118,8 @@ class TorchMemorySaver:
         if not tag or regions.has(tag):
             regions.sleep(tag or None, with_left=log.tells_info())  # nobody else gets the report
 
-    def resume(self, tag: str | None = None) -> None:
-        """They take it again: all or nothing, `Regions.wake`.
+    def resume(self, tag: str | None = None, *, restore: bool = True) -> None:
+        """They take it again: all or nothing, `Regions.wake`, to which `restore` goes.
 
         Host memory that is not retained has gone back when this returns if the backend of a region's backups is `mmap`,
         as in torch_memory_saver, and otherwise soon after.
@@ -128,7 +128,9 @@ class TorchMemorySaver:
         regions = self._allocator().regions
         if not tag or regions.has(tag):
             is_of_mmap = any(regions.has(each) for each in tuple(native.tags_of_mmap) if not tag or each == tag)
-            regions.wake(tag or None, retain_backups=self._retain_cpu_backup, wait_for_release=is_of_mmap)
+            regions.wake(
+                tag or None, restore=restore, retain_backups=self._retain_cpu_backup, wait_for_release=is_of_mmap
+            )
 
     # Backups
 

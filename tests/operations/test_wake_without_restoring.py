@@ -1,0 +1,100 @@
+"""A wake that restores no bytes of some tags, because new ones are about to be loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from support import AWAKE, BACKED_UP, PAGE, SIMULATED, Memory
+from waking import check_bytes, fill
+
+from cumem_sleep import CuMemAllocator, InvalidArgument, OutOfDeviceMemory, _core, sim
+
+MakeAllocator = Callable[..., CuMemAllocator]
+
+
+def states() -> dict[str, _core.Segment.Sleep]:
+    return {segment.tag: segment.sleep for segment in _core.segments()}
+
+
+@pytest.mark.parametrize("compress", ["off", "auto"])
+@pytest.mark.parametrize("tags", [None, "weights", ["weights", "kv_cache"]])
+def test_what_is_not_restored_has_no_backup_any_more(
+    make_allocator: MakeAllocator, memory: Memory, compress: str, tags: str | list[str] | None
+) -> None:
+    allocator = make_allocator(poison=True, compress=compress)
+    weights = fill(allocator, memory, [PAGE, 2 * PAGE])
+    fill(allocator, memory, [PAGE], "kv_cache")
+    others = fill(allocator, memory, [PAGE], "default")
+    allocator.sleep()
+    report = allocator.wake_up(tags, restore=False)
+    assert (report.restored_bytes, report.verified_bytes) == (PAGE, PAGE)
+    assert report.mapped_bytes == (4 if tags == "weights" else 5) * PAGE
+    assert allocator.usage()["weights"].host_bytes == 0
+    for address, content in weights.items():
+        now = memory.read(address, len(content))
+        assert now != content
+        assert len(set(now)) == 1, "not poisoned"
+    check_bytes(memory, others)
+    allocator.wake_up()
+    for address, content in weights.items():
+        memory.write(address, content[::-1])
+    assert allocator.sleep().copied_bytes == 3 * PAGE
+    allocator.wake_up()
+    check_bytes(memory, {address: content[::-1] for address, content in weights.items()} | others)
+
+
+def test_the_cache_alone_leaves_the_weights_asleep(allocator: CuMemAllocator, memory: Memory) -> None:
+    weights = fill(allocator, memory, [PAGE])
+    cache = fill(allocator, memory, [PAGE], "kv_cache")
+    allocator.sleep(offload_tags=["weights", "kv_cache"])
+    allocator.wake_up("kv_cache", restore=False)
+    assert states() == {"weights": BACKED_UP, "kv_cache": AWAKE}
+    (address,) = cache
+    assert allocator.usage()["kv_cache"].host_bytes == 0
+    allocator.wake_up()
+    check_bytes(memory, weights)
+    assert memory.read(address, PAGE) is not None
+
+
+@pytest.mark.sim
+def test_what_fails_restores_when_it_is_asked_to(allocator: CuMemAllocator, memory: Memory) -> None:
+    weights = fill(allocator, memory, [PAGE] * 2)
+    allocator.sleep()
+    sim.configure(device_bytes=PAGE)
+    with pytest.raises(OutOfDeviceMemory):
+        allocator.wake_up(restore=False)
+    sim.configure(device_bytes=64 * PAGE)
+    sim.fail("cuMemSetAccess", after=1)
+    with pytest.raises(Exception, match="cuMemSetAccess"):
+        allocator.wake_up(restore=False)
+    sim.reset()
+    assert states() == {"weights": BACKED_UP}
+    assert allocator.wake_up().restored_bytes == 2 * PAGE
+    check_bytes(memory, weights)
+
+
+def test_after_level_3(allocator: CuMemAllocator, memory: Memory) -> None:
+    if not SIMULATED:
+        pytest.skip("a process of its own tries level 3 on a GPU")
+    fill(allocator, memory, [PAGE])
+    memory.close()
+    allocator.sleep(3)
+    assert allocator.wake_up("weights", restore=False).restored_bytes == 0
+    assert states() == {"weights": AWAKE}
+
+
+def test_without_backups_there_is_nothing_to_read(allocator: CuMemAllocator, memory: Memory) -> None:
+    (address,) = fill(allocator, memory, [PAGE])
+    allocator.sleep()
+    allocator.wake_up("weights", restore=False)
+    assert allocator.read_backup(address, PAGE) is None
+
+
+@pytest.mark.parametrize("restore", [0, None, "no", 1.0])
+def test_only_true_and_false(allocator: CuMemAllocator, restore: object) -> None:
+    allocator.malloc(PAGE, "weights")
+    allocator.sleep()
+    with pytest.raises(InvalidArgument, match="restore"):
+        allocator.wake_up(restore=restore)  # type: ignore[arg-type]
+    assert states() == {"weights": BACKED_UP}
