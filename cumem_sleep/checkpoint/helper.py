@@ -1,8 +1,8 @@
 """The helper of a process that sleeps at level 3, which calls `main` in it (`process.py`).
 
 While the CUDA state of a process is checkpointed, whatever in it calls the driver waits until another process restores
-it. This is the other process. It has no CUDA context, so it takes no memory of a GPU. It reads one request a line from
-standard input and writes one answer a line to standard output, in JSON, and ends with the process it serves.
+it. This is the other process. It has no CUDA context, so it takes no memory of a GPU. Its standard input is a socket
+that carries requests and answers, one JSON object in each packet. It ends with the process it serves.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ _CONTEXT_BYTES = 1 << 30
 # Restores succeeded with so much more than free memory had grown by; with less, nobody has tried.
 _SLACK_BYTES = 4 << 20
 _MARGINS = (_UNCOUNTED_BYTES, _CONTEXT_BYTES, _SLACK_BYTES)
-_REQUESTS, _ANSWERS = 0, 1  # standard input and output
+_SOCKET = 0  # standard input
+MESSAGE_BYTES = 1 << 17  # the most of one packet
 
 
 class Target:
@@ -181,35 +182,29 @@ def _needed_bytes(grown_bytes: int, counted_bytes: int, in_use: bool) -> int:
 def main(pid: int, driver: str) -> None:
     """Answer requests until nobody can make any."""
     target = Target(pid)
-    with suppress(BrokenPipeError):  # the process has ended meanwhile
+    with suppress(BrokenPipeError, ConnectionResetError):  # the process has ended meanwhile
         try:
             _core.open_driver(driver)
         except CumemSleepError as error:
-            _write({"detail": str(error), "state": "not known"})
+            _send({"detail": str(error), "state": "not known"})
             return
-        _write({"is_ready": True, "state": target.state()})
-        for line in _requests(pid):
-            _write(target.answer(json.loads(line)))
+        _send({"is_ready": True, "state": target.state()})
+        for request in _requests(pid):
+            _send(target.answer(json.loads(request)))
 
 
-def _write(answer: Mapping[str, Any]) -> None:
-    """On a line of its own, whatever else was written, and in ASCII, whatever the environment says of encodings."""
-    os.write(_ANSWERS, b"\n" + json.dumps(answer).encode("ascii") + b"\n")
+def _send(answer: Mapping[str, Any]) -> None:
+    os.write(_SOCKET, json.dumps(answer).encode())
 
 
 def _requests(pid: int) -> Iterator[bytes]:
-    """Lines from standard input, while the process lives that writes them; a child of it may keep the pipe open."""
+    """Those of the process, while it lives; a child of it may keep the socket open."""
     try:
         process = os.pidfd_open(pid)
     except ProcessLookupError:
         return
     poll = select.poll()
     poll.register(process, select.POLLIN)
-    poll.register(_REQUESTS, select.POLLIN)
-    received = b""
-    while True:
-        ready = [file for file, _ in poll.poll()]
-        if process in ready or not (part := os.read(_REQUESTS, 1 << 16)):
-            return
-        *lines, received = (received + part).split(b"\n")
-        yield from lines
+    poll.register(_SOCKET, select.POLLIN)
+    while process not in [file for file, _ in poll.poll()] and (request := os.read(_SOCKET, MESSAGE_BYTES)):
+        yield request
