@@ -6,7 +6,6 @@ import os
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from ...core.scopes import scoped
 from ...errors import InvalidArgument
@@ -91,18 +90,13 @@ def _flag(environment: Mapping[str, str], name: str) -> bool:
     return text in _TRUE
 
 
-def hook_path() -> Path:
-    """The library for LD_PRELOAD."""
-    return preload.library_path()
-
-
 @scoped
 def configure_subprocess() -> Iterator[None]:
     """Processes that are started inside get the hook in front of cudaMalloc, before what LD_PRELOAD names already.
 
     Threads that are not inside start theirs with it, too, as long as one is.
     """
-    with preloaded(str(hook_path())):
+    with preloaded(str(preload.library_path())):
         yield
 
 

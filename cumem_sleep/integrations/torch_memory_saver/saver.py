@@ -81,8 +81,12 @@ class TorchMemorySaver:
         allocator, backup = self._allocator(), bool(enable_cpu_backup)
         capture = {"stream": stream, "capture_error_mode": capture_error_mode}
         if preload.serve():
-            region = native.region(tag, cpu_backup_backend, backup=backup)  # before the capture: it opens the driver
-            with torch.cuda.graph(cuda_graph, pool=pool, **capture), region:
+            labelled = allocator.regions.use_without_pool(tag, backup=backup)  # before the capture: it opens the driver
+            with (
+                torch.cuda.graph(cuda_graph, pool=pool, **capture),
+                labelled,
+                native.backend(tag, cpu_backup_backend, backup=backup),
+            ):
                 yield
             return
         with (
