@@ -11,14 +11,14 @@ import json
 import os
 import resource
 import select
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from .. import _core, host_facts
 from ..errors import CumemSleepError, DriverError, format_bytes
+from ..report import PhaseTimer
 from .device_memory import free_bytes, used_bytes
 
 _State = _core.ProcessState
@@ -45,7 +45,7 @@ class Target:
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
-        self._seconds: dict[str, float] = {}
+        self._timer = PhaseTimer()
 
     def checkpoint(self, lock_timeout_s: float, uuids: Sequence[str], in_use: Sequence[str]) -> dict[str, Any]:
         """Lock it and take its CUDA state off these GPUs; if that fails, unlock it again.
@@ -58,12 +58,12 @@ class Target:
             (`needed_bytes`), and how many are free now (`free_bytes`).
         """
         _require_host_memory(self._pid, sum(used_bytes(self._pid, uuids).values()))
-        with self._timed("lock"):
+        with self._timer("lock"):
             _core.lock_process(self._pid, lock_timeout_s)
         try:
             # As late as can be: what other processes take or give back until `after` is counted, too.
             before, used = free_bytes(self._pid, uuids), used_bytes(self._pid, uuids)
-            with self._timed("checkpoint"):
+            with self._timer("checkpoint"):
                 _core.checkpoint_process(self._pid)
         except (DriverError, OSError):
             if _core.process_state(self._pid) == _State.LOCKED:
@@ -96,16 +96,16 @@ class Target:
             free = free_bytes(self._pid, list(needed_bytes))
             if short := {uuid: (needed, free[uuid]) for uuid, needed in needed_bytes.items() if needed > free[uuid]}:
                 return {"too_little": short}
-            with self._timed("restore"):
+            with self._timer("restore"):
                 _core.restore_process(self._pid)
         if _core.process_state(self._pid) == _State.LOCKED:
-            with self._timed("unlock"):
+            with self._timer("unlock"):
                 _core.unlock_process(self._pid)
         return {}
 
     def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Do what one request says, and describe what came of it."""
-        self._seconds = {}
+        self._timer = PhaseTimer()
         arguments = dict(request)
         try:
             answer: dict[str, Any] = getattr(self, arguments.pop("do"))(**arguments)  # `checkpoint` or `restore`
@@ -113,7 +113,7 @@ class Target:
             answer = {"call": error.call, "error": error.error, "detail": error.detail}
         except (CumemSleepError, OSError) as error:
             answer = {"call": "", "error": "", "detail": str(error)}
-        return {**answer, "seconds": self._seconds, "state": self.state()}
+        return {**answer, "seconds": self._timer.phases, "state": self.state()}
 
     def state(self) -> str:
         """As CUDA tells it, such as `RUNNING`; in words, if it does not."""
@@ -121,14 +121,6 @@ class Target:
             return _core.process_state(self._pid).name
         except (CumemSleepError, OSError) as error:
             return f"not known ({error})"
-
-    @contextmanager
-    def _timed(self, phase: str) -> Iterator[None]:
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._seconds[phase] = time.perf_counter() - start
 
 
 def _require_host_memory(pid: int, needed_bytes: int) -> None:

@@ -78,14 +78,11 @@ def examine() -> str:
     Raises:
         CheckpointRefused: the helper cannot be started, or cannot use the driver.
     """
+    helper = _Helper(Deadlines())
     try:
-        helper = _Helper(Deadlines())
-        try:
-            return helper.wait_until_ready()
-        finally:
-            helper.end()
-    except _HelperLost as error:
-        raise CheckpointRefused(str(error)) from None
+        return helper.wait_until_ready()
+    finally:
+        helper.end()
 
 
 class ProcessCheckpoint:
@@ -131,10 +128,7 @@ class ProcessCheckpoint:
                 raise CheckpointRefused("this process ends")
             devices = {device: _core.device_info(device) for device in range(_core.device_count())}
             self._uuids = {device: info.uuid for device, info in devices.items()}
-            try:
-                helper = self._ready_helper()
-            except _HelperLost as error:
-                raise CheckpointRefused(str(error)) from None
+            helper = self._ready_helper()
             self._wait_for_work()
             unpin()
             if not _core.suspend_driver_calls(self.deadlines.calls_end_s):
@@ -296,7 +290,7 @@ def _end_at_once(why: str) -> None:
 THIS_PROCESS = ProcessCheckpoint()
 
 
-class _HelperLost(Exception):
+class _HelperLost(CheckpointRefused):
     """The helper could not be started, has ended, or does not answer; the argument says which."""
 
 
