@@ -104,12 +104,9 @@ class Record:
     def of(self, round_: int) -> Decision | None:
         """The decision, None as long as there is none."""
         while content := os.pread(self._descriptor, 256 * _RECORD.size, self._read_bytes):
-            whole = len(content) // _RECORD.size * _RECORD.size
-            for number, failed, why in _RECORD.iter_unpack(content[:whole]):
+            for number, failed, why in _RECORD.iter_unpack(content):
                 self._decisions.setdefault(number, Decision(failed, Why(why)))
-            self._read_bytes += whole
-            if not whole:
-                break
+            self._read_bytes += len(content)
         for number in [number for number in self._decisions if number + _REMEMBERED < round_]:
             del self._decisions[number]
         return self._decisions.get(round_)

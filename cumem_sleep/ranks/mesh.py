@@ -111,9 +111,8 @@ class Mesh:
             if number in self.gone or rank not in (None, number):
                 continue
             try:
-                if connection.send(line) < len(line):
-                    self._lose(number)
-            except BlockingIOError:
+                connection.sendall(line)
+            except BlockingIOError:  # not all of it was sent
                 self._lose(number)
             except OSError:
                 continue  # what it said before it ended is still to be read
