@@ -223,9 +223,8 @@ def not_canonical(scope: Scope) -> str:
 
 def bearer(scope: Scope) -> list[bytes]:
     """The request's bearer tokens: one or none."""
-    values = [value for name, value in scope.get("headers", ()) if name.lower() == b"authorization"]
-    parts = [value.partition(b" ") for value in values[:1]]
-    return [token for scheme, _, token in parts if scheme.lower() == b"bearer"]
+    scheme, _, token = header(scope, b"authorization").partition(" ")
+    return [token.encode("latin-1")] if scheme.lower() == "bearer" else []
 
 
 def bears(scope: Scope, keys: list[str]) -> bool:

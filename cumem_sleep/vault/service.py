@@ -318,7 +318,7 @@ class Service:
                 )
             copied = 0
             for slab, start, nbytes in entry.ranges(offset, size):
-                block = self._pool.slab(slab).block
+                block = self._pool.slabs[slab].block
                 for at in range(0, nbytes, PIECE_BYTES):
                     pieces.append(LinkPiece(block, start + at, lent_at + copied + at, min(PIECE_BYTES, nbytes - at)))
                 copied += nbytes
@@ -519,7 +519,7 @@ class Service:
 
     def _send_slab(self, session: Session, number: int) -> None:
         """A descriptor of it. Raises VaultError: this process can open no more files."""
-        slab = self._pool.slab(number)
+        slab = self._pool.slabs[number]
         try:
             descriptor = os.dup(slab.descriptor)
         except OSError:

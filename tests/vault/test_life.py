@@ -208,7 +208,7 @@ def test_a_vault_that_ends_gives_no_memory_back_that_others_read(
         pool.take_more()
         eventually(lambda: bool(posted), "the slab is there")
         posted.popleft()()
-    left, kept = (os.dup(pool.slab(1).descriptor) for pool in (old, new))
+    left, kept = (os.dup(pool.slabs[1].descriptor) for pool in (old, new))
     old.finish()
     old.close()
     found: list[object] = []
