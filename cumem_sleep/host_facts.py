@@ -70,7 +70,7 @@ def memlock_limit_bytes() -> int | None:
 def usable_cores(root: Path = Path("/")) -> int:
     """Cores that this process may use, given its CPU affinity and its control group's quota; at least 1."""
     cores = len(os.sched_getaffinity(0))
-    for directory in _cgroup_ancestry(root, "cpu"):
+    for directory in _cgroup_ancestry(root, "cpu", ""):
         quota, _, period = _text(directory / "cpu.max").partition(" ")
         if not period:
             quota, period = _text(directory / "cpu.cfs_quota_us"), _text(directory / "cpu.cfs_period_us")
@@ -111,23 +111,18 @@ def _cgroup_limits(root: Path) -> list[tuple[int, int | None, Path]]:
     return [(limit, usage, path) for limit, usage, path in found if limit is not None and limit < _CGROUP_V1_UNLIMITED]
 
 
-def _cgroup_ancestry(root: Path, controller: str) -> list[Path]:
-    """The directories of this process's group and of all above it, for one v1 controller ("" is v2)."""
+def _cgroup_ancestry(root: Path, *wanted: str) -> list[Path]:
+    """The directories of this process's group and of all above it, for these v1 controllers ("": v2, which has all)."""
     mount = root / "sys/fs/cgroup"
     found: list[Path] = []
-    for line in _text(root / "proc/self/cgroup").splitlines():
-        number, controllers, path = [*line.split(":", 2), "", "", ""][:3]
-        if controller == "cpu" and number == "0" and not controllers:
-            base = mount  # v2 has every controller in one tree
-        elif controller in controllers.split(",") and (controller or number == "0"):
-            base = mount / controller if controller else mount
-        else:
-            continue
-        # Inside a container the path may lie outside of what is mounted: then the mount itself is the group.
-        group = base / path.strip("/")
-        while group != base and not group.is_dir():
-            group = group.parent
-        found += [group, *(parent for parent in group.parents if base in (parent, *parent.parents))]
+    for controllers, path in re.findall(r"^\d+:([^:\n]*):(.*)$", _text(root / "proc/self/cgroup"), re.M):
+        for controller in {*wanted} & {*controllers.split(",")}:
+            base = mount / controller
+            # Inside a container the path may lie outside of what is mounted: then the mount itself is the group.
+            group = base / path.strip("/")
+            while group != base and not group.is_dir():
+                group = group.parent
+            found += [group, *(parent for parent in group.parents if base in (parent, *parent.parents))]
     return found
 
 
