@@ -7,6 +7,7 @@ deeper; and when the last one ends, the time until level 3 is counted anew.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 
 from .. import _core
 from ..errors import CumemSleepError
@@ -67,14 +68,11 @@ class CudaState:
                         return
                 if _core.driver_is_forked():
                     _core.device_count()  # raises, and says why
-                log.run(self._lock, self._come_back)  # it may go deeper again before the next look
+                # It may go deeper again before the next look.
+                log.run(self._lock, partial(self.come_back, {}), holding=True)
         finally:
             if self._deep_after_s is not None or self.successor is not None:
                 self.count()
-
-    def _come_back(self) -> None:
-        with self._lock.hold():
-            self.come_back({})
 
     def come_back(self, needed_bytes: Mapping[int, int]) -> Mapping[str, float]:
         """With the lock held: from level 3, if the process is there, to level 1.

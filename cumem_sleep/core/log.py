@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -51,12 +52,12 @@ class Notes(list[tuple[int, str, tuple[object, ...]]]):
         self.clear()
 
 
-def run(lock: _core.OperationLock, work: Callable[[], _Result]) -> _Result:
-    """`lock.run(work)`; when it has ended, log what it recorded."""
+def run(lock: _core.OperationLock, work: Callable[[], _Result], *, holding: bool = False) -> _Result:
+    """`lock.run(work)`, `holding` the lock; when it has ended, log what it recorded."""
     notes = Notes()
 
     def recorded() -> _Result:
-        with notes:
+        with notes, lock.hold() if holding else nullcontext():
             return work()
 
     try:

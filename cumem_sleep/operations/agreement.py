@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 
 from .. import _core
 from ..core import log
@@ -152,11 +153,7 @@ class RankCall(Call):
         if error is None or self._mesh.is_closed:  # nobody hears of it; and in a fork nobody may give the lock back
             return
         with suppress(InvalidState):  # called from inside another operation: the others wait in vain
-            log.run(self._lock, lambda: self._refuse_with_lock(error))
-
-    def _refuse_with_lock(self, error: BaseException) -> None:
-        with self._lock.hold():
-            self.refuse(error)
+            log.run(self._lock, partial(self.refuse, error), holding=True)
 
     def begin(self) -> None:
         """Tell the others that the operation begins.
