@@ -19,7 +19,6 @@ from ..errors import InvalidState
 
 _RECORD = struct.Struct("<QiI")  # round, rank that failed, why
 _NONCE_BYTES = _RECORD.size
-_REMEMBERED = 1 << 10  # rounds
 
 
 class Why(IntEnum):
@@ -102,13 +101,12 @@ class Record:
         return None
 
     def of(self, round_: int) -> Decision | None:
-        """The decision, None as long as there is none."""
+        """The decision, None as long as there is none. Those of earlier rounds are forgotten."""
         while content := os.pread(self._descriptor, 256 * _RECORD.size, self._read_bytes):
             for number, failed, why in _RECORD.iter_unpack(content):
                 self._decisions.setdefault(number, Decision(failed, Why(why)))
             self._read_bytes += len(content)
-        for number in [number for number in self._decisions if number + _REMEMBERED < round_]:
-            del self._decisions[number]
+        self._decisions = {number: each for number, each in self._decisions.items() if number >= round_}
         return self._decisions.get(round_)
 
     def decide(self, round_: int, wanted: Decision) -> Decision:

@@ -175,10 +175,7 @@ def connect(group: RankGroup, timeout_s: float) -> Mesh:
                 peers[number] = _call(group.rank, number, address, doors[number], timeout_s)
             _answer(listener, peers, group, token, time.monotonic() + timeout_s)
     except BaseException:
-        for each in peers.values():
-            each.close()
-        if record is not None:
-            record.close()
+        Mesh(group.rank, peers, record).close()
         raise
     if record is not None and not all(door.has_record for door in doors):
         record.close()
