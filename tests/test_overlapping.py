@@ -521,14 +521,14 @@ class TestTheSaversNativeInterface:
                 if tag == "a":
                     native.tms_set_interesting_region(False)
                 await turns.wait()
-                assert native.in_region is (tag != "a")
+                assert native.tms_get_interesting_region() is (tag != "a")
                 await turns.wait()
                 if tag == "b":
                     native.tms_set_interesting_region(False)
                 else:
                     native.tms_set_interesting_region(True)
                 await turns.wait()
-                assert native.in_region is (tag == "a")
+                assert native.tms_get_interesting_region() is (tag == "a")
 
         async def both() -> None:
             turns = Turns(2)
@@ -537,7 +537,7 @@ class TestTheSaversNativeInterface:
 
         asyncio.run(both())
         assert native.tms_get_cpu_backup_backend() == b"pinned"
-        assert not native.in_region
+        assert not native.tms_get_interesting_region()
         assert_outside()
 
     def test_backends_that_end_in_another_order(self, allocator: CuMemAllocator) -> None:
@@ -549,7 +549,7 @@ class TestTheSaversNativeInterface:
         second.__enter__()
         native.tms_set_interesting_region(False)
         first.__exit__(None, None, None)
-        assert (native.in_region, native.tms_get_cpu_backup_backend()) == (False, b"mmap")
+        assert (native.tms_get_interesting_region(), native.tms_get_cpu_backup_backend()) == (False, b"mmap")
         native.tms_set_interesting_region(True)
         assert native.tms_get_current_tag() == b"b"
         second.__exit__(None, None, None)
@@ -563,9 +563,9 @@ class TestTheSaversNativeInterface:
         region.__enter__()
         native.tms_set_interesting_region(False)
         in_thread(lambda: region.__exit__(None, None, None))
-        assert (native.in_region, native.tms_get_cpu_backup_backend()) == (False, b"pinned")
+        assert (native.tms_get_interesting_region(), native.tms_get_cpu_backup_backend()) == (False, b"pinned")
         native.tms_set_interesting_region(True)
-        assert not native.in_region
+        assert not native.tms_get_interesting_region()
         assert_outside()
 
 

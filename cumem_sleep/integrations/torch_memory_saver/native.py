@@ -72,11 +72,6 @@ class Native:
             return getattr(self._process, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
-    @property
-    def in_region(self) -> bool:
-        """Whether what this thread allocates belongs to a region."""
-        return _core.thread_backup() != _core.BackupPlan.BY_LEVEL
-
     def _with_region_config(
         self,
         tag: str,
@@ -124,12 +119,12 @@ class Native:
             self.tags_of_mmap.add(tag)
 
     def tms_get_interesting_region(self) -> bool:
-        """`in_region`."""
-        return self.in_region
+        """Whether what this thread allocates belongs to a region."""
+        return _core.thread_backup() != _core.BackupPlan.BY_LEVEL
 
     def tms_set_interesting_region(self, value: bool) -> None:
         """False: this thread leaves its region, until True."""
-        if value == self.in_region:
+        if value == self.tms_get_interesting_region():
             return
         region = _innermost()
         if value:

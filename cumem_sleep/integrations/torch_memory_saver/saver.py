@@ -104,7 +104,7 @@ class TorchMemorySaver:
             InvalidState: the thread is in no region, and the process is none.
         """
         native = self._initialized()
-        if not native.in_region:
+        if not native.tms_get_interesting_region():
             raise InvalidState(
                 "disable() outside of a region: enter one first, or start the process with TMS_INIT_ENABLE=1 and the"
                 " hook in LD_PRELOAD"
