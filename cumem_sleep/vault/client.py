@@ -92,45 +92,33 @@ class LentMemory:
 
 
 class SlabTable:
-    """Read-only descriptors of slabs: with them, backups can be read when the vault is gone."""
+    """Read-only descriptors of slabs: with them, backups can be read when the vault is gone.
+
+    Attributes:
+        by_number: the descriptor of each, which is the table's to close, and the size of the slab in bytes.
+    """
 
     def __init__(self) -> None:
-        self._slabs: dict[int, tuple[int, int]] = {}
+        self.by_number: dict[int, tuple[int, int]] = {}
         self._backups: Counter[int] = Counter()
 
-    def descriptor(self, slab: int) -> tuple[int, int]:
-        """(descriptor, bytes); the descriptor stays the table's."""
-        return self._slabs[slab]
-
-    @property
-    def numbers(self) -> list[int]:
-        """Of all slabs that there are descriptors of."""
-        return list(self._slabs)
-
-    def add(self, slab: int, descriptor: int, nbytes: int) -> None:
-        """Keep it as long as backups lie there."""
-        self._slabs[slab] = (descriptor, nbytes)
-
-    def use(self, extents: Iterable[SlabRange]) -> None:
-        """A backup lies there."""
-        self._backups.update({extent.slab for extent in extents})
-
-    def leave(self, extents: Iterable[SlabRange]) -> None:
-        """That backup is gone."""
-        self._backups.subtract({extent.slab for extent in extents})
+    def move(self, before: Iterable[SlabRange], after: Iterable[SlabRange]) -> None:
+        """A backup lies in others of them now."""
+        self._backups.subtract({extent.slab for extent in before})
+        self._backups.update({extent.slab for extent in after})
 
     def close_unused(self) -> list[int]:
         """Close what no backup lies in; returns their numbers."""
-        unused = [slab for slab in self._slabs if self._backups[slab] <= 0]
+        unused = [slab for slab in self.by_number if self._backups[slab] <= 0]
         for slab in unused:
-            protocol.close_all([self._slabs.pop(slab)[0]])
+            protocol.close_all([self.by_number.pop(slab)[0]])
             del self._backups[slab]
         return unused
 
     def close(self) -> None:
         """Close all."""
-        protocol.close_all([descriptor for descriptor, _ in self._slabs.values()])
-        self._slabs.clear()
+        protocol.close_all([descriptor for descriptor, _ in self.by_number.values()])
+        self.by_number.clear()
 
 
 def _in_turn(method: _Method) -> _Method:
@@ -214,13 +202,12 @@ class VaultClient:
             protocol.check_folder(self.path.parent)
             connection.connect(str(self.path))
             pid, uid = protocol.peer_credentials(connection)
-            if uid != os.getuid():
-                raise VaultUnavailable(f"the vault at {self.path} belongs to user {uid}: name another socket")
         except (OSError, VaultError) as error:
             connection.close()
-            if isinstance(error, VaultUnavailable):
-                raise
             raise VaultUnavailable(f"no vault answers at {self.path}: {error}; `cumem-sleep vault` runs one") from None
+        if uid != os.getuid():
+            connection.close()
+            raise VaultUnavailable(f"the vault at {self.path} belongs to user {uid}: name another socket")
         limits = protocol.MAX_ANSWER_BYTES, protocol.MAX_REQUEST_BYTES, None, protocol.MAX_REQUEST_VALUES
         return Channel(connection, *limits), pid
 
@@ -242,12 +229,9 @@ class VaultClient:
     def is_gone(self) -> bool:
         """Whether the vault's process is known to have ended, so that the driver has all that it had of others."""
         try:
-            if self.vault_pid:
-                os.kill(self.vault_pid, 0)
-        except ProcessLookupError:
-            return True
-        except OSError:
-            pass
+            os.kill(self.vault_pid or os.getpid(), 0)
+        except OSError as error:
+            return isinstance(error, ProcessLookupError)
         return False
 
     def _hears_something(self) -> bool:
@@ -293,7 +277,7 @@ class VaultClient:
             before._connections = []
             before._lost = VaultLost(f"{before._lost}; another connection has taken its place")
             try:
-                held = self._ask("resume", slabs=self.slabs.numbers)["numbers"]
+                held = self._ask("resume", slabs=list(self.slabs.by_number))["numbers"]
                 facts = []
                 for some in _parts(backups):
                     said = self._ask("look", numbers=_numbers(some))["backups"]
@@ -303,7 +287,7 @@ class VaultClient:
                 self._lost = self._lost or VaultLost(f"backups could not be taken over: {error}", may_go_on=True)
                 raise
             for each, said in zip(backups, facts, strict=True):
-                self._leave(each)
+                self._move(each)
                 if said is not None:
                     self._fill(each, said)
             while len(self._connections) > 1:
@@ -342,8 +326,7 @@ class VaultClient:
 
     def free_bytes(self) -> int:
         """What could be reserved without evicting anything, with what the vault is still taking."""
-        nbytes: int = self._ask("room")["free_bytes"]
-        return nbytes
+        return int(self._ask("room")["free_bytes"])
 
     @_in_turn
     def find(self, gpu: str, keys: Sequence[Key]) -> list[VaultBackup | None]:
@@ -364,7 +347,6 @@ class VaultClient:
             said = [{"number": each.backup.number, **_described(each.key), "note": each.note} for each in some]
             facts = self._readable(self._ask("seal", backups=said)["backups"])
             for each, now in zip(some, facts, strict=True):
-                self._leave(each.backup)
                 self._fill(each.backup, now)
 
     @_in_turn
@@ -375,7 +357,7 @@ class VaultClient:
             gone.update(self._ask("mark", numbers=_numbers(some), needed=needed)["gone"])
         evicted = [each for each in backups if each.number in gone]
         for each in evicted:
-            self._leave(each)
+            self._move(each)
         return evicted
 
     @_in_turn
@@ -396,7 +378,7 @@ class VaultClient:
     def release(self, backups: Sequence[VaultBackup]) -> None:
         """Give these back. Never fails for a vault that is gone: then they are, too."""
         for each in backups:
-            self._leave(each)
+            self._move(each)
         self._unclaimed += _numbers(backups)
         self._closed_slabs += self.slabs.close_unused()
         with suppress(VaultLost):
@@ -446,7 +428,7 @@ class VaultClient:
         descriptors: list[int] = []
         try:
             for table, slab in places:
-                descriptors.append(os.dup(table.descriptor(slab)[0]))
+                descriptors.append(os.dup(table.by_number[slab][0]))
         except OSError:
             protocol.close_all(descriptors)
             raise VaultError(_NO_MORE_FILES) from None
@@ -629,7 +611,7 @@ class VaultClient:
                 self._closed_slabs.append(body["slab"])
             else:
                 (descriptor,) = message.descriptors
-                self.slabs.add(body["slab"], descriptor, body["bytes"])
+                self.slabs.by_number[body["slab"]] = descriptor, body["bytes"]
         elif "cut" in body:
             self._lose(f"the vault has cut this process off: {body['cut']}", may_go_on=True)
         elif body.get("id") in self._given_up:
@@ -662,17 +644,12 @@ class VaultClient:
 
     def _fill(self, backup: VaultBackup, facts: dict[str, Any]) -> None:
         backup.nbytes, backup.note = facts["bytes"], facts["note"]
-        backup.extents = tuple(SlabRange(*extent) for extent in facts["extents"])
-        self.slabs.use(backup.extents)
+        self._move(backup, tuple(SlabRange(*extent) for extent in facts["extents"]))
 
-    def _leave(self, backup: VaultBackup) -> None:
-        self.slabs.leave(backup.extents)
-        backup.extents = ()
-
-    def _forget_in_child(self) -> None:
-        """In a child of a fork, which would keep the connection, and so the backups, when the parent has died."""
-        self._close_connections()
-        self.slabs.close()
+    def _move(self, backup: VaultBackup, extents: tuple[SlabRange, ...] = ()) -> None:
+        """It lies there now, or is gone."""
+        self.slabs.move(backup.extents, extents)
+        backup.extents = extents
 
 
 def _parts(items: Sequence[_Item], at_once: int = protocol.MAX_BACKUPS) -> list[Sequence[_Item]]:
@@ -711,8 +688,10 @@ def _described(key: Key) -> dict[str, Any]:
 
 
 def _after_fork_in_child() -> None:
+    """A child would keep the connections, and so the backups, when the parent has died."""
     for client in list(_clients):
-        client._forget_in_child()
+        client._close_connections()
+        client.slabs.close()
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -115,16 +115,13 @@ class VaultPool:
         for slab in self.slabs.values():
             slab.let_go()
 
-    def reclaim(self) -> None:
-        """Let the driver take back what it has refused to, on another thread."""
-        self._taker.submit(_core.reclaim)
-
     # Memory of our own
 
     def try_again(self, now: float) -> None:
-        """Where the host had too little memory, some time ago."""
+        """What was refused some time ago: memory by the host, and by the driver to take some back."""
         if self.short and now >= self._try_again:
             self.take_more()
+        self._taker.submit(_core.reclaim)
 
     def take_more(self) -> None:
         """Begin with the next slab, if there is to be one."""

@@ -177,7 +177,6 @@ class Vault:
         if self._address.listener not in self._selector.get_map():
             self._selector.register(self._address.listener, selectors.EVENT_READ, self._accept)
         self._pool.try_again(now)
-        self._pool.reclaim()
 
     def _close(self) -> None:
         for session in self._sessions:  # the ledger is left as it is: nobody's bytes may go now

@@ -14,6 +14,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -618,11 +619,10 @@ def _close_all(lent: Iterable[BorrowedMemory]) -> None:
 
 def _is_lost(gpu: VaultGpu) -> bool:
     """After some errors every call fails until the process has ended: then the next vault does better."""
-    try:
+    with suppress(DriverError):
         _core.memory_info(gpu.ordinal)
-    except DriverError:
-        return True
-    return False
+        return False
+    return True
 
 
 def _held(held: HeldBytes) -> dict[str, int]:
