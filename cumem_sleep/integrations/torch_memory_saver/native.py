@@ -127,14 +127,12 @@ class Native:
         if value == self.tms_get_interesting_region():
             return
         region = _innermost()
-        if value:
-            if region is not None:
-                region.come_back()
-            return
-        if region is None:  # it is in the one that the process is
+        if region is None and not value:  # it is in the one that the process is
             region = self._enter(None)
             region.is_open = True
-        region.outside = _core.ThreadLabel(DEFAULT_TAG)
+        if region is not None:
+            region.come_back()
+            region.outside = None if value else _core.ThreadLabel(DEFAULT_TAG)
 
     def tms_get_enable_cpu_backup(self) -> bool:
         """Whether that region is backed up."""
