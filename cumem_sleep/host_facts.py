@@ -71,11 +71,9 @@ def usable_cores(root: Path = Path("/")) -> int:
     """Cores that this process may use, given its CPU affinity and its control group's quota; at least 1."""
     cores = len(os.sched_getaffinity(0))
     for directory in _cgroup_ancestry(root, "cpu", ""):
-        quota, _, period = _text(directory / "cpu.max").partition(" ")
-        if not period:
-            quota, period = _text(directory / "cpu.cfs_quota_us"), _text(directory / "cpu.cfs_period_us")
-        if quota.strip().isdecimal() and period.strip().isdecimal() and int(period):
-            cores = min(cores, -(-int(quota) // int(period)))
+        v1 = [_text(directory / f"cpu.cfs_{name}_us") for name in ("quota", "period")]
+        if quota := re.match(r"\s*(\d+)\s+(\d*[1-9]\d*)\s*$", _text(directory / "cpu.max") or " ".join(v1)):
+            cores = min(cores, -(-int(quota[1]) // int(quota[2])))
     return max(1, cores)
 
 
