@@ -98,9 +98,8 @@ class CudaState:
             return self.successor.count()
         self.stop_counting()
         seconds = self._deep_after_s
-        if seconds is None or _core.driver_is_leased() or _core.driver_calls_suspended() or _core.driver_is_forked():
-            return
-        if not everything_sleeps():
+        is_used = _core.driver_is_leased() or _core.driver_calls_suspended() or _core.driver_is_forked()
+        if seconds is None or is_used or not everything_sleeps():
             return
         if self.why_not:
             log.warning("this process does not go deeper than this level by itself: %s", self.why_not)
