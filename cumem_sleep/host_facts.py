@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 from pathlib import Path
 
@@ -33,8 +34,7 @@ def mem_total_bytes(root: Path = Path("/")) -> int | None:
 
 def cgroup_limit_bytes(root: Path = Path("/")) -> int | None:
     """The tightest memory limit of a control group (v1 or v2) above this process; None without one."""
-    limits = (_number(directory / limit_file) for directory, limit_file, _ in _cgroup_directories(root))
-    return min((limit for limit in limits if limit is not None and limit < _CGROUP_V1_UNLIMITED), default=None)
+    return min((limit for limit, _, _ in _cgroup_limits(root)), default=None)
 
 
 def cgroup_available_bytes(root: Path = Path("/")) -> int | None:
@@ -42,12 +42,8 @@ def cgroup_available_bytes(root: Path = Path("/")) -> int | None:
 
     As in the kernel's own `MemAvailable`, what it can drop without writing anything counts as available.
     """
-    left = []
-    for directory, limit_file, usage_file in _cgroup_directories(root):
-        limit, usage = _number(directory / limit_file), _number(directory / usage_file)
-        if limit is None or usage is None or limit >= _CGROUP_V1_UNLIMITED:
-            continue
-        left.append(max(0, limit - max(0, usage - _droppable_bytes(directory))))
+    limits = [(limit, usage, group) for limit, usage, group in _cgroup_limits(root) if usage is not None]
+    left = (max(0, limit - max(0, usage - _droppable_bytes(group))) for limit, usage, group in limits)
     return min(left, default=None)
 
 
@@ -56,8 +52,7 @@ def _droppable_bytes(group: Path) -> int:
 
     The lists of file pages hold no shmem, which could only be swapped.
     """
-    lines = (line.split() for line in _text(group / "memory.stat").splitlines())
-    stat = {line[0]: int(line[1]) for line in lines if len(line) == 2 and line[1].isdecimal()}
+    stat = {name: int(number) for name, number in re.findall(r"^(\S+) (\d+)$", _text(group / "memory.stat"), re.M)}
 
     def counted(name: str) -> int:  # v1 has the sums under these names
         return stat.get(f"total_{name}", stat.get(name, 0))
@@ -75,12 +70,10 @@ def memlock_limit_bytes() -> int | None:
 def usable_cores(root: Path = Path("/")) -> int:
     """Cores that this process may use, given its CPU affinity and its control group's quota; at least 1."""
     cores = len(os.sched_getaffinity(0))
-    for directory in _cgroup_ancestry(root, "cpu"):
-        quota, _, period = _text(directory / "cpu.max").partition(" ")
-        if not period:
-            quota, period = _text(directory / "cpu.cfs_quota_us"), _text(directory / "cpu.cfs_period_us")
-        if quota.strip().isdecimal() and period.strip().isdecimal() and int(period):
-            cores = min(cores, -(-int(quota) // int(period)))
+    for directory in _cgroup_ancestry(root, "cpu", ""):
+        v1 = [_text(directory / f"cpu.cfs_{name}_us") for name in ("quota", "period")]
+        if quota := re.match(r"\s*(\d+)\s+(\d*[1-9]\d*)\s*$", _text(directory / "cpu.max") or " ".join(v1)):
+            cores = min(cores, -(-int(quota[1]) // int(quota[2])))
     return max(1, cores)
 
 
@@ -90,10 +83,8 @@ def prefault_threads(most: int) -> int:
 
 
 def _may_lock_any_memory() -> bool:
-    for line in _text(Path("/proc/self/status")).splitlines():
-        if line.startswith("CapEff:"):
-            return bool(int(line.split()[1], 16) >> 14 & 1)  # CAP_IPC_LOCK
-    return False
+    capabilities = re.search(r"^CapEff:\s*(\w+)", _text(Path("/proc/self/status")), re.M)
+    return capabilities is not None and bool(int(capabilities[1], 16) >> 14 & 1)  # CAP_IPC_LOCK
 
 
 def _online_bytes(root: Path) -> int:
@@ -104,43 +95,32 @@ def _online_bytes(root: Path) -> int:
 
 
 def _meminfo(root: Path) -> dict[str, int]:
-    values = {}
-    for line in _text(root / "proc/meminfo").splitlines():
-        name, _, rest = line.partition(":")
-        number = rest.split()
-        if number and number[0].isdecimal():
-            values[name] = int(number[0]) * (1024 if number[1:] == ["kB"] else 1)
-    return values
+    lines = re.findall(r"^([^:\n]+):\s*(\d+)( kB)?$", _text(root / "proc/meminfo"), re.M)
+    return {name: int(number) * (1024 if unit else 1) for name, number, unit in lines}
 
 
-def _cgroup_directories(root: Path) -> list[tuple[Path, str, str]]:
-    unified = [(path, "memory.max", "memory.current") for path in _cgroup_ancestry(root, "")]
+def _cgroup_limits(root: Path) -> list[tuple[int, int | None, Path]]:
+    """Of the memory control groups above this process that have one: limit, usage and folder."""
+    files = [(path, "memory.max", "memory.current") for path in _cgroup_ancestry(root, "")]
     # v1 can also limit memory and swap together, so what is swapped leaves less.
-    legacy = [
-        (path, f"{kind}.limit_in_bytes", f"{kind}.usage_in_bytes")
-        for path in _cgroup_ancestry(root, "memory")
-        for kind in ("memory", "memory.memsw")
-    ]
-    return unified + legacy
+    for path in _cgroup_ancestry(root, "memory"):
+        files += [(path, f"{kind}.limit_in_bytes", f"{kind}.usage_in_bytes") for kind in ("memory", "memory.memsw")]
+    found = [(_number(path / limit), _number(path / usage), path) for path, limit, usage in files]
+    return [(limit, usage, path) for limit, usage, path in found if limit is not None and limit < _CGROUP_V1_UNLIMITED]
 
 
-def _cgroup_ancestry(root: Path, controller: str) -> list[Path]:
-    """The directories of this process's group and of all above it, for one v1 controller ("" is v2)."""
+def _cgroup_ancestry(root: Path, *wanted: str) -> list[Path]:
+    """The directories of this process's group and of all above it, for these v1 controllers ("": v2, which has all)."""
     mount = root / "sys/fs/cgroup"
     found: list[Path] = []
-    for line in _text(root / "proc/self/cgroup").splitlines():
-        number, controllers, path = [*line.split(":", 2), "", "", ""][:3]
-        if controller == "cpu" and number == "0" and not controllers:
-            base = mount  # v2 has every controller in one tree
-        elif controller in controllers.split(",") and (controller or number == "0"):
-            base = mount / controller if controller else mount
-        else:
-            continue
-        # Inside a container the path may lie outside of what is mounted: then the mount itself is the group.
-        group = base / path.strip("/")
-        while group != base and not group.is_dir():
-            group = group.parent
-        found += [group, *(parent for parent in group.parents if base in (parent, *parent.parents))]
+    for controllers, path in re.findall(r"^\d+:([^:\n]*):(.*)$", _text(root / "proc/self/cgroup"), re.M):
+        for controller in {*wanted} & {*controllers.split(",")}:
+            base = mount / controller
+            # Inside a container the path may lie outside of what is mounted: then the mount itself is the group.
+            group = base / path.strip("/")
+            while group != base and not group.is_dir():
+                group = group.parent
+            found += [group, *(parent for parent in group.parents if base in (parent, *parent.parents))]
     return found
 
 

@@ -14,14 +14,19 @@ import re
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from cumem_sleep.errors import DriverError, InvalidArgument, InvalidArgumentType, InvalidState
 
 _MAX_BYTES = 2**63 - 1
 _MAX_COUNT = 2**64 - 1
-_MAX_DEVICES = 64
-_MAX_CONTEXT_US_PER_MIB = 60_000_000
 _MAX_PID = 2**31 - 1
+_LIMITS = {  # of what `configure` sets
+    "device_bytes": (1, _MAX_BYTES),
+    "devices": (1, 64),
+    "context_bytes": (0, _MAX_BYTES),
+    "context_us_per_mib": (0, 60_000_000),
+}
 
 
 @dataclass(frozen=True)
@@ -60,14 +65,10 @@ def configure(
         context_bytes: device memory that each new context takes.
         context_us_per_mib: microseconds that each new context takes for each MiB of host memory that is registered.
     """
-    if device_bytes is not None:
-        _check_number("device_bytes", device_bytes, 1, _MAX_BYTES)
-    if devices is not None:
-        _check_number("devices", devices, 1, _MAX_DEVICES)
-    if context_bytes is not None:
-        _check_number("context_bytes", context_bytes, 0, _MAX_BYTES)
-    if context_us_per_mib is not None:
-        _check_number("context_us_per_mib", context_us_per_mib, 0, _MAX_CONTEXT_US_PER_MIB)
+    given = (device_bytes, devices, context_bytes, context_us_per_mib)
+    for value, (name, (least, most)) in zip(given, _LIMITS.items(), strict=True):
+        if value is not None:
+            _check_number(name, value, least, most)
     if _driver().cumemSimConfigure(device_bytes or 0, devices or 0) != 0:
         raise InvalidArgument(f"devices={devices!r}: the simulated driver does not accept it")
     if context_bytes is not None:
@@ -182,28 +183,29 @@ def _driver() -> ctypes.CDLL:
     return _open(path if path is not None else str(library_path()))
 
 
+_TEXT, _NUMBER, _NUMBERS = ctypes.c_char_p, ctypes.c_uint64, ctypes.POINTER(ctypes.c_uint64)
+_FUNCTIONS: Mapping[str, tuple[Any, ...]] = {  # each with the types of its result and of its arguments
+    "cumemSimConfigure": (ctypes.c_int, _NUMBER, ctypes.c_int),
+    "cumemSimSetContextBytes": (None, _NUMBER),
+    "cumemSimSetContextTime": (None, _NUMBER),
+    "cumemSimProcessMemory": (ctypes.c_int, ctypes.c_int, _TEXT, _NUMBERS, _NUMBERS),
+    "cuGetErrorName": (ctypes.c_int, ctypes.c_int, ctypes.POINTER(_TEXT)),
+    "cumemSimFail": (ctypes.c_int, _TEXT, _NUMBER, ctypes.c_int, _NUMBER),
+    "cumemSimReset": (None,),
+    "cumemSimStats": (None, ctypes.POINTER(_Statistics)),
+    "cumemSimCallCount": (ctypes.c_int,),
+    "cumemSimCallName": (_TEXT, ctypes.c_int),
+    "cumemSimCallsMade": (_NUMBER, ctypes.c_int),
+    "cumemSimErrorCode": (ctypes.c_int, _TEXT),
+}
+
+
 @functools.cache
 def _open(path: str) -> ctypes.CDLL:
     driver = ctypes.CDLL(path)
-    driver.cumemSimConfigure.argtypes = [ctypes.c_uint64, ctypes.c_int]
-    driver.cumemSimSetContextBytes.argtypes = [ctypes.c_uint64]
-    driver.cumemSimSetContextBytes.restype = None
-    driver.cumemSimSetContextTime.argtypes = [ctypes.c_uint64]
-    driver.cumemSimSetContextTime.restype = None
-    numbers = ctypes.POINTER(ctypes.c_uint64)
-    driver.cumemSimProcessMemory.argtypes = [ctypes.c_int, ctypes.c_char_p, numbers, numbers]
-    driver.cuGetErrorName.argtypes = [ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)]
-    driver.cumemSimFail.argtypes = [ctypes.c_char_p, ctypes.c_uint64, ctypes.c_int, ctypes.c_uint64]
-    driver.cumemSimReset.argtypes = []
-    driver.cumemSimReset.restype = None
-    driver.cumemSimStats.argtypes = [ctypes.POINTER(_Statistics)]
-    driver.cumemSimStats.restype = None
-    driver.cumemSimCallCount.argtypes = []
-    driver.cumemSimCallName.argtypes = [ctypes.c_int]
-    driver.cumemSimCallName.restype = ctypes.c_char_p
-    driver.cumemSimCallsMade.argtypes = [ctypes.c_int]
-    driver.cumemSimCallsMade.restype = ctypes.c_uint64
-    driver.cumemSimErrorCode.argtypes = [ctypes.c_char_p]
+    for name, (result, *arguments) in _FUNCTIONS.items():
+        function = getattr(driver, name)
+        function.restype, function.argtypes = result, arguments
     return driver
 
 

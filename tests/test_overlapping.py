@@ -512,7 +512,7 @@ class TestTheSaversNativeInterface:
         allocator.free(allocator.malloc(1))
 
         async def run(tag: str, backend: str, turns: asyncio.Barrier) -> None:  # type: ignore[name-defined]
-            with native.region(tag, backend, backup=True):
+            with native._with_region_config(tag, True, backend):
                 await turns.wait()
                 assert (native.tms_get_current_tag(), native.tms_get_cpu_backup_backend()) == (
                     tag.encode(),
@@ -521,14 +521,14 @@ class TestTheSaversNativeInterface:
                 if tag == "a":
                     native.tms_set_interesting_region(False)
                 await turns.wait()
-                assert native.in_region is (tag != "a")
+                assert native.tms_get_interesting_region() is (tag != "a")
                 await turns.wait()
                 if tag == "b":
                     native.tms_set_interesting_region(False)
                 else:
                     native.tms_set_interesting_region(True)
                 await turns.wait()
-                assert native.in_region is (tag == "a")
+                assert native.tms_get_interesting_region() is (tag == "a")
 
         async def both() -> None:
             turns = Turns(2)
@@ -537,19 +537,19 @@ class TestTheSaversNativeInterface:
 
         asyncio.run(both())
         assert native.tms_get_cpu_backup_backend() == b"pinned"
-        assert not native.in_region
+        assert not native.tms_get_interesting_region()
         assert_outside()
 
     def test_backends_that_end_in_another_order(self, allocator: CuMemAllocator) -> None:
         native = TorchMemorySaver()._initialized()
         allocator.free(allocator.malloc(1))
-        first = native.region("a", "mmap", backup=True)
-        second = native.region("b", None, backup=True)
+        first = native._with_region_config("a", True, "mmap")
+        second = native._with_region_config("b", True)
         first.__enter__()
         second.__enter__()
         native.tms_set_interesting_region(False)
         first.__exit__(None, None, None)
-        assert (native.in_region, native.tms_get_cpu_backup_backend()) == (False, b"mmap")
+        assert (native.tms_get_interesting_region(), native.tms_get_cpu_backup_backend()) == (False, b"mmap")
         native.tms_set_interesting_region(True)
         assert native.tms_get_current_tag() == b"b"
         second.__exit__(None, None, None)
@@ -559,13 +559,13 @@ class TestTheSaversNativeInterface:
     def test_a_region_that_was_left_and_ends_on_another_thread(self, allocator: CuMemAllocator) -> None:
         native = TorchMemorySaver()._initialized()
         allocator.free(allocator.malloc(1))
-        region = native.region("a", "mmap", backup=True)
+        region = native._with_region_config("a", True, "mmap")
         region.__enter__()
         native.tms_set_interesting_region(False)
         in_thread(lambda: region.__exit__(None, None, None))
-        assert (native.in_region, native.tms_get_cpu_backup_backend()) == (False, b"pinned")
+        assert (native.tms_get_interesting_region(), native.tms_get_cpu_backup_backend()) == (False, b"pinned")
         native.tms_set_interesting_region(True)
-        assert not native.in_region
+        assert not native.tms_get_interesting_region()
         assert_outside()
 
 

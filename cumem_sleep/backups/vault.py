@@ -207,7 +207,7 @@ class VaultTier(Tier):
     def content(extent: Extent, offset: int, nbytes: int) -> npt.NDArray[np.uint8]:  # noqa: D102
         (mine,) = _mine([extent])
         content = b"".join(
-            os.pread(mine.slabs.descriptor(slab)[0], size, start) for slab, start, size in mine.ranges(offset, nbytes)
+            os.pread(mine.slabs.by_number[slab][0], size, start) for slab, start, size in mine.ranges(offset, nbytes)
         )
         return np.frombuffer(content, np.uint8)
 
@@ -460,7 +460,7 @@ class VaultTransfers(Transfers):
         """That slab, mapped for reading, and registered if the driver does that."""
         key = id(extent.slabs), number
         if key not in self._slabs:
-            descriptor, nbytes = extent.slabs.descriptor(number)
+            descriptor, nbytes = extent.slabs.by_number[number]
             block = _core.HostBlock.mapped(descriptor, nbytes, writable=False)
             self._stack.callback(block.close)
             with suppress(CumemSleepError):  # a driver that registers nothing read-only: copies are slower then

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from .. import _core, sim
@@ -21,11 +21,7 @@ def free_bytes(pid: int, uuids: Sequence[str]) -> dict[str, int]:
     if _core.driver_is_simulated():
         memory = {uuid: sim.process_memory(pid, uuid) for uuid in uuids}
         return {uuid: total - used for uuid, (used, total) in memory.items()}
-    free = {}
-    for uuid in uuids:  # for none of them NVML need not be there
-        with _nvml() as nvml:
-            free[uuid] = nvml.nvmlDeviceGetMemoryInfo(nvml.nvmlDeviceGetHandleByUUID(uuid)).free
-    return free
+    return {uuid: _ask("nvmlDeviceGetMemoryInfo", uuid).free for uuid in uuids}
 
 
 def used_bytes(pid: int, uuids: Sequence[str]) -> dict[str, int]:
@@ -38,21 +34,25 @@ def used_bytes(pid: int, uuids: Sequence[str]) -> dict[str, int]:
         return {uuid: sim.process_memory(pid, uuid)[0] for uuid in uuids}
     found = {}
     for uuid in uuids:
-        with suppress(OSError), _nvml() as nvml:
-            running = nvml.nvmlDeviceGetComputeRunningProcesses(nvml.nvmlDeviceGetHandleByUUID(uuid))
+        with suppress(OSError):
+            running = _ask("nvmlDeviceGetComputeRunningProcesses", uuid)
             if mine := [each.usedGpuMemory for each in running if each.pid == pid and each.usedGpuMemory]:
                 found[uuid] = sum(mine)
     return found
 
 
-@contextmanager
-def _nvml() -> Iterator[Any]:
+def _ask(question: str, uuid: str) -> Any:
+    """What NVML answers of a GPU.
+
+    Raises:
+        OSError: nothing, or it is not there.
+    """
     try:
         import pynvml
     except ImportError as error:
         raise OSError(f"NVML: {error}: pip install nvidia-ml-py") from None
     try:
         pynvml.nvmlInit()
-        yield pynvml
+        return getattr(pynvml, question)(pynvml.nvmlDeviceGetHandleByUUID(uuid))
     except pynvml.NVMLError as error:
         raise OSError(f"NVML: {error}") from error

@@ -1,8 +1,8 @@
 """The helper of a process that sleeps at level 3, which calls `main` in it (`process.py`).
 
 While the CUDA state of a process is checkpointed, whatever in it calls the driver waits until another process restores
-it. This is the other process. It has no CUDA context, so it takes no memory of a GPU. It reads one request a line from
-standard input and writes one answer a line to standard output, in JSON, and ends with the process it serves.
+it. This is the other process. It has no CUDA context, so it takes no memory of a GPU. Its standard input is a socket
+that carries requests and answers, one JSON object in each packet. It ends with the process it serves.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import json
 import os
 import resource
 import select
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from .. import _core, host_facts
 from ..errors import CumemSleepError, DriverError, format_bytes
+from ..report import PhaseTimer
 from .device_memory import free_bytes, used_bytes
 
 _State = _core.ProcessState
@@ -32,7 +32,8 @@ _CONTEXT_BYTES = 1 << 30
 # Restores succeeded with so much more than free memory had grown by; with less, nobody has tried.
 _SLACK_BYTES = 4 << 20
 _MARGINS = (_UNCOUNTED_BYTES, _CONTEXT_BYTES, _SLACK_BYTES)
-_REQUESTS, _ANSWERS = 0, 1  # standard input and output
+_SOCKET = 0  # standard input
+MESSAGE_BYTES = 1 << 17  # the most of one packet
 
 
 class Target:
@@ -44,7 +45,7 @@ class Target:
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
-        self._seconds: dict[str, float] = {}
+        self._timer = PhaseTimer()
 
     def checkpoint(self, lock_timeout_s: float, uuids: Sequence[str], in_use: Sequence[str]) -> dict[str, Any]:
         """Lock it and take its CUDA state off these GPUs; if that fails, unlock it again.
@@ -57,12 +58,12 @@ class Target:
             (`needed_bytes`), and how many are free now (`free_bytes`).
         """
         _require_host_memory(self._pid, sum(used_bytes(self._pid, uuids).values()))
-        with self._timed("lock"):
+        with self._timer("lock"):
             _core.lock_process(self._pid, lock_timeout_s)
         try:
             # As late as can be: what other processes take or give back until `after` is counted, too.
             before, used = free_bytes(self._pid, uuids), used_bytes(self._pid, uuids)
-            with self._timed("checkpoint"):
+            with self._timer("checkpoint"):
                 _core.checkpoint_process(self._pid)
         except (DriverError, OSError):
             if _core.process_state(self._pid) == _State.LOCKED:
@@ -95,16 +96,16 @@ class Target:
             free = free_bytes(self._pid, list(needed_bytes))
             if short := {uuid: (needed, free[uuid]) for uuid, needed in needed_bytes.items() if needed > free[uuid]}:
                 return {"too_little": short}
-            with self._timed("restore"):
+            with self._timer("restore"):
                 _core.restore_process(self._pid)
         if _core.process_state(self._pid) == _State.LOCKED:
-            with self._timed("unlock"):
+            with self._timer("unlock"):
                 _core.unlock_process(self._pid)
         return {}
 
     def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Do what one request says, and describe what came of it."""
-        self._seconds = {}
+        self._timer = PhaseTimer()
         arguments = dict(request)
         try:
             answer: dict[str, Any] = getattr(self, arguments.pop("do"))(**arguments)  # `checkpoint` or `restore`
@@ -112,7 +113,7 @@ class Target:
             answer = {"call": error.call, "error": error.error, "detail": error.detail}
         except (CumemSleepError, OSError) as error:
             answer = {"call": "", "error": "", "detail": str(error)}
-        return {**answer, "seconds": self._seconds, "state": self.state()}
+        return {**answer, "seconds": self._timer.phases, "state": self.state()}
 
     def state(self) -> str:
         """As CUDA tells it, such as `RUNNING`; in words, if it does not."""
@@ -120,14 +121,6 @@ class Target:
             return _core.process_state(self._pid).name
         except (CumemSleepError, OSError) as error:
             return f"not known ({error})"
-
-    @contextmanager
-    def _timed(self, phase: str) -> Iterator[None]:
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._seconds[phase] = time.perf_counter() - start
 
 
 def _require_host_memory(pid: int, needed_bytes: int) -> None:
@@ -181,35 +174,29 @@ def _needed_bytes(grown_bytes: int, counted_bytes: int, in_use: bool) -> int:
 def main(pid: int, driver: str) -> None:
     """Answer requests until nobody can make any."""
     target = Target(pid)
-    with suppress(BrokenPipeError):  # the process has ended meanwhile
+    with suppress(BrokenPipeError, ConnectionResetError):  # the process has ended meanwhile
         try:
             _core.open_driver(driver)
         except CumemSleepError as error:
-            _write({"detail": str(error), "state": "not known"})
+            _send({"detail": str(error), "state": "not known"})
             return
-        _write({"is_ready": True, "state": target.state()})
-        for line in _requests(pid):
-            _write(target.answer(json.loads(line)))
+        _send({"is_ready": True, "state": target.state()})
+        for request in _requests(pid):
+            _send(target.answer(json.loads(request)))
 
 
-def _write(answer: Mapping[str, Any]) -> None:
-    """On a line of its own, whatever else was written, and in ASCII, whatever the environment says of encodings."""
-    os.write(_ANSWERS, b"\n" + json.dumps(answer).encode("ascii") + b"\n")
+def _send(answer: Mapping[str, Any]) -> None:
+    os.write(_SOCKET, json.dumps(answer).encode())
 
 
 def _requests(pid: int) -> Iterator[bytes]:
-    """Lines from standard input, while the process lives that writes them; a child of it may keep the pipe open."""
+    """Those of the process, while it lives; a child of it may keep the socket open."""
     try:
         process = os.pidfd_open(pid)
     except ProcessLookupError:
         return
     poll = select.poll()
     poll.register(process, select.POLLIN)
-    poll.register(_REQUESTS, select.POLLIN)
-    received = b""
-    while True:
-        ready = [file for file, _ in poll.poll()]
-        if process in ready or not (part := os.read(_REQUESTS, 1 << 16)):
-            return
-        *lines, received = (received + part).split(b"\n")
-        yield from lines
+    poll.register(_SOCKET, select.POLLIN)
+    while process not in [file for file, _ in poll.poll()] and (request := os.read(_SOCKET, MESSAGE_BYTES)):
+        yield request

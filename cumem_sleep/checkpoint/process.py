@@ -6,18 +6,18 @@ import json
 import logging
 import os
 import pathlib
-import select
+import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import IO, Any
+from typing import Any
 
 from .. import _core
 from ..errors import CheckpointFailed, CumemSleepError, InvalidState, OutOfDeviceMemory
+from .helper import MESSAGE_BYTES
 
 # What driver 580 says of a restore without enough memory, and of every one after that
 # (benchmarks/results/checkpoint_behaviour.json).
@@ -78,14 +78,11 @@ def examine() -> str:
     Raises:
         CheckpointRefused: the helper cannot be started, or cannot use the driver.
     """
+    helper = _Helper(Deadlines())
     try:
-        helper = _Helper(Deadlines())
-        try:
-            return helper.wait_until_ready()
-        finally:
-            helper.end()
-    except _HelperLost as error:
-        raise CheckpointRefused(str(error)) from None
+        return helper.wait_until_ready()
+    finally:
+        helper.end()
 
 
 class ProcessCheckpoint:
@@ -131,10 +128,7 @@ class ProcessCheckpoint:
                 raise CheckpointRefused("this process ends")
             devices = {device: _core.device_info(device) for device in range(_core.device_count())}
             self._uuids = {device: info.uuid for device, info in devices.items()}
-            try:
-                helper = self._ready_helper()
-            except _HelperLost as error:
-                raise CheckpointRefused(str(error)) from None
+            helper = self._ready_helper()
             self._wait_for_work()
             unpin()
             if not _core.suspend_driver_calls(self.deadlines.calls_end_s):
@@ -296,7 +290,7 @@ def _end_at_once(why: str) -> None:
 THIS_PROCESS = ProcessCheckpoint()
 
 
-class _HelperLost(Exception):
+class _HelperLost(CheckpointRefused):
     """The helper could not be started, has ended, or does not answer; the argument says which."""
 
 
@@ -311,17 +305,15 @@ class _Helper:
         self._deadlines = deadlines
         self._owner = os.getpid()
         self._state = ""  # of this process, once the helper is ready
-        self._received = b""
         if not sys.executable:
             raise _HelperLost("the helper process cannot be started: sys.executable names no Python")
+        command = [sys.executable, "-c", _HELPER, str(self._owner), str(_core.driver_path()), *_module_path()]
         try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", _HELPER, str(self._owner), str(_core.driver_path()), *_module_path()],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                start_new_session=True,  # so that a Ctrl-C for this process does not end it
-                bufsize=0,
-            )
+            self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with theirs:  # a session of its own, so that a Ctrl-C for this process does not end it
+                self._process = subprocess.Popen(
+                    command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, start_new_session=True
+                )
         except OSError as error:
             raise _HelperLost(f"the helper process cannot be started: {error}") from None
 
@@ -338,42 +330,33 @@ class _Helper:
 
     def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
         try:
-            _pipe(self._process.stdin).write(json.dumps(request).encode() + b"\n")
+            self._socket.send(json.dumps(request).encode())
         except OSError as error:
             self.end()
             raise _HelperLost(f"the helper process has ended ({error})") from None
         return self._answer()
 
     def _answer(self) -> dict[str, Any]:
-        """The next answer that it writes. An interrupt does not end the wait: what was begun has to be finished."""
-        end = time.monotonic() + self._deadlines.answer_s
-        output = _pipe(self._process.stdout).fileno()
-        poll = select.poll()
-        poll.register(output, select.POLLIN)
-        while True:
-            *lines, self._received = self._received.split(b"\n", 1)
-            for line in lines:
-                with suppress(ValueError):  # whatever is started with every Python may write there as well
-                    answer = json.loads(line)
-                    if isinstance(answer, dict) and "state" in answer:
-                        return answer
-            if lines:
-                continue
-            is_there = poll.poll(max(0.0, end - time.monotonic()) * 1000)
-            part = os.read(output, 1 << 16) if is_there else b""
-            if not part:
-                self.end()
-                why = "has ended" if is_there else f"has not answered within {self._deadlines.answer_s:.0f} s"
-                raise _HelperLost(f"the helper process {why}")
-            self._received += part
+        """The next answer that it sends. An interrupt does not end the wait: what was begun has to be finished."""
+        self._socket.settimeout(self._deadlines.answer_s)
+        why = "has ended"
+        try:
+            if content := self._socket.recv(MESSAGE_BYTES):
+                answer: dict[str, Any] = json.loads(content)
+                return answer
+        except TimeoutError:
+            why = f"has not answered within {self._deadlines.answer_s:.0f} s"
+        except OSError as error:
+            why = f"has ended ({error})"
+        self.end()
+        raise _HelperLost(f"the helper process {why}")
 
     def end(self) -> None:
         if self._owner != os.getpid():
             return
         self._process.kill()
         self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            _pipe(pipe).close()
+        self._socket.close()
 
 
 def _module_path() -> list[str]:
@@ -381,11 +364,6 @@ def _module_path() -> list[str]:
     path = [entry for entry in sys.path if isinstance(entry, str) and os.path.isabs(entry)]
     package_root = str(pathlib.Path(__file__).parents[2])
     return path if package_root in path else [*path, package_root]
-
-
-def _pipe(pipe: IO[bytes] | None) -> IO[bytes]:
-    assert pipe is not None  # they were asked for
-    return pipe
 
 
 def _reason(answer: Mapping[str, Any]) -> str:

@@ -7,6 +7,7 @@ deeper; and when the last one ends, the time until level 3 is counted anew.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 
 from .. import _core
 from ..errors import CumemSleepError
@@ -67,14 +68,11 @@ class CudaState:
                         return
                 if _core.driver_is_forked():
                     _core.device_count()  # raises, and says why
-                log.run(self._lock, self._come_back)  # it may go deeper again before the next look
+                # It may go deeper again before the next look.
+                log.run(self._lock, partial(self.come_back, {}), holding=True)
         finally:
             if self._deep_after_s is not None or self.successor is not None:
                 self.count()
-
-    def _come_back(self) -> None:
-        with self._lock.hold():
-            self.come_back({})
 
     def come_back(self, needed_bytes: Mapping[int, int]) -> Mapping[str, float]:
         """With the lock held: from level 3, if the process is there, to level 1.
@@ -100,9 +98,8 @@ class CudaState:
             return self.successor.count()
         self.stop_counting()
         seconds = self._deep_after_s
-        if seconds is None or _core.driver_is_leased() or _core.driver_calls_suspended() or _core.driver_is_forked():
-            return
-        if not everything_sleeps():
+        is_used = _core.driver_is_leased() or _core.driver_calls_suspended() or _core.driver_is_forked()
+        if seconds is None or is_used or not everything_sleeps():
             return
         if self.why_not:
             log.warning("this process does not go deeper than this level by itself: %s", self.why_not)

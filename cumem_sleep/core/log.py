@@ -10,13 +10,14 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from .. import _core
 
 _Result = TypeVar("_Result")
-_Note = tuple[int, str, tuple[object, ...]]
 
 _logger = logging.getLogger("cumem_sleep")
 
@@ -28,37 +29,15 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-def debug(message: str, *arguments: object) -> None:
-    """Log the message, or record it if this thread runs an operation; so do the functions below."""
-    _log(logging.DEBUG, message, *arguments)
-
-
-def info(message: str, *arguments: object) -> None:
-    """As `debug`."""
-    _log(logging.INFO, message, *arguments)
-
-
 def tells_info() -> bool:
     """Whether anybody sees what `info` logs."""
     return _logger.isEnabledFor(logging.INFO)
 
 
-def warning(message: str, *arguments: object) -> None:
-    """As `debug`."""
-    _log(logging.WARNING, message, *arguments)
-
-
-def error(message: str, *arguments: object) -> None:
-    """As `debug`."""
-    _log(logging.ERROR, message, *arguments)
-
-
-class Notes:
+class Notes(list[tuple[int, str, tuple[object, ...]]]):
     """The messages of one operation: recorded on the thread that is inside (`with notes:`), logged by the caller."""
 
-    def __init__(self) -> None:
-        self._recorded: list[_Note] = []
-        self._before: Notes | None = None
+    _before: Notes | None = None
 
     def __enter__(self) -> None:
         self._before, _thread.notes = _thread.notes, self
@@ -66,23 +45,19 @@ class Notes:
     def __exit__(self, *error: object) -> None:
         _thread.notes = self._before
 
-    def record(self, level: int, message: str, arguments: tuple[object, ...]) -> None:
-        """Keep this message."""
-        self._recorded.append((level, message, arguments))
-
     def log(self) -> None:
         """Log what was recorded."""
-        for level, message, arguments in self._recorded:
+        for level, message, arguments in self:
             _log(level, message, *arguments)
-        self._recorded.clear()
+        self.clear()
 
 
-def run(lock: _core.OperationLock, work: Callable[[], _Result]) -> _Result:
-    """`lock.run(work)`; when it has ended, log what it recorded."""
+def run(lock: _core.OperationLock, work: Callable[[], _Result], *, holding: bool = False) -> _Result:
+    """`lock.run(work)`, `holding` the lock; when it has ended, log what it recorded."""
     notes = Notes()
 
     def recorded() -> _Result:
-        with notes:
+        with notes, lock.hold() if holding else nullcontext():
             return work()
 
     try:
@@ -92,7 +67,12 @@ def run(lock: _core.OperationLock, work: Callable[[], _Result]) -> _Result:
 
 
 def _log(level: int, message: str, *arguments: object) -> None:
+    """Log the message, or record it if this thread runs an operation."""
     if _thread.notes is None:
         _logger.log(level, message, *arguments)
     else:
-        _thread.notes.record(level, message, arguments)
+        _thread.notes.append((level, message, arguments))
+
+
+debug, info = partial(_log, logging.DEBUG), partial(_log, logging.INFO)
+warning, error = partial(_log, logging.WARNING), partial(_log, logging.ERROR)

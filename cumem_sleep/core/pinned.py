@@ -34,15 +34,7 @@ def bounce_block(nbytes: int, device: int) -> _core.HostBlock:
         OutOfHostMemory: there is too little.
         DriverError: the driver refused for another reason.
     """
-    block = _core.HostBlock(nbytes, -1)
-    try:
-        block.prefault(0, nbytes)
-        with suppress(OutOfHostMemory):
-            block.pin(device)
-    except BaseException:
-        block.close()
-        raise
-    return block
+    return _pinned(_core.HostBlock(nbytes, -1), device, OutOfHostMemory)
 
 
 @cache  # it takes a dozen driver calls to find out, and never changes
@@ -55,10 +47,12 @@ def node_of(device: int) -> int:
     return _core.device_info(device).numa_node
 
 
-def _pinned(block: _core.HostBlock, device: int) -> _core.HostBlock:
+def _pinned(block: _core.HostBlock, device: int, *passed_over: type[Exception]) -> _core.HostBlock:
+    """The block, prefaulted and pinned; not pinned, where that raises what is passed over."""
     try:
         block.prefault(0, block.bytes)
-        block.pin(device)
+        with suppress(*passed_over):
+            block.pin(device)
     except BaseException:
         block.close()
         raise

@@ -208,24 +208,20 @@ def lost(scope: Scope) -> asyncio.Future[None]:
 def not_canonical(scope: Scope) -> str:
     """What is wrong with the path of a request, "" if it can only be read in one way."""
     path, raw = str(scope["path"]), bytes(scope.get("raw_path") or b"").lower()
-    if not path.startswith("/"):
-        return "does not begin with a slash"
-    if "//" in path:
-        return "has an empty segment"
-    if "\\" in path or b"%2f" in raw or b"%5c" in raw:
-        return "has an encoded slash or a backslash"
-    if not path.isprintable() or "\ufffd" in path:
-        return "has unprintable characters"
-    if any(segment in (".", "..") for segment in path.split("/")):
-        return "has a segment of dots"
-    return ""
+    wrong = {
+        "does not begin with a slash": not path.startswith("/"),
+        "has an empty segment": "//" in path,
+        "has an encoded slash or a backslash": "\\" in path or b"%2f" in raw or b"%5c" in raw,
+        "has unprintable characters": not path.isprintable() or "\ufffd" in path,
+        "has a segment of dots": any(segment in (".", "..") for segment in path.split("/")),
+    }
+    return next((what for what, is_so in wrong.items() if is_so), "")
 
 
 def bearer(scope: Scope) -> list[bytes]:
     """The request's bearer tokens: one or none."""
-    values = [value for name, value in scope.get("headers", ()) if name.lower() == b"authorization"]
-    parts = [value.partition(b" ") for value in values[:1]]
-    return [token for scheme, _, token in parts if scheme.lower() == b"bearer"]
+    scheme, _, token = header(scope, b"authorization").partition(" ")
+    return [token.encode("latin-1")] if scheme.lower() == "bearer" else []
 
 
 def bears(scope: Scope, keys: list[str]) -> bool:

@@ -12,8 +12,10 @@ other rank has left that to it; a rank that then hears nothing undoes its half a
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 
 from .. import _core
 from ..core import log
@@ -47,12 +49,8 @@ class Agreement:
         self.timeout_s = timeout_s
         self.round = 0  # the last one that this rank has begun, or missed
         self.missed = False  # the others have decided a round without this rank, just before its current one
-        self._heard: dict[int, _Heard] = {}
+        self.heard: defaultdict[int, _Heard] = defaultdict(_Heard)  # what is known of a round
         self._told: dict[int, Decision] = {}  # where there is no record: what rank 0 said
-
-    def heard(self, round_: int) -> _Heard:
-        """What is known of a round."""
-        return self._heard.setdefault(round_, _Heard())
 
     def listen(self, timeout_s: float) -> None:
         """Wait for messages, at most so long."""
@@ -72,7 +70,8 @@ class Agreement:
                 break
             self.missed |= was_missing
             self.round += 1
-        self._heard = {number: heard for number, heard in self._heard.items() if number >= self.round}
+        later = {number: heard for number, heard in self.heard.items() if number >= self.round}
+        self.heard = defaultdict(_Heard, later)
         self._told = {number: decision for number, decision in self._told.items() if number >= self.round}
         return self.round
 
@@ -84,7 +83,7 @@ class Agreement:
         if round_ in self._told:
             return self._told[round_]
         # A rank that gave up has not left the decision to rank 0, and will not.
-        votes = self.heard(round_).votes
+        votes = self.heard[round_].votes
         return next((vote for vote in votes.values() if not vote.go), None)
 
     def decide(self, round_: int, wanted: Decision) -> Decision:
@@ -99,7 +98,7 @@ class Agreement:
 
     def _decide_for_all(self, round_: int, wanted: Decision) -> Decision:
         others = set(range(1, self.mesh.size))
-        heard, deadline = self.heard(round_), time.monotonic() + self.timeout_s
+        heard, deadline = self.heard[round_], time.monotonic() + self.timeout_s
         while wanted.go and (missing := others - heard.yours):
             votes = (vote for vote in heard.votes.values() if not vote.go)
             if (no := next(votes, None)) is not None:
@@ -126,7 +125,7 @@ class Agreement:
         return self._told[round_]
 
     def _take(self, sender: int, message: RankMessage) -> None:
-        heard = self.heard(message.round)
+        heard = self.heard[message.round]
         if message.kind is MessageKind.BEGUN:
             heard.operations[sender] = message.operation
         elif message.kind is MessageKind.VOTE:
@@ -152,11 +151,7 @@ class RankCall(Call):
         if error is None or self._mesh.is_closed:  # nobody hears of it; and in a fork nobody may give the lock back
             return
         with suppress(InvalidState):  # called from inside another operation: the others wait in vain
-            log.run(self._lock, lambda: self._refuse_with_lock(error))
-
-    def _refuse_with_lock(self, error: BaseException) -> None:
-        with self._lock.hold():
-            self.refuse(error)
+            log.run(self._lock, partial(self.refuse, error), holding=True)
 
     def begin(self) -> None:
         """Tell the others that the operation begins.
@@ -213,7 +208,7 @@ class RankCall(Call):
 
     def _outcome_of_votes(self) -> Decision:
         agreement, rank = self._agreement, self._mesh.rank
-        heard = agreement.heard(self._round)
+        heard = agreement.heard[self._round]
         others = set(range(self._mesh.size)) - {rank}
         start = time.monotonic()
         while True:
@@ -250,7 +245,7 @@ class RankCall(Call):
 
     def _text_of(self, decision: Decision) -> str:
         """What the rank that failed said, before it was decided: the record has no text, and is faster."""
-        votes = self._agreement.heard(self._round).votes
+        votes = self._agreement.heard[self._round].votes
         ends_at = time.monotonic() + TEXT_S
         while True:
             self._agreement.listen(0)

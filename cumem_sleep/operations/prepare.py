@@ -58,12 +58,10 @@ class Preparation:
     def __init__(self, segments: Sequence[_core.Segment], layer: Layer) -> None:
         self.wanted_bytes = total_bytes(segments)
         self._segments = segments
+        self._layer = layer
         self._store = layer.store
-        self._digester = layer.digester
-        self._compressor = layer.compressor
         self._tuning = layer.tuning
         self._bytes_per_second = layer.settings.prepare_bytes_per_second
-        self._warm_up = layer.warm_up
         self._workspaces: dict[int, Workspace] = {}  # by device
         self._checked_devices: set[int] = set()  # had room for all of it uncompressed when checked
         self._is_ended_by_finaliser = False
@@ -112,8 +110,8 @@ class Preparation:
 
     def _run(self) -> None:
         try:
-            with _core.RelaxedCapture(), DigestRun(self._digester, self._segments) as digests:
-                self._warm_up()
+            with _core.RelaxedCapture(), DigestRun(self._layer.digester, self._segments) as digests:
+                self._layer.warm_up()
                 for segment in self._segments:
                     self._prepare(segment, digests)
                 if self._is_cut_short and self._is_ended_by_finaliser:
@@ -177,7 +175,7 @@ class Preparation:
         Raises:
             OutOfHostMemory: it can only be stored uncompressed, and a limit leaves too little for all of its device.
         """
-        if not self._compressor.on:
+        if not self._layer.compressor.on:
             return {}
         try:
             with self._workspace(segment.device) as workspace:
@@ -187,7 +185,7 @@ class Preparation:
             if self._store.catalogue.encoding_of(segment) is not None:
                 return None  # a sleep may have the memory, and encodes it again in the room that it has
         except CodecError as error:
-            self._compressor.give_up(error)
+            self._layer.compressor.give_up(error)
         # All or nothing: a sleep may be lent the memory that lacks here, and half of the backups, uncompressed, would
         # take the room that all of them have compressed.
         if segment.device not in self._checked_devices:
@@ -203,7 +201,7 @@ class Preparation:
         """The workspace of `device`, made at the first use. An error closes it: then no work of it is in flight."""
         if device not in self._workspaces:
             spare_bytes = _core.memory_info(device)[0]
-            self._workspaces[device] = self._compressor.workspace(device, spare_bytes, small=True)
+            self._workspaces[device] = self._layer.compressor.workspace(device, spare_bytes, small=True)
         try:
             yield self._workspaces[device]
         except BaseException:

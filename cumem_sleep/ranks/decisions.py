@@ -7,9 +7,11 @@ from deciding, and finds what was decided when it goes on. No two ranks can read
 
 from __future__ import annotations
 
+import fcntl
 import os
 import secrets
 import struct
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -17,7 +19,6 @@ from ..errors import InvalidState
 
 _RECORD = struct.Struct("<QiI")  # round, rank that failed, why
 _NONCE_BYTES = _RECORD.size
-_REMEMBERED = 1 << 10  # rounds
 
 
 class Why(IntEnum):
@@ -80,49 +81,32 @@ class Record:
         """A new one, for the others to open."""
         nonce = secrets.token_bytes(_NONCE_BYTES)
         descriptor = os.memfd_create("cumem-sleep-ranks", os.MFD_CLOEXEC)
-        try:
-            os.write(descriptor, nonce)
-            record = cls._opened(RecordPlace(os.getpid(), descriptor, nonce))
-        finally:
-            os.close(descriptor)
-        assert record is not None
-        return record
+        os.write(descriptor, nonce)
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, os.O_APPEND)
+        return cls(descriptor, nonce)
 
     @classmethod
     def open(cls, place: RecordPlace) -> Record | None:
         """The one that another process made; None if it cannot be reached from here, as on another host."""
-        try:
-            return cls._opened(place)
-        except OSError:
-            return None
-
-    @classmethod
-    def _opened(cls, place: RecordPlace) -> Record | None:
         path = f"/proc/{place.process}/fd/{place.descriptor}"
         # Without O_NOFOLLOW: the entry is a link to the memory. What is opened proves itself by the nonce.
-        descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK)
-        record = cls(descriptor, place.nonce)
         try:
-            is_meant = os.pread(descriptor, _NONCE_BYTES, 0) == place.nonce
-        except BaseException:
-            record.close()
-            raise
-        if not is_meant:
-            record.close()
+            record = cls(os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK), place.nonce)
+        except OSError:
             return None
-        return record
+        with suppress(OSError):
+            if os.pread(record._descriptor, _NONCE_BYTES, 0) == place.nonce:
+                return record
+        record.close()
+        return None
 
     def of(self, round_: int) -> Decision | None:
-        """The decision, None as long as there is none."""
+        """The decision, None as long as there is none. Those of earlier rounds are forgotten."""
         while content := os.pread(self._descriptor, 256 * _RECORD.size, self._read_bytes):
-            whole = len(content) // _RECORD.size * _RECORD.size
-            for number, failed, why in _RECORD.iter_unpack(content[:whole]):
+            for number, failed, why in _RECORD.iter_unpack(content):
                 self._decisions.setdefault(number, Decision(failed, Why(why)))
-            self._read_bytes += whole
-            if not whole:
-                break
-        for number in [number for number in self._decisions if number + _REMEMBERED < round_]:
-            del self._decisions[number]
+            self._read_bytes += len(content)
+        self._decisions = {number: each for number, each in self._decisions.items() if number >= round_}
         return self._decisions.get(round_)
 
     def decide(self, round_: int, wanted: Decision) -> Decision:

@@ -18,12 +18,9 @@ class RankGroup(Protocol):
         address: where processes of other hosts reach this one.
     """
 
-    @property
-    def rank(self) -> int: ...  # noqa: D102
-    @property
-    def size(self) -> int: ...  # noqa: D102
-    @property
-    def address(self) -> str: ...  # noqa: D102
+    rank: int
+    size: int
+    address: str
 
     def all_gather(self, value: Any) -> list[Any]:
         """What every rank gave, by rank; values are plain and can be pickled."""

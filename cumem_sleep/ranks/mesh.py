@@ -13,11 +13,12 @@ import json
 import os
 import secrets
 import select
+import selectors
 import socket
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 
 from ..errors import InvalidState
@@ -62,12 +63,6 @@ class RankMessage:
         return cls(MessageKind(kind), round_, operation, Decision(failed, Why(why), text))
 
 
-@dataclass
-class _Peer:
-    socket: socket.socket
-    unread: bytearray = field(default_factory=bytearray)
-
-
 @dataclass(frozen=True)
 class _Facts:
     """What a rank tells of itself before there are connections."""
@@ -101,63 +96,58 @@ class Mesh:
         self.record = record
         self.gone: set[int] = set()
         self.is_closed = False
-        self._peers = {number: _Peer(connection) for number, connection in peers.items()}
-        self._ready = select.poll()
-        self._by_descriptor = {}
-        for number, peer in self._peers.items():
-            peer.socket.setblocking(False)
-            self._ready.register(peer.socket, select.POLLIN)
-            self._by_descriptor[peer.socket.fileno()] = number
+        self._peers = peers
+        self._unread = dict.fromkeys(peers, b"")
+        self._ready = selectors.PollSelector()
+        for number, connection in peers.items():
+            connection.setblocking(False)
+            self._ready.register(connection, selectors.EVENT_READ, number)
         _meshes.add(self)
 
     def send(self, message: RankMessage, rank: int | None = None) -> None:
         """To one rank, or to all others. To a rank that has ended, or has read nothing for long, nothing is sent."""
         line = message.encoded()
-        for number, peer in self._peers.items():
+        for number, connection in self._peers.items():
             if number in self.gone or rank not in (None, number):
                 continue
             try:
-                if peer.socket.send(line) < len(line):
-                    self._lose(number)
-            except BlockingIOError:
+                connection.sendall(line)
+            except BlockingIOError:  # not all of it was sent
                 self._lose(number)
             except OSError:
                 continue  # what it said before it ended is still to be read
 
     def receive(self, timeout_s: float, take: Callable[[int, RankMessage], None]) -> None:
         """Wait for messages, at most so long, and hand each to `take` with its sender; notes who has `gone`."""
-        if not self._by_descriptor:
+        if not self._ready.get_map():
             return
-        for descriptor, _ in self._ready.poll(timeout_s * 1000):
-            number = self._by_descriptor[descriptor]
-            peer = self._peers[number]
+        for key, _ in self._ready.select(timeout_s):
+            number = key.data
             try:
-                while content := peer.socket.recv(1 << 16):
-                    peer.unread += content
+                while content := self._peers[number].recv(1 << 16):
+                    self._unread[number] += content
                 self._lose(number)
             except BlockingIOError:
                 pass
             except OSError:
                 self._lose(number)
-            *lines, rest = bytes(peer.unread).split(b"\n")
-            peer.unread[:] = rest
+            *lines, self._unread[number] = self._unread[number].split(b"\n")
             for line in lines:
                 take(number, RankMessage.decoded(line))
 
     def close(self) -> None:
         """Again is harmless. The others find that this rank has ended."""
         self.is_closed = True
-        for number in set(self._peers) - self.gone:
-            self._lose(number)
+        self._ready.close()
+        for connection in self._peers.values():
+            connection.close()
+        self.gone.update(self._peers)
         if self.record is not None:
             self.record.close()
 
     def _lose(self, number: int) -> None:
-        connection = self._peers[number].socket
-        if number not in self.gone and connection.fileno() >= 0:
-            self._ready.unregister(connection)
-            del self._by_descriptor[connection.fileno()]
-            connection.close()
+        self._ready.unregister(self._peers[number])
+        self._peers[number].close()
         self.gone.add(number)
 
 
@@ -177,7 +167,7 @@ def connect(group: RankGroup, timeout_s: float) -> Mesh:
         if record is None and one_host:
             record = Record.open(place)
         token = secrets.token_bytes(_TOKEN_BYTES)
-        with _listening(one_host, group.size) as listener:
+        with socket.create_server(("127.0.0.1" if one_host else "", 0), backlog=group.size + 16) as listener:
             door = _Door(listener.getsockname()[1], token, one_host and record is not None)
             doors: list[_Door] = group.all_gather(door)
             for number in range(group.rank):
@@ -185,26 +175,12 @@ def connect(group: RankGroup, timeout_s: float) -> Mesh:
                 peers[number] = _call(group.rank, number, address, doors[number], timeout_s)
             _answer(listener, peers, group, token, time.monotonic() + timeout_s)
     except BaseException:
-        for each in peers.values():
-            each.close()
-        if record is not None:
-            record.close()
+        Mesh(group.rank, peers, record).close()
         raise
     if record is not None and not all(door.has_record for door in doors):
         record.close()
         record = None
     return Mesh(group.rank, peers, record)
-
-
-def _listening(one_host: bool, size: int) -> socket.socket:
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    try:
-        listener.bind(("127.0.0.1" if one_host else "", 0))
-        listener.listen(size + 16)
-    except BaseException:
-        listener.close()
-        raise
-    return listener
 
 
 def _call(rank: int, other: int, address: str, door: _Door, timeout_s: float) -> socket.socket:

@@ -12,9 +12,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 from ..errors import CumemSleepError, InvalidState, VaultError, VaultLost, VaultUnavailable
 from . import protocol
@@ -31,6 +31,7 @@ _TAKE_LONG = ("reserve", "show")  # as long as memory is still being taken
 _LOOK_INTERVAL_S = 0.02
 
 _Item = TypeVar("_Item")
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 
 _clients: weakref.WeakSet[VaultClient] = weakref.WeakSet()
 
@@ -91,45 +92,46 @@ class LentMemory:
 
 
 class SlabTable:
-    """Read-only descriptors of slabs: with them, backups can be read when the vault is gone."""
+    """Read-only descriptors of slabs: with them, backups can be read when the vault is gone.
+
+    Attributes:
+        by_number: the descriptor of each, which is the table's to close, and the size of the slab in bytes.
+    """
 
     def __init__(self) -> None:
-        self._slabs: dict[int, tuple[int, int]] = {}
+        self.by_number: dict[int, tuple[int, int]] = {}
         self._backups: Counter[int] = Counter()
 
-    def descriptor(self, slab: int) -> tuple[int, int]:
-        """(descriptor, bytes); the descriptor stays the table's."""
-        return self._slabs[slab]
-
-    @property
-    def numbers(self) -> list[int]:
-        """Of all slabs that there are descriptors of."""
-        return list(self._slabs)
-
-    def add(self, slab: int, descriptor: int, nbytes: int) -> None:
-        """Keep it as long as backups lie there."""
-        self._slabs[slab] = (descriptor, nbytes)
-
-    def use(self, extents: Iterable[SlabRange]) -> None:
-        """A backup lies there."""
-        self._backups.update({extent.slab for extent in extents})
-
-    def leave(self, extents: Iterable[SlabRange]) -> None:
-        """That backup is gone."""
-        self._backups.subtract({extent.slab for extent in extents})
+    def move(self, before: Iterable[SlabRange], after: Iterable[SlabRange]) -> None:
+        """A backup lies in others of them now."""
+        self._backups.subtract({extent.slab for extent in before})
+        self._backups.update({extent.slab for extent in after})
 
     def close_unused(self) -> list[int]:
         """Close what no backup lies in; returns their numbers."""
-        unused = [slab for slab in self._slabs if self._backups[slab] <= 0]
+        unused = [slab for slab in self.by_number if self._backups[slab] <= 0]
         for slab in unused:
-            protocol.close_all([self._slabs.pop(slab)[0]])
+            protocol.close_all([self.by_number.pop(slab)[0]])
             del self._backups[slab]
         return unused
 
     def close(self) -> None:
         """Close all."""
-        protocol.close_all([descriptor for descriptor, _ in self._slabs.values()])
-        self._slabs.clear()
+        protocol.close_all([descriptor for descriptor, _ in self.by_number.values()])
+        self.by_number.clear()
+
+
+def _in_turn(method: _Method) -> _Method:
+    """Called by one thread at a time; in a child of a fork, where another thread may have held the lock, by none."""
+
+    @wraps(method)
+    def in_turn(client: VaultClient, /, *args: Any, **kwargs: Any) -> Any:
+        if os.getpid() != client._process:
+            raise InvalidState("this connection to the vault was made before a fork: connect anew in this process")
+        with client._lock:
+            return method(client, *args, **kwargs)
+
+    return cast(_Method, in_turn)
 
 
 class VaultClient:
@@ -200,40 +202,36 @@ class VaultClient:
             protocol.check_folder(self.path.parent)
             connection.connect(str(self.path))
             pid, uid = protocol.peer_credentials(connection)
-            if uid != os.getuid():
-                raise VaultUnavailable(f"the vault at {self.path} belongs to user {uid}: name another socket")
         except (OSError, VaultError) as error:
             connection.close()
-            if isinstance(error, VaultUnavailable):
-                raise
             raise VaultUnavailable(f"no vault answers at {self.path}: {error}; `cumem-sleep vault` runs one") from None
+        if uid != os.getuid():
+            connection.close()
+            raise VaultUnavailable(f"the vault at {self.path} belongs to user {uid}: name another socket")
         limits = protocol.MAX_ANSWER_BYTES, protocol.MAX_REQUEST_BYTES, None, protocol.MAX_REQUEST_VALUES
         return Channel(connection, *limits), pid
 
     @property
+    @_in_turn
     def lost(self) -> VaultLost | None:
         """Why the vault cannot be asked any more, or None. Looks whether it has ended, or has said something since."""
-        with self._turn():
-            if self._lost is None:
-                with suppress(VaultLost):
-                    self._take_in(self._channel.receive)
-            elif self._lost.may_go_on and self._channel.is_ended_there():  # it will not any more
-                self._lost = VaultLost(f"{self._lost}; it has ended since")
-                self._close_connections()
-            elif self.is_silent:
-                self.is_silent = not self._hears_something()
-            return self._lost
+        if self._lost is None:
+            with suppress(VaultLost):
+                self._take_in(self._channel.receive)
+        elif self._lost.may_go_on and self._channel.is_ended_there():  # it will not any more
+            self._lost = VaultLost(f"{self._lost}; it has ended since")
+            self._close_connections()
+        elif self.is_silent:
+            self.is_silent = not self._hears_something()
+        return self._lost
 
     @property
     def is_gone(self) -> bool:
         """Whether the vault's process is known to have ended, so that the driver has all that it had of others."""
         try:
-            if self.vault_pid:
-                os.kill(self.vault_pid, 0)
-        except ProcessLookupError:
-            return True
-        except OSError:
-            pass
+            os.kill(self.vault_pid or os.getpid(), 0)
+        except OSError as error:
+            return isinstance(error, ProcessLookupError)
         return False
 
     def _hears_something(self) -> bool:
@@ -258,6 +256,7 @@ class VaultClient:
 
     # After a loss
 
+    @_in_turn
     def succeed(self, before: VaultClient, backups: Sequence[VaultBackup]) -> list[VaultBackup]:
         """Take over what the vault keeps for `before`, a client of the same vault that was lost; `before` is closed.
 
@@ -271,14 +270,14 @@ class VaultClient:
         Returns:
             Those that the vault does not have any more: they have no extents.
         """
-        with before._turn(), self._turn():
+        with before._lock:
             self.slabs, before.slabs = before.slabs, self.slabs
             self._last_lent = before._last_lent
             self._connections += before._connections
             before._connections = []
             before._lost = VaultLost(f"{before._lost}; another connection has taken its place")
             try:
-                held = self._ask("resume", slabs=self.slabs.numbers)["numbers"]
+                held = self._ask("resume", slabs=list(self.slabs.by_number))["numbers"]
                 facts = []
                 for some in _parts(backups):
                     said = self._ask("look", numbers=_numbers(some))["backups"]
@@ -288,7 +287,7 @@ class VaultClient:
                 self._lost = self._lost or VaultLost(f"backups could not be taken over: {error}", may_go_on=True)
                 raise
             for each, said in zip(backups, facts, strict=True):
-                self._leave(each)
+                self._move(each)
                 if said is not None:
                     self._fill(each, said)
             while len(self._connections) > 1:
@@ -311,94 +310,84 @@ class VaultClient:
         """As `reserve`; None where the vault is still taking the memory for that."""
         return self._reserve(gpu, sizes, wait=False)
 
+    @_in_turn
     def _reserve(self, gpu: str, sizes: Sequence[int], wait: bool) -> list[VaultBackup] | None:
         """Part by part; with the first one the vault sets aside what the others need."""
-        reserved: list[VaultBackup] = []
         more_bytes = needed_bytes(sizes)
-        with self._turn():
-            try:
-                for some in _parts(sizes):
-                    more_bytes -= needed_bytes(some)
-                    facts = self._ask("reserve", gpu=gpu, sizes=some, more_bytes=more_bytes, wait=wait)["backups"]
-                    if facts is None:
-                        self.release(reserved)
-                        return None
-                    reserved += [self._backup(each) for each in self._readable(facts)]
-            except BaseException:
-                if reserved:
+        with self._all_or_none() as reserved:
+            for some in _parts(sizes):
+                more_bytes -= needed_bytes(some)
+                facts = self._ask("reserve", gpu=gpu, sizes=some, more_bytes=more_bytes, wait=wait)["backups"]
+                if facts is None:
                     self.release(reserved)
-                raise
+                    return None
+                reserved += [self._backup(each) for each in self._readable(facts)]
             return reserved
 
     def free_bytes(self) -> int:
         """What could be reserved without evicting anything, with what the vault is still taking."""
-        nbytes: int = self._ask("room")["free_bytes"]
-        return nbytes
+        return int(self._ask("room")["free_bytes"])
 
+    @_in_turn
     def find(self, gpu: str, keys: Sequence[Key]) -> list[VaultBackup | None]:
         """For each, a share in the backup that has these bytes, if there is one."""
-        with self._turn():
-            found: list[VaultBackup | None] = []
-            try:
-                for some in _parts(keys):
-                    facts = self._ask("find", gpu=gpu, keys=[_described(key) for key in some])["backups"]
-                    found += [None if each is None else self._backup(each) for each in self._readable(facts)]
-            except BaseException:
-                self.release([each for each in found if each is not None])
-                raise
+        with self._all_or_none() as found:
+            for some in _parts(keys):
+                facts = self._ask("find", gpu=gpu, keys=[_described(key) for key in some])["backups"]
+                found += [None if each is None else self._backup(each) for each in self._readable(facts)]
             return found
 
+    @_in_turn
     def seal(self, sealed: Sequence[Sealed]) -> None:
         """These have been written and proven: others may share them, and nobody writes to them again.
 
         Where another process sealed the same bytes before, both share that backup: `extents` and `note` change.
         """
-        with self._turn():
-            for some in _parts(sealed, _SEALED_AT_ONCE):
-                said = [{"number": each.backup.number, **_described(each.key), "note": each.note} for each in some]
-                facts = self._readable(self._ask("seal", backups=said)["backups"])
-                for each, now in zip(some, facts, strict=True):
-                    self.slabs.leave(each.backup.extents)
-                    self._fill(each.backup, now)
+        for some in _parts(sealed, _SEALED_AT_ONCE):
+            said = [{"number": each.backup.number, **_described(each.key), "note": each.note} for each in some]
+            facts = self._readable(self._ask("seal", backups=said)["backups"])
+            for each, now in zip(some, facts, strict=True):
+                self._fill(each.backup, now)
 
+    @_in_turn
     def mark(self, backups: Sequence[VaultBackup], needed: bool) -> list[VaultBackup]:
         """Say whether these are needed, because their segments sleep, or may be evicted; returns what has been."""
-        with self._turn():
-            gone: set[int] = set()
-            for some in _parts(backups):
-                gone.update(self._ask("mark", numbers=_numbers(some), needed=needed)["gone"])
-            evicted = [each for each in backups if each.number in gone]
-            for each in evicted:
-                self._leave(each)
-            return evicted
+        gone: set[int] = set()
+        for some in _parts(backups):
+            gone.update(self._ask("mark", numbers=_numbers(some), needed=needed)["gone"])
+        evicted = [each for each in backups if each.number in gone]
+        for each in evicted:
+            self._move(each)
+        return evicted
 
+    @_in_turn
     def owners(self, backups: Sequence[VaultBackup]) -> list[int] | None:
         """How many processes share each of these, 0 if it was evicted; None if the vault does not answer at once.
 
         A mere look: a vault that is silent is not lost for that.
         """
-        with self._turn():
-            owners: list[int] = []
-            for some in _parts(backups):
-                facts = self._ask_briefly("owners", numbers=_numbers(some))
-                if facts is None:
-                    return None
-                owners += facts["owners"]
-            return owners
+        owners: list[int] = []
+        for some in _parts(backups):
+            facts = self._ask_briefly("owners", numbers=_numbers(some))
+            if facts is None:
+                return None
+            owners += facts["owners"]
+        return owners
 
+    @_in_turn
     def release(self, backups: Sequence[VaultBackup]) -> None:
         """Give these back. Never fails for a vault that is gone: then they are, too."""
-        with self._turn():
-            for each in backups:
-                self._leave(each)
-            self._unclaimed += _numbers(backups)
-            self._closed_slabs += self.slabs.close_unused()
-            with suppress(VaultLost):
-                self._wait_until(lambda: not any(self._given_up.values()))  # these may have handed out more
-                while self._unclaimed or self._closed_slabs:
-                    self._ask("release", numbers=self._unclaimed[: protocol.MAX_BACKUPS], slabs=self._closed_slabs)
-                    self._unclaimed, self._closed_slabs = self._unclaimed[protocol.MAX_BACKUPS :], []
+        for each in backups:
+            self._move(each)
+        self._unclaimed += _numbers(backups)
+        self._closed_slabs += self.slabs.close_unused()
+        with suppress(VaultLost):
+            self._wait_until(lambda: not any(self._given_up.values()))  # these may have handed out more
+            while self._unclaimed or self._closed_slabs:
+                self._ask("release", numbers=self._unclaimed[: protocol.MAX_BACKUPS], slabs=self._closed_slabs)
+                self._unclaimed, self._closed_slabs = self._unclaimed[protocol.MAX_BACKUPS :], []
 
+    @_in_turn
     def show(self, gpu: str, shown: Sequence[Shown]) -> list[VaultBackup]:
         """Let this vault adopt what another one has left behind, without a copy: all, or none.
 
@@ -408,15 +397,21 @@ class VaultClient:
             VaultError: it has not.
             OutOfHostMemory: with these this vault would have more than it may.
         """
-        with self._turn():
-            adopted: list[VaultBackup] = []
-            try:
-                for part in _shown_at_once(shown):
-                    adopted += self._show(gpu, part)
-            except BaseException:
-                self.release(adopted)
-                raise
+        with self._all_or_none() as adopted:
+            for part in _shown_at_once(shown):
+                adopted.extend(self._show(gpu, part))
             return adopted
+
+    @contextmanager
+    def _all_or_none(self) -> Iterator[list[Any]]:
+        """The backups that the list has by then go back if what is inside fails."""
+        handed_out: list[VaultBackup | None] = []
+        try:
+            yield handed_out
+        except BaseException:
+            if handed_out:
+                self.release([each for each in handed_out if each is not None])
+            raise
 
     def _show(self, gpu: str, shown: Sequence[Shown]) -> list[VaultBackup]:
         places = _places(shown)
@@ -433,7 +428,7 @@ class VaultClient:
         descriptors: list[int] = []
         try:
             for table, slab in places:
-                descriptors.append(os.dup(table.descriptor(slab)[0]))
+                descriptors.append(os.dup(table.by_number[slab][0]))
         except OSError:
             protocol.close_all(descriptors)
             raise VaultError(_NO_MORE_FILES) from None
@@ -442,11 +437,11 @@ class VaultClient:
 
     # Copies
 
+    @_in_turn
     def lend(self, gpu: str, descriptor: int, nbytes: int) -> LentMemory:
         """Physical memory for copies, by the descriptor that the driver exports, which is the client's from here on."""
-        with self._turn():
-            self._last_lent += 1
-            return LentMemory(self._last_lent, gpu, nbytes, descriptor)
+        self._last_lent += 1
+        return LentMemory(self._last_lent, gpu, nbytes, descriptor)
 
     def write(self, lent: LentMemory, ranges: Sequence[Range]) -> int:
         """Begin to copy from lent memory to backups. What was to be there must be there. Returns what to `wait` for."""
@@ -477,18 +472,18 @@ class VaultClient:
         if failure is not None:
             raise failure
 
+    @_in_turn
     def begin_to_take_back(self, lent: Sequence[LentMemory]) -> int | None:
         """Let the vault give this memory back; its copies have ended. Returns what to `wait` for, if it has any of it.
 
         Raises:
             VaultLost: it may still have it.
         """
-        with self._turn():
-            sent = [each.number for each in lent if each.descriptor < 0]
-            for each in lent:
-                protocol.close_all([each.descriptor])
-                each.descriptor = -1
-            return self._begin("forget", memories=sent) if sent else None
+        sent = [each.number for each in lent if each.descriptor < 0]
+        for each in lent:
+            protocol.close_all([each.descriptor])
+            each.descriptor = -1
+        return self._begin("forget", memories=sent) if sent else None
 
     def status(self) -> dict[str, Any]:
         """Everything that the vault knows."""
@@ -496,28 +491,28 @@ class VaultClient:
 
     # How it is said
 
+    @_in_turn
     def _copy(self, lent: LentMemory, ranges: Sequence[Range], to_host: bool) -> int:
         if not ranges:
             raise InvalidState("no ranges: there is nothing to copy")
-        with self._turn():
-            descriptors = [lent.descriptor] if lent.descriptor >= 0 else []
-            lent.descriptor = -1
-            numbers = [(each.backup.number, each.offset, each.lent_offset, each.nbytes) for each in ranges]
-            facts = {"gpu": lent.gpu, "memory": lent.number, "bytes": lent.nbytes, "out": to_host, "ranges": numbers}
-            return self._begin("copy", descriptors, **facts)
+        descriptors = [lent.descriptor] if lent.descriptor >= 0 else []
+        lent.descriptor = -1
+        numbers = [(each.backup.number, each.offset, each.lent_offset, each.nbytes) for each in ranges]
+        facts = {"gpu": lent.gpu, "memory": lent.number, "bytes": lent.nbytes, "out": to_host, "ranges": numbers}
+        return self._begin("copy", descriptors, **facts)
 
+    @_in_turn
     def _ask(
         self, verb: str, descriptors: Sequence[int] = (), look: Callable[[], None] | None = None, **facts: Any
     ) -> dict[str, Any]:
-        with self._turn():
-            request = self._begin(verb, descriptors, **facts)
-            try:
-                return self._answer_to(request, look or (self._look if verb in _TAKE_LONG else None))
-            except CumemSleepError:
-                raise
-            except BaseException:  # of a signal handler, or of a look: the answer comes later
-                self._give_up(request, verb)
-                raise
+        request = self._begin(verb, descriptors, **facts)
+        try:
+            return self._answer_to(request, look or (self._look if verb in _TAKE_LONG else None))
+        except CumemSleepError:
+            raise
+        except BaseException:  # of a signal handler, or of a look: the answer comes later
+            self._give_up(request, verb)
+            raise
 
     def _ask_briefly(self, verb: str, **facts: Any) -> dict[str, Any] | None:
         """The answer, if it comes at once. No second question is sent before the first was answered: none piles up."""
@@ -543,28 +538,27 @@ class VaultClient:
 
     def _begin(self, verb: str, descriptors: Sequence[int] = (), **facts: Any) -> int:
         """Send a request; returns its number."""
-        with self._turn():
-            if self._lost is not None:
-                protocol.close_all(descriptors)
-                raise self._lost.with_traceback(None)
-            self._last_request += 1
-            request = self._last_request
-            self._answers[request] = {}
-            body = {"id": request, "do": verb, **facts}
-            self._take_in(partial(self._channel.send, body, descriptors))
-            self._wait_until(lambda: not self._channel.unsent_bytes)
-            return request
+        if self._lost is not None:
+            protocol.close_all(descriptors)
+            raise self._lost.with_traceback(None)
+        self._last_request += 1
+        request = self._last_request
+        self._answers[request] = {}
+        body = {"id": request, "do": verb, **facts}
+        self._take_in(partial(self._channel.send, body, descriptors))
+        self._wait_until(lambda: not self._channel.unsent_bytes)
+        return request
 
+    @_in_turn
     def _answer_to(self, request: int, look: Callable[[], None] | None = None) -> dict[str, Any]:
-        with self._turn():
-            if request not in self._answers:
-                return {}
-            self._wait_until(lambda: bool(self._answers[request]), look)
-            answer = self._answers.pop(request)
-            if "error" in answer:
-                raise protocol.error_from_json(answer["error"])
-            result: dict[str, Any] = answer.get("ok", {})
-            return result
+        if request not in self._answers:
+            return {}
+        self._wait_until(lambda: bool(self._answers[request]), look)
+        answer = self._answers.pop(request)
+        if "error" in answer:
+            raise protocol.error_from_json(answer["error"])
+        result: dict[str, Any] = answer.get("ok", {})
+        return result
 
     def _wait_until(self, is_so: Callable[[], bool], look: Callable[[], None] | None = None) -> None:
         """Take in what comes until that is so. Every message shows that the vault lives."""
@@ -617,7 +611,7 @@ class VaultClient:
                 self._closed_slabs.append(body["slab"])
             else:
                 (descriptor,) = message.descriptors
-                self.slabs.add(body["slab"], descriptor, body["bytes"])
+                self.slabs.by_number[body["slab"]] = descriptor, body["bytes"]
         elif "cut" in body:
             self._lose(f"the vault has cut this process off: {body['cut']}", may_go_on=True)
         elif body.get("id") in self._given_up:
@@ -630,14 +624,6 @@ class VaultClient:
     def _lose(self, why: str, may_go_on: bool = False) -> None:
         self._lost = self._lost or VaultLost(why, may_go_on)
         raise self._lost.with_traceback(None)  # or it would keep the frames of every call that it has ended
-
-    @contextmanager
-    def _turn(self) -> Iterator[None]:
-        """One thread at a time; in a child of a fork, where another thread may have held the lock, none."""
-        if os.getpid() != self._process:
-            raise InvalidState("this connection to the vault was made before a fork: connect anew in this process")
-        with self._lock:
-            yield
 
     def _readable(self, facts: list[Any]) -> list[Any]:
         """What the vault says of backups, if this process has the descriptors of all their slabs.
@@ -658,17 +644,12 @@ class VaultClient:
 
     def _fill(self, backup: VaultBackup, facts: dict[str, Any]) -> None:
         backup.nbytes, backup.note = facts["bytes"], facts["note"]
-        backup.extents = tuple(SlabRange(*extent) for extent in facts["extents"])
-        self.slabs.use(backup.extents)
+        self._move(backup, tuple(SlabRange(*extent) for extent in facts["extents"]))
 
-    def _leave(self, backup: VaultBackup) -> None:
-        self.slabs.leave(backup.extents)
-        backup.extents = ()
-
-    def _forget_in_child(self) -> None:
-        """In a child of a fork, which would keep the connection, and so the backups, when the parent has died."""
-        self._close_connections()
-        self.slabs.close()
+    def _move(self, backup: VaultBackup, extents: tuple[SlabRange, ...] = ()) -> None:
+        """It lies there now, or is gone."""
+        self.slabs.move(backup.extents, extents)
+        backup.extents = extents
 
 
 def _parts(items: Sequence[_Item], at_once: int = protocol.MAX_BACKUPS) -> list[Sequence[_Item]]:
@@ -707,8 +688,10 @@ def _described(key: Key) -> dict[str, Any]:
 
 
 def _after_fork_in_child() -> None:
+    """A child would keep the connections, and so the backups, when the parent has died."""
     for client in list(_clients):
-        client._forget_in_child()
+        client._close_connections()
+        client.slabs.close()
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

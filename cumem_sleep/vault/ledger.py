@@ -12,7 +12,7 @@ extent. Where that may be many backups, a caller says how many at most, and call
 from __future__ import annotations
 
 import sys
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left, bisect_right, insort
 from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -133,29 +133,25 @@ class _Slab:
 
 
 class _FreeRuns:
-    """The free runs of the slabs of one NUMA node. What a call costs does not depend on how many there are.
-
-    They are kept by size, because there are never many different sizes: a thousand have half a million units at least.
-    """
+    """The free runs of the slabs of one NUMA node."""
 
     def __init__(self) -> None:
-        self._sizes: list[int] = []  # of which there are runs, in order
-        self._of_size: dict[int, OrderedDict[tuple[int, int], None]] = {}  # the (slab, offset) of each
+        self._by_size: list[tuple[int, int, int]] = []  # bytes, slab and offset of each, in order
         self._sizes_at: dict[tuple[int, int], int] = {}  # by slab and offset
         self._starts: dict[tuple[int, int], int] = {}  # by slab and end
 
     def smallest(self, nbytes: int) -> int:
         """The size of the smallest run of at least so many bytes; 0 if there is none."""
-        at = bisect_left(self._sizes, nbytes)
-        return self._sizes[at] if at < len(self._sizes) else 0
+        at = bisect_left(self._by_size, (nbytes, 0, 0))
+        return self._by_size[at][0] if at < len(self._by_size) else 0
 
     def largest(self) -> int:
         """The size of the largest run; 0 if there is none."""
-        return self._sizes[-1] if self._sizes else 0
+        return self._by_size[-1][0] if self._by_size else 0
 
     def take(self, size: int, nbytes: int) -> SlabRange:
         """`nbytes` of a run of this size, at most all of it."""
-        slab, offset = next(reversed(self._of_size[size]))
+        _, slab, offset = self._by_size[bisect_left(self._by_size, (size, 0, 0))]
         self.remove(slab, offset)
         if size > nbytes:
             self._add(slab, offset + nbytes, size - nbytes)
@@ -175,19 +171,13 @@ class _FreeRuns:
         """The run that begins there; returns its size."""
         nbytes = self._sizes_at.pop((slab, offset))
         del self._starts[slab, offset + nbytes]
-        del self._of_size[nbytes][slab, offset]
-        if not self._of_size[nbytes]:
-            del self._of_size[nbytes]
-            del self._sizes[bisect_left(self._sizes, nbytes)]
+        del self._by_size[bisect_left(self._by_size, (nbytes, slab, offset))]
         return nbytes
 
     def _add(self, slab: int, offset: int, nbytes: int) -> None:
         self._sizes_at[slab, offset] = nbytes
         self._starts[slab, offset + nbytes] = offset
-        if nbytes not in self._of_size:
-            self._of_size[nbytes] = OrderedDict()  # `dict` is slow to find its last one, where others were deleted
-            self._sizes.insert(bisect_left(self._sizes, nbytes), nbytes)
-        self._of_size[nbytes][slab, offset] = None
+        insort(self._by_size, (nbytes, slab, offset))
 
 
 class Ledger:

@@ -142,21 +142,18 @@ class VaultLink:
             self._turns.setdefault(job.client, deque()).append(job)
             self._changed.notify()
 
-    def cancel(self, client: Hashable) -> None:
-        """Start no more copies of this client. Its jobs end as soon as what is in flight has ended."""
+    def cancel(self, client: Hashable, why: str = "the client has gone") -> None:
+        """Start no more copies of this client (None: of any). Its jobs end as soon as what is in flight has ended."""
         with self._changed:
             for job in self._jobs:
-                if job.client == client:
-                    job.fail(VaultError("the client has gone"))
+                if client in (None, job.client):
+                    job.fail(VaultError(why))
             self._changed.notify()
 
     def stop(self) -> None:
         """Cancel everything, and wait for what is in flight."""
-        with self._changed:
-            self._stopping = True
-            for job in self._jobs:
-                job.fail(VaultError("the vault ends"))
-            self._changed.notify()
+        self._stopping = True
+        self.cancel(None, "the vault ends")
         self._thread.join()
 
     def _run(self) -> None:

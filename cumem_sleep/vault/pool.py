@@ -43,6 +43,7 @@ class VaultPool:
     """Slabs, and the ledger of what lies in them. Its calls belong to one thread; another one takes memory.
 
     Attributes:
+        slabs: by number.
         is_stopped: no more memory is taken, since the vault is about to end.
         short: why no more memory is being taken, or "".
         prefaulted_bytes: of the slab that is being taken, whose pages are there.
@@ -80,7 +81,7 @@ class VaultPool:
         self.ledger = Ledger()
         self.short = ""
         self.prefaulted_bytes = 0
-        self._slabs: dict[int, memory.Slab] = {}
+        self.slabs: dict[int, memory.Slab] = {}
         self._last_slab = 0
         self._taker = ThreadPoolExecutor(1, "vault-memory")
         self._is_taking = self.is_stopped = self._is_finished = False
@@ -88,10 +89,6 @@ class VaultPool:
         self._is_short_said = False
         self._reserved_are_left = host.reserved_huge_pages
         self._tenths_said = 0
-
-    def slab(self, slab: int) -> memory.Slab:
-        """The slab of that number."""
-        return self._slabs[slab]
 
     def out_of_memory(self, needed_bytes: int, available: int, names: Mapping[Hashable, str]) -> OutOfHostMemory:
         """That so much cannot be had, neither now nor when all memory is taken. `names`: what it calls the owners."""
@@ -115,19 +112,16 @@ class VaultPool:
 
     def close(self) -> None:
         """Unmap everything, after `finish`. Who has a descriptor of a slab reads it on."""
-        for slab in self._slabs.values():
+        for slab in self.slabs.values():
             slab.let_go()
-
-    def reclaim(self) -> None:
-        """Let the driver take back what it has refused to, on another thread."""
-        self._taker.submit(_core.reclaim)
 
     # Memory of our own
 
     def try_again(self, now: float) -> None:
-        """Where the host had too little memory, some time ago."""
+        """What was refused some time ago: memory by the host, and by the driver to take some back."""
         if self.short and now >= self._try_again:
             self.take_more()
+        self._taker.submit(_core.reclaim)
 
     def take_more(self) -> None:
         """Begin with the next slab, if there is to be one."""
@@ -236,7 +230,7 @@ class VaultPool:
             self._remove(number)
         for slab in new.values():
             self.ledger.add_adopted_slab(self._number(slab), slab.nbytes)
-        known = {slab.identity: number for number, slab in self._slabs.items()}
+        known = {slab.identity: number for number, slab in self.slabs.items()}
         return [known[slab.identity] for slab in found]
 
     def tidy(self) -> None:
@@ -248,7 +242,7 @@ class VaultPool:
 
     def _unknown(self, found: Sequence[memory.Slab]) -> dict[tuple[int, int], memory.Slab]:
         """Those that are not adopted yet, by their identities: several owners may show the same one."""
-        known = {slab.identity for slab in self._slabs.values()}
+        known = {slab.identity for slab in self.slabs.values()}
         return {slab.identity: slab for slab in found if slab.identity not in known}
 
     def _excess(self, new: Mapping[tuple[int, int], memory.Slab]) -> int:
@@ -258,12 +252,12 @@ class VaultPool:
 
     def _number(self, slab: memory.Slab) -> int:
         self._last_slab += 1
-        self._slabs[self._last_slab] = slab
+        self.slabs[self._last_slab] = slab
         return self._last_slab
 
     def _remove(self, number: int) -> None:
         self.ledger.remove_slab(number)
-        self._give_back(self._slabs.pop(number))
+        self._give_back(self.slabs.pop(number))
 
     def _give_back(self, slab: memory.Slab) -> None:
         """Before more is taken."""

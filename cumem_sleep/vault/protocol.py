@@ -307,18 +307,18 @@ def _list(body: Mapping[str, Any], name: str, most: int) -> list[Any]:
 # Errors on their way
 
 
+_ERRORS: Mapping[type[Exception], Sequence[str]] = {  # and what each is made from; without that from its text
+    OutOfHostMemory: ("needed_bytes", "available_bytes", "limit", "detail"),
+    DriverError: ("call", "error", "detail"),
+    **dict.fromkeys((InvalidArgument, InvalidState, VaultError), ()),
+}
+
+
 def error_to_json(error: Exception) -> dict[str, Any]:
     """What an answer says of an error."""
-    if isinstance(error, OutOfHostMemory):
-        arguments = [error.needed_bytes, error.available_bytes, error.limit, error.detail]
-        return {"type": "OutOfHostMemory", "arguments": arguments}
-    if isinstance(error, DriverError):
-        return {"type": "DriverError", "arguments": [error.call, error.error, error.detail]}
-    kind = type(error).__name__ if type(error) in (InvalidArgument, InvalidState, VaultError) else "VaultError"
-    return {"type": kind, "arguments": [str(error)]}
-
-
-_ERRORS = (DriverError, InvalidArgument, InvalidState, OutOfHostMemory, VaultError)
+    kind = next((each for each in type(error).__mro__ if each in _ERRORS), VaultError)
+    arguments = [getattr(error, name) for name in _ERRORS[kind]] or [str(error)]
+    return {"type": kind.__name__, "arguments": arguments}
 
 
 def error_from_json(facts: object) -> Exception:

@@ -177,7 +177,6 @@ class Vault:
         if self._address.listener not in self._selector.get_map():
             self._selector.register(self._address.listener, selectors.EVENT_READ, self._accept)
         self._pool.try_again(now)
-        self._pool.reclaim()
 
     def _close(self) -> None:
         for session in self._sessions:  # the ledger is left as it is: nobody's bytes may go now
@@ -213,7 +212,7 @@ class Vault:
         elif len(self._sessions) > _MAX_CLIENTS:
             self._cut_off(session, f"{_MAX_CLIENTS} clients are connected already")
         else:
-            self._selector.register(session.channel, selectors.EVENT_READ, partial(self._readable, session))
+            self._listen(session)
             if session.process >= 0:
                 self._selector.register(session.process, selectors.EVENT_READ, partial(self._end, session))
 
@@ -255,14 +254,9 @@ class Vault:
     def _listen(self, session: Session) -> None:
         events = selectors.EVENT_READ if self._hears(session) else 0
         events |= selectors.EVENT_WRITE if session.channel.unsent_bytes else 0
-        callback = partial(self._readable, session)
-        registered = session.channel in self._selector.get_map()
-        if events and registered:
-            self._selector.modify(session.channel, events, callback)
-        elif events:
-            self._selector.register(session.channel, events, callback)
-        else:
-            self._unregister(session.channel)  # its answers wake it up; its end is seen by its pidfd, or later
+        self._unregister(session.channel)
+        if events:  # otherwise its answers wake it up; its end is seen by its pidfd, or later
+            self._selector.register(session.channel, events, partial(self._readable, session))
 
     def _read_later(self, session: Session) -> None:
         if session not in self._to_read:

@@ -14,6 +14,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -103,7 +104,8 @@ class Service:
         self._waiting: deque[_Reservation] = deque()
         self._is_evicting = False  # for the first of those who wait
         self._leaving: set[Session] = set()  # have gone, and memory of theirs is here still
-        self._resuming: list[_Request] = []  # who wait for these
+        # Who waits until what was lent is not here any more, and what is answered then.
+        self._returning: list[tuple[_Request, Sequence[BorrowedMemory], Callable[[], _Answer]]] = []
         self._refused = self.cut_off = 0  # requests, and clients (by `Vault`)
 
     def begin(self, gpus: Iterable[VaultGpu]) -> None:
@@ -318,7 +320,7 @@ class Service:
                 )
             copied = 0
             for slab, start, nbytes in entry.ranges(offset, size):
-                block = self._pool.slab(slab).block
+                block = self._pool.slabs[slab].block
                 for at in range(0, nbytes, PIECE_BYTES):
                     pieces.append(LinkPiece(block, start + at, lent_at + copied + at, min(PIECE_BYTES, nbytes - at)))
                 copied += nbytes
@@ -374,33 +376,34 @@ class Service:
         if not numbers:
             return {}
 
-        def returned() -> None:
+        def returned() -> _Answer:
             for number in numbers:
                 mine.pop(number, None)
-            self._answer(asked, {})
+            return {}
 
-        self._give_back([mine[number] for number in numbers], returned)
+        lent = [mine[number] for number in numbers]
+        self._returning.append((asked, lent, returned))
+        self._give_back(lent)
         return None
 
-    def _give_back(self, lent: Sequence[BorrowedMemory], then: Callable[[], None] = lambda: None) -> None:
+    def _give_back(self, lent: Sequence[BorrowedMemory]) -> None:
         """No copy uses these any more. It takes a while, and ends later."""
         by_device: dict[int, list[BorrowedMemory]] = {}
         for each in lent:
             by_device.setdefault(each.device, []).append(each)
-        left = len(by_device)
-
-        def given_back() -> None:
-            nonlocal left
-            left -= 1
-            if not left:
-                then()
-            self._answer_resuming()
-
         for device, some in by_device.items():
             if device not in self._givers:
                 self._givers[device] = ThreadPoolExecutor(1, f"vault-give-back-{device}")
             future = self._givers[device].submit(_close_all, some)
-            future.add_done_callback(lambda _: self._post(given_back))
+            future.add_done_callback(lambda _: self._post(self._returned))
+
+    def _returned(self) -> None:
+        """Some of what was lent is not here any more: answer whoever waits for that, once it is all of theirs."""
+        self._leaving = {session for session in self._leaving if session.has_lent}
+        for each in [each for each in self._returning if all(lent.is_returned for lent in each[1])]:
+            self._returning.remove(each)
+            asked, _, result = each
+            self._answer(asked, result())
 
     def _resume(self, asked: _Request) -> None:
         """The client goes on over a new connection; what it held over those before is held over this one."""
@@ -410,16 +413,9 @@ class Service:
             if self._pool.ledger.numbers(before.owner):
                 session.owner, before.owner = before.owner, session.owner
             self._end(before)
-        self._resuming.append(asked)
-        self._answer_resuming()
-
-    def _answer_resuming(self) -> None:
-        """Those who resume, once nothing is here any more that they lent over earlier connections."""
-        self._leaving = {session for session in self._leaving if session.has_lent}
-        leaving = {session.identity for session in self._leaving}
-        for asked in [each for each in self._resuming if each.session.identity not in leaving]:
-            self._resuming.remove(asked)
-            self._answer(asked, {"numbers": self._pool.ledger.numbers(asked.session.owner)})
+        lent = [each for left in self._leaving if left.identity == session.identity for each in left.lent.values()]
+        self._returning.append((asked, lent, lambda: {"numbers": self._pool.ledger.numbers(session.owner)}))
+        self._returned()
 
     def _look(self, asked: _Request) -> _Answer:
         """Where backups are that the client holds."""
@@ -519,7 +515,7 @@ class Service:
 
     def _send_slab(self, session: Session, number: int) -> None:
         """A descriptor of it. Raises VaultError: this process can open no more files."""
-        slab = self._pool.slab(number)
+        slab = self._pool.slabs[number]
         try:
             descriptor = os.dup(slab.descriptor)
         except OSError:
@@ -623,11 +619,10 @@ def _close_all(lent: Iterable[BorrowedMemory]) -> None:
 
 def _is_lost(gpu: VaultGpu) -> bool:
     """After some errors every call fails until the process has ended: then the next vault does better."""
-    try:
+    with suppress(DriverError):
         _core.memory_info(gpu.ordinal)
-    except DriverError:
-        return True
-    return False
+        return False
+    return True
 
 
 def _held(held: HeldBytes) -> dict[str, int]:

@@ -153,7 +153,7 @@ def from_slabs(client: VaultClient, backup: VaultBackup) -> bytes:
     """The backup, as its owner reads it without the vault."""
     content = b""
     for slab, offset, nbytes in backup.extents:
-        descriptor, slab_bytes = client.slabs.descriptor(slab)
+        descriptor, slab_bytes = client.slabs.by_number[slab]
         block = _core.HostBlock.mapped(descriptor, slab_bytes, False)
         content += np.frombuffer(memoryview(block), np.uint8)[offset : offset + nbytes].tobytes()
     return content[: backup.nbytes]

@@ -187,7 +187,7 @@ class Storm:
         tier.release([])
         assert not tier._extents
         assert not tier._left
-        assert not tier.client().slabs.numbers, "descriptors of slabs are left"
+        assert not tier.client().slabs.by_number, "descriptors of slabs are left"
         assert sim.stats().mapped_bytes == 0, "device memory is left"
         more = len(os.listdir("/proc/self/fd")) - self.descriptors
         assert more <= 1, f"{more} more descriptors are open than at the beginning"  # the connection

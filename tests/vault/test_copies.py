@@ -73,7 +73,7 @@ def test_no_process_keeps_anothers_memory(
 
 def test_slabs_are_read_only(segment: MakeSegment, client: VaultClient) -> None:
     backup = segment(PAGE).back_up()
-    descriptor, nbytes = client.slabs.descriptor(backup.extents[0].slab)
+    descriptor, nbytes = client.slabs.by_number[backup.extents[0].slab]
     with pytest.raises(InvalidState, match="read-only"):
         _core.HostBlock.mapped(descriptor, nbytes, True)
     with pytest.raises(OSError, match="Bad file descriptor"):
@@ -82,13 +82,13 @@ def test_slabs_are_read_only(segment: MakeSegment, client: VaultClient) -> None:
 
 def test_slabs_without_backups_are_closed(segment: MakeSegment, client: VaultClient) -> None:
     first, second = segment(PAGE).back_up(), segment(PAGE).back_up()
-    assert len(client.slabs.numbers) == 1
+    assert len(client.slabs.by_number) == 1
     client.release([first])
-    assert len(client.slabs.numbers) == 1
+    assert len(client.slabs.by_number) == 1
     client.release([second])
-    assert len(client.slabs.numbers) == 0
+    assert len(client.slabs.by_number) == 0
     segment(PAGE).back_up()
-    assert len(client.slabs.numbers) == 1
+    assert len(client.slabs.by_number) == 1
 
 
 # Sharing

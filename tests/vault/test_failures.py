@@ -195,7 +195,7 @@ def test_a_new_vault_adopts_more_slabs_than_a_message_has_descriptors(
     vault = start_vault("800MiB", "--slab-size", str(PAGE))
     late = allocator.malloc(PAGE, "default")
     contents[late] = memory.fill_random(late, PAGE)
-    assert len(allocator._store.room.tier._client.slabs.numbers) > protocol.MAX_DESCRIPTORS  # type: ignore[attr-defined]
+    assert len(allocator._store.room.tier._client.slabs.by_number) > protocol.MAX_DESCRIPTORS  # type: ignore[attr-defined]
     assert allocator.sleep().copied_bytes == PAGE
     assert vault.status()["asleep_bytes"] == 351 * PAGE
     allocator.wake_up()

@@ -66,7 +66,7 @@ def test_a_killed_vault_is_noticed_at_once_and_its_slabs_are_read(vault: Running
             call()
     assert from_slabs(client, sleeper.backup) == sleeper.content
     client.release([sleeper.backup])
-    assert len(client.slabs.numbers) == 0
+    assert len(client.slabs.by_number) == 0
 
 
 @pytest.mark.parametrize("copying", ["write", "read"])
@@ -122,7 +122,7 @@ def test_a_new_vault_adopts_without_a_copy(
 def test_adopted_memory_is_written_by_nobody(
     vault: RunningVault, start_vault: StartVault, sleeper: SleepingClient
 ) -> None:
-    descriptor, nbytes = sleeper.client.slabs.descriptor(sleeper.backup.extents[0].slab)
+    descriptor, nbytes = sleeper.client.slabs.by_number[sleeper.backup.extents[0].slab]
     vault.kill()
     os.fchmod(descriptor, 0o600)
     mapped = os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR)
@@ -145,7 +145,7 @@ def test_what_is_shown_has_to_be_a_vaults_memory(
 ) -> None:
     old, gpu = sleeper.client, sleeper.segment.gpu
     (slab,) = {extent.slab for extent in sleeper.backup.extents}
-    descriptor, nbytes = old.slabs.descriptor(slab)
+    descriptor, nbytes = old.slabs.by_number[slab]
     vault.kill()
     new = start_vault("64MiB", "--slab-size", "16MiB")
     new.wait_until_ready()
@@ -153,11 +153,11 @@ def test_what_is_shown_has_to_be_a_vaults_memory(
     unsealed = os.memfd_create("unsealed", os.MFD_ALLOW_SEALING)
     os.ftruncate(unsealed, nbytes)
     for other in (os.open(os.devnull, os.O_RDONLY), unsealed):
-        old.slabs.add(slab, other, nbytes)
+        old.slabs.by_number[slab] = other, nbytes
         with pytest.raises(VaultError, match="not a vault memfd"):
             sleeper.show_to(client)
         os.close(other)
-    old.slabs.add(slab, descriptor, nbytes)
+    old.slabs.by_number[slab] = descriptor, nbytes
     beyond = [extent._replace(offset=nbytes - 1) for extent in sleeper.backup.extents]
     too_small = [extent._replace(nbytes=PAGE - 1) for extent in sleeper.backup.extents]
     for extents in (beyond, too_small):
@@ -184,7 +184,7 @@ def test_a_vault_takes_no_more_than_it_may_with_what_it_adopts(
     assert from_slabs(sleeper.client, sleeper.backup) == sleeper.content
     assert new.status()["adopted_bytes"] == 0
     client.mark([full[0].backup], needed=False)
-    given_back, _ = client.slabs.descriptor(full[0].backup.extents[0].slab)
+    given_back, _ = client.slabs.by_number[full[0].backup.extents[0].slab]
     assert os.fstat(given_back).st_blocks
     adopted = sleeper.show_to(client)
     eventually(lambda: os.fstat(given_back).st_blocks == 0, "its memory is gone, whoever has it open")
@@ -208,7 +208,7 @@ def test_a_vault_that_ends_gives_no_memory_back_that_others_read(
         pool.take_more()
         eventually(lambda: bool(posted), "the slab is there")
         posted.popleft()()
-    left, kept = (os.dup(pool.slab(1).descriptor) for pool in (old, new))
+    left, kept = (os.dup(pool.slabs[1].descriptor) for pool in (old, new))
     old.finish()
     old.close()
     found: list[object] = []

@@ -214,6 +214,7 @@ def test_two_clients_that_sleep_at_once_have_equal_turns(
         lent, offset = mine.lend()
         copies.append((client, lent, client.write(lent, [Range(backup, 0, offset, 4 * PAGE)])))
         client.status()  # requests are taken in order: the vault has the copy by now
+        eventually(lambda: bool(turns), "the link has begun with the first")
     both_have_asked.set()
     for client, lent, request in copies:
         client.wait([request])

@@ -6,7 +6,6 @@ import os
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from ...core.scopes import scoped
 from ...errors import InvalidArgument
@@ -91,18 +90,13 @@ def _flag(environment: Mapping[str, str], name: str) -> bool:
     return text in _TRUE
 
 
-def hook_path() -> Path:
-    """The library for LD_PRELOAD."""
-    return preload.library_path()
-
-
 @scoped
 def configure_subprocess() -> Iterator[None]:
     """Processes that are started inside get the hook in front of cudaMalloc, before what LD_PRELOAD names already.
 
     Threads that are not inside start theirs with it, too, as long as one is.
     """
-    with preloaded(str(hook_path())):
+    with preloaded(str(preload.library_path())):
         yield
 
 
@@ -120,50 +114,32 @@ def changed(name: str, value: str) -> Iterator[None]:
     It is the whole process's: of blocks that overlap, the one entered last counts, and the last one to end puts back
     what was there before the first.
     """
-    variable, block = _variables[name], object()
+    block = object()
     try:
-        variable.add(block, value)
+        with _lock:
+            _values.setdefault(name, {None: os.environ.get(name)})[block] = value
+            os.environ[name] = value
         yield
     finally:
         try:
-            variable.remove(block)
+            _take_back(name, block)
         except BaseException:  # of a signal handler, half-way
-            variable.remove(block)
+            _take_back(name, block)
             raise
 
 
-class _Variable:
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._lock = threading.RLock()  # signal handlers, and what the garbage collector closes, come here too
-        self._values: dict[object, str] = {}  # by block
-        self._before: str | None = None
-        self._is_changed = False
-
-    def add(self, block: object, value: str) -> None:
-        with self._lock:
-            if not self._is_changed:
-                self._before = os.environ.get(self._name)
-                self._is_changed = True
-            self._values[block] = value
-            os.environ[self._name] = value
-
-    def remove(self, block: object) -> None:
-        with self._lock:
-            self._values.pop(block, None)
-            if not self._is_changed:
-                return
-            value = next(reversed(tuple(self._values.values())), self._before)
-            if value is None:
-                os.environ.pop(self._name, None)
-            else:
-                os.environ[self._name] = value
-            self._is_changed = bool(self._values)
+_lock = threading.RLock()  # signal handlers, and what the garbage collector closes, come here too
+_values: dict[str, dict[object, str | None]] = {}  # of variables that are changed, by block; None: what was before
 
 
-class _Variables(dict[str, _Variable]):
-    def __missing__(self, name: str) -> _Variable:
-        return self.setdefault(name, _Variable(name))
-
-
-_variables = _Variables()
+def _take_back(name: str, block: object) -> None:
+    with _lock:
+        values = _values.get(name, {None: os.environ.get(name)})
+        values.pop(block, None)
+        value = values[next(reversed(values))]
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+        if len(values) == 1:
+            _values.pop(name, None)

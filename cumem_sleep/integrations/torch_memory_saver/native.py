@@ -60,7 +60,9 @@ class Native:
     def __init__(self, backend: str) -> None:
         self._default_backend = backend
         self._binary_wrapper = SimpleNamespace(cdll=self)
-        self._mem_pools = NoPools()
+        # Code takes the pool of a region from here to let its unused memory go. This layer holds none after a region:
+        # `torch.cuda.empty_cache()` frees that memory.
+        self._mem_pools = SimpleNamespace(pop=lambda *_: None, clear=lambda: None)
         self._process = ctypes.CDLL(None)
         self.tags_of_mmap: set[str] = set()
 
@@ -70,23 +72,6 @@ class Native:
             return getattr(self._process, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
-    @property
-    def in_region(self) -> bool:
-        """Whether what this thread allocates belongs to a region."""
-        return _core.thread_backup() != _core.BackupPlan.BY_LEVEL
-
-    def region(self, tag: str, backend: str | None, *, backup: bool) -> AbstractContextManager[None]:
-        """`Regions.use_without_pool`."""
-        labelled = CuMemAllocator.get_instance().regions.use_without_pool(tag, backup=backup)
-        return self._entered(labelled, tag, backend, backup=backup)
-
-    @scoped
-    def _entered(
-        self, labelled: AbstractContextManager[None], tag: str, backend: str | None, *, backup: bool
-    ) -> Iterator[None]:
-        with labelled, self.backend(tag, backend, backup=backup):
-            yield
-
     def _with_region_config(
         self,
         tag: str,
@@ -94,11 +79,20 @@ class Native:
         cpu_backup_backend: str | None = None,
         enable_disk_backup: bool = False,
     ) -> AbstractContextManager[None]:
-        """`region`, as torch_memory_saver calls it."""
+        """`Regions.use_without_pool`."""
         if enable_disk_backup:
             raise NotImplementedError(f"enable_disk_backup=True: {NO_DISK_BACKUP}")
         check_backend(enable_cpu_backup, cpu_backup_backend)
-        return self.region(tag, cpu_backup_backend, backup=bool(enable_cpu_backup))
+        backup = bool(enable_cpu_backup)
+        labelled = CuMemAllocator.get_instance().regions.use_without_pool(tag, backup=backup)
+        return self._entered(labelled, tag, cpu_backup_backend, backup=backup)
+
+    @scoped
+    def _entered(
+        self, labelled: AbstractContextManager[None], tag: str, backend: str | None, *, backup: bool
+    ) -> Iterator[None]:
+        with labelled, self.backend(tag, backend, backup=backup):
+            yield
 
     @scoped
     def backend(self, tag: str, backend: str | None, *, backup: bool) -> Iterator[None]:
@@ -125,22 +119,20 @@ class Native:
             self.tags_of_mmap.add(tag)
 
     def tms_get_interesting_region(self) -> bool:
-        """`in_region`."""
-        return self.in_region
+        """Whether what this thread allocates belongs to a region."""
+        return _core.thread_backup() != _core.BackupPlan.BY_LEVEL
 
     def tms_set_interesting_region(self, value: bool) -> None:
         """False: this thread leaves its region, until True."""
-        if value == self.in_region:
+        if value == self.tms_get_interesting_region():
             return
         region = _innermost()
-        if value:
-            if region is not None:
-                region.come_back()
-            return
-        if region is None:  # it is in the one that the process is
+        if region is None and not value:  # it is in the one that the process is
             region = self._enter(None)
             region.is_open = True
-        region.outside = _core.ThreadLabel(DEFAULT_TAG)
+        if region is not None:
+            region.come_back()
+            region.outside = None if value else _core.ThreadLabel(DEFAULT_TAG)
 
     def tms_get_enable_cpu_backup(self) -> bool:
         """Whether that region is backed up."""
@@ -158,16 +150,3 @@ class Native:
         """What was named last."""
         region = _innermost()
         return str((region.backend if region else None) or self._default_backend).encode()
-
-
-class NoPools:
-    """In the place of `_mem_pools`, from which code takes the pool of a region to let its unused memory go.
-
-    There is nothing to take: this layer holds no pool after a region, so `torch.cuda.empty_cache()` frees that memory.
-    """
-
-    def pop(self, key: object, default: object = None) -> None:
-        """No pool."""
-
-    def clear(self) -> None:
-        """Nothing to do."""

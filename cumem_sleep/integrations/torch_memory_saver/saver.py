@@ -81,8 +81,12 @@ class TorchMemorySaver:
         allocator, backup = self._allocator(), bool(enable_cpu_backup)
         capture = {"stream": stream, "capture_error_mode": capture_error_mode}
         if preload.serve():
-            region = native.region(tag, cpu_backup_backend, backup=backup)  # before the capture: it opens the driver
-            with torch.cuda.graph(cuda_graph, pool=pool, **capture), region:
+            labelled = allocator.regions.use_without_pool(tag, backup=backup)  # before the capture: it opens the driver
+            with (
+                torch.cuda.graph(cuda_graph, pool=pool, **capture),
+                labelled,
+                native.backend(tag, cpu_backup_backend, backup=backup),
+            ):
                 yield
             return
         with (
@@ -100,7 +104,7 @@ class TorchMemorySaver:
             InvalidState: the thread is in no region, and the process is none.
         """
         native = self._initialized()
-        if not native.in_region:
+        if not native.tms_get_interesting_region():
             raise InvalidState(
                 "disable() outside of a region: enter one first, or start the process with TMS_INIT_ENABLE=1 and the"
                 " hook in LD_PRELOAD"

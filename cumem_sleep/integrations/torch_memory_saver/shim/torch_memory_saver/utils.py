@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
+from cumem_sleep.integrations.preload import library_path
 from cumem_sleep.integrations.torch_memory_saver.environment import changed as change_env
-from cumem_sleep.integrations.torch_memory_saver.environment import hook_path
 
 __all__ = ["change_env", "get_binary_path_from_package", "is_xpu"]
 
@@ -14,7 +14,7 @@ def get_binary_path_from_package(stem: str) -> Path:
     Raises:
         RuntimeError: another one is asked for.
     """
-    path = hook_path()
+    path = library_path()
     if stem != path.name.partition(".")[0]:
         raise RuntimeError(f"{stem}: cumem-sleep has no such library, only {path}")
     return path
