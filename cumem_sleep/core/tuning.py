@@ -55,8 +55,8 @@ class Tuning:
         rows: the most chunks in one launch of a codec kernel.
         few_rows: the same while a model runs, whose launches queue behind those of all slots: counting 128 MiB takes a
             fraction of a millisecond.
-        count_part_bytes: segments with a compressed backup are counted in parts of this size. Counting takes 1 ms and
-            encoding 13, so the copies of one part last longer than the count of the next.
+        count_part_bytes: what is copied in parts is counted in parts of this size. Counting takes 1 ms and encoding 13,
+            so the copies of one part last longer than the count of the next.
         prepare_piece_bytes: copied by `prepare` at a time; the model's small copies queue behind it (0.15 ms).
         prepare_extent_bytes: the size of an extent that `prepare` reserves; the model's launches queue behind its
             registration (0.5 ms). Both were measured: `wake_paths.json`, `prepare_cost.json`.
