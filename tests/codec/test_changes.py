@@ -13,6 +13,7 @@ from compression import (
     Contents,
     Kind,
     MakeAllocator,
+    QuickCodec,
     at,
     bf16,
     check_bytes,
@@ -35,6 +36,7 @@ from cumem_sleep import CuMemAllocator, InvalidState, OutOfHostMemory, _core, si
 from cumem_sleep.backups.filling import Filling
 from cumem_sleep.codec.compressor import Compressor
 from cumem_sleep.codec.kernels import SimulatedKernels
+from cumem_sleep.codec.plan import PLANNED_AT_ONCE
 from cumem_sleep.codec.workspace import Workspace
 from cumem_sleep.digest.device import DigestRun
 from cumem_sleep.digest.kernel import GpuSums
@@ -351,6 +353,22 @@ class TestChanges:
         allocator.sleep()
         assert encodings(allocator, contents) == [None if second is noise else "bf16"]
         check_host_bytes(allocator)
+        allocator.wake_up()
+        check_bytes(contents)
+
+    def test_more_segments_than_are_planned_together(
+        self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """All of which are found to have changed at once."""
+        QuickCodec(monkeypatch)
+        monkeypatch.setattr(CuMemAllocator.tuning, "digest_part_bytes", 1 << 30)
+        contents = fill(allocator, *[bf16] * (PLANNED_AT_ONCE + 4), nbytes=PAGE)
+        cycle(allocator, contents)
+        for address, content in contents.items():
+            contents[address] = content[2:] + content[:2]
+            write(address, contents[address])
+        assert allocator.sleep().copied_bytes == len(contents) * PAGE
+        assert encodings(allocator, contents) == ["bf16"] * len(contents)
         allocator.wake_up()
         check_bytes(contents)
 
