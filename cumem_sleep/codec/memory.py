@@ -9,7 +9,7 @@ from itertools import product
 from .. import _core
 from ..core.pinned import pinned_block
 from ..core.tuning import Tuning
-from ..errors import DriverError, OutOfDeviceMemory
+from ..errors import OutOfDeviceMemory
 from .codec import CHUNK_BYTES
 from .slots import head_bytes
 
@@ -49,13 +49,14 @@ class SegmentLoan:
     def close(self) -> None:
         """Put the bytes back. If it failed, call it again: nobody else has them. Otherwise that does nothing.
 
-        It is tried twice. If it has not succeeded when the operation ends, the segment is dropped.
+        If it has not succeeded when the operation ends, the segment is dropped.
         """
         if not self._is_back:
-            try:
-                self._put_back()
-            except DriverError:
-                self._put_back()
+            if self._kept is None:
+                self._stream.zero(self.address, self._bytes)
+            else:
+                self._stream.to_device(self.address, self._kept, 0, self._bytes)
+            self._stream.synchronize()
             if self._kept is not None:
                 self._segment.take_back()
             self._is_back = True
@@ -63,13 +64,6 @@ class SegmentLoan:
             pass
         if self._kept is not None:
             self._kept.close()
-
-    def _put_back(self) -> None:
-        if self._kept is None:
-            self._stream.zero(self.address, self._bytes)
-        else:
-            self._stream.to_device(self.address, self._kept, 0, self._bytes)
-        self._stream.synchronize()
 
 
 def take_memory(

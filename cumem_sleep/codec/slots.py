@@ -37,10 +37,9 @@ class Slot:
     def __init__(self, device: int, address: int, most_rows: int, block: _core.HostBlock, number: int) -> None:
         self.batch: ChunkBatch | None = None
         self.is_busy = False
-        self._is_copied = True
-        self._unchecked: list[ChunkBatch] = []  # encoded, with counters that have not been read
-        self._counted = 0  # counters of these, and of what is being counted
-        self._sizes: Integers | None = None  # where `finish` puts what is being counted
+        self._uncopied: ChunkBatch | None = None
+        # Whose counters have not been read: what was encoded, and the sizes of what is being counted.
+        self._counted: list[ChunkBatch | Integers] = []
         self._most_rows = most_rows
         self._address = address
         self.chunks_address = address + head_bytes(most_rows)
@@ -67,32 +66,29 @@ class Slot:
 
     def count(self, layout: Layout, parameters: Bytes, sources: Integers, sizes: Integers) -> None:
         """Begin to count the encoded sizes of chunks at `sources`; `finish` puts them into `sizes`."""
-        counters = self._zero_counters(len(sizes))
+        counters = self._zero_counters(sizes)
         self._set_rows(rows(parameters, sources, counters + 4 * np.arange(len(sizes))))
         with launching(self.stream):
             kernels_of(layout).count(layout, self.table, len(sizes))
-        self._sizes = sizes
         self.is_busy = True
 
     def encode(self, batch: ChunkBatch) -> None:
         """Begin to encode a batch; `copy`, or at the latest `finish`, begins to copy it."""
         self._set_rows(rows(batch.parameters, batch.addresses, self.chunks_address + batch.starts, batch.sizes))
         self.stream.zero(self.chunks_address, batch.bytes)
-        counters = self._zero_counters(len(batch))
+        counters = self._zero_counters(batch)
         with launching(self.stream):
             kernels_of(batch.layout).encode(batch.layout, self.table, counters, len(batch))
-        self._unchecked.append(batch)
-        self.batch, self._is_copied, self.is_busy = batch, False, True
+        self.batch, self._uncopied, self.is_busy = batch, batch, True
 
     def copy(self) -> None:
         """Begin to copy the batch to its extents, once it is encoded.
 
         A lane may have to wait for the kernel. So one slot's copies begin when the next one's kernel is at work.
         """
-        if not self._is_copied:
-            assert self.batch is not None
-            self._is_copied = True
-            for piece in self.batch.pieces(self.chunks_address):
+        batch, self._uncopied = self._uncopied, None
+        if batch is not None:
+            for piece in batch.pieces(self.chunks_address):
                 self.opened_lane.write(piece.extent, piece.offset, piece.address, piece.bytes)
 
     def decode(self, batch: ChunkBatch, sources: Integers, targets: Integers | None = None) -> None:
@@ -126,8 +122,8 @@ class Slot:
             self.is_busy = False
             self.copy()
             self.synchronize()
-            self.batch = None
-            if self._sizes is not None:
+            batch, self.batch = self.batch, None
+            if batch is None:
                 self.read_counters()
 
     def read_counters(self) -> None:
@@ -138,18 +134,18 @@ class Slot:
         Raises:
             ChangedMeanwhile: a chunk does not have the planned size.
         """
-        batches, sizes, counted = self._unchecked, self._sizes, self._counted
-        self._unchecked, self._sizes, self._counted = [], None, 0
+        counted, self._counted = self._counted, []
         if not counted:
             return
-        at = self._most_rows * ROW_BYTES
-        self.stream.to_host(self._block, self._offset + at, self._address + at, 4 * counted)
+        ends = np.cumsum([len(each) for each in counted])
+        at, nbytes = self._most_rows * ROW_BYTES, 4 * int(ends[-1])
+        self.stream.to_host(self._block, self._offset + at, self._address + at, nbytes)
         self.stream.synchronize()
-        *encoded, rest = np.split(self._in_block(at, 4 * counted).view("<u4"), np.cumsum([len(b) for b in batches]))
-        if sizes is not None:
-            sizes[:] = rest
-        for batch, counters in zip(batches, encoded, strict=True):
-            batch.check_sizes(counters)
+        for each, counters in zip(counted, np.split(self._in_block(at, nbytes).view("<u4"), ends[:-1]), strict=True):
+            if isinstance(each, ChunkBatch):
+                each.check_sizes(counters)
+            else:
+                each[:] = counters
 
     def _set_rows(self, table: npt.NDArray[np.uint64]) -> None:
         """Set the table of the next kernel."""
@@ -157,13 +153,13 @@ class Slot:
         if self._address:
             self.stream.to_device(self.table, self._block, self._offset, table.nbytes)
 
-    def _zero_counters(self, chunks: int) -> int:
-        """The address of a counter for each of so many chunks, all zero."""
-        if self._counted + chunks > self._most_rows:
+    def _zero_counters(self, chunks: ChunkBatch | Integers) -> int:
+        """The address of a counter for each of `chunks`, all zero."""
+        if sum(map(len, self._counted)) + len(chunks) > self._most_rows:
             self.read_counters()
-        address = self._address + self._most_rows * ROW_BYTES + 4 * self._counted
-        self._counted += chunks
-        self.stream.zero(address, 4 * chunks)
+        address = self._address + self._most_rows * ROW_BYTES + 4 * sum(map(len, self._counted))
+        self._counted.append(chunks)
+        self.stream.zero(address, 4 * len(chunks))
         return address
 
     def _in_block(self, at: int, nbytes: int) -> Bytes:

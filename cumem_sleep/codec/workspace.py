@@ -7,7 +7,7 @@ slots of device memory, each with its own stream, so that one slot's copies over
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 
 import numpy as np
@@ -19,9 +19,9 @@ from ..core.pinned import bounce_block, pinned_block
 from ..core.tuning import Tuning
 from . import codecs
 from .chunks import ChunkBatch, EncodedRun, Encoding, batches
-from .codec import CHUNK_BYTES, Code, Layout
+from .codec import CHUNK_BYTES, Layout
 from .memory import SegmentLoan, take_memory, workspace_bytes
-from .plan import PLANNED_AT_ONCE, Plan, Planner
+from .plan import PLANNED_AT_ONCE, SAMPLES_BYTES, Plan, Planner
 from .slots import Slot, head_bytes
 
 
@@ -50,8 +50,8 @@ class Workspace:
         self._turn = 0
         self._warned = False
         self._slots: list[Slot] = []  # before the memory: destroyed in this order if nobody closes them
-        self._blocks: list[_core.HostBlock] = []  # the slots' tables, and what is copied without memory
-        self._planner = Planner(device, tuning, ready, small=small)
+        self._sampling = _core.CopyStream(device)
+        self._blocks: list[_core.HostBlock] = []  # the slots' tables with samples, and what is copied without memory
         if small:
             spare_bytes = min(spare_bytes, workspace_bytes(tuning, tuning.slots, tuning.slot_bytes[-1]))
         self._memory, slots, self.slot_bytes = take_memory(
@@ -60,7 +60,8 @@ class Workspace:
         self.has_memory = self._memory is not None
         try:
             head = head_bytes(tuning.rows)
-            self._blocks.append(pinned_block(slots * head, device, -1))
+            self._blocks.append(pinned_block(slots * head + SAMPLES_BYTES, device, -1))
+            self._planner = Planner(tuning, ready, self._sampling, self._blocks[0], self.next_slot, small=small)
             for number in range(slots):
                 at = self._memory.address + number * (head + self.slot_bytes) if self._memory is not None else 0
                 self._slots.append(Slot(device, at, tuning.rows, self._blocks[0], number))
@@ -83,10 +84,9 @@ class Workspace:
         with ExitStack() as stack:
             if self._memory is not None:
                 stack.callback(self._memory.close)
-            for samples in self._planner.samples:
-                stack.callback(samples.close)
             for block in self._blocks:
                 stack.callback(block.close)
+            stack.enter_context(self._sampling)
             for slot in self._slots:  # first, because callbacks run from the last to the first
                 stack.callback(slot.close)
 
@@ -99,31 +99,24 @@ class Workspace:
         """
         plans: list[Plan] = []
         for first in range(0, len(segments), PLANNED_AT_ONCE):  # while the GPU counts those before
-            plans.append(self.begin_plan(segments[first : first + PLANNED_AT_ONCE], {}))
-            for plan in plans[-2:-1]:
-                plan.count()
+            plans.append(self.begin_plan(segments[first : first + PLANNED_AT_ONCE]))
+            plans[-1].count()
         return {segment_id: encoding for plan in plans for segment_id, encoding in plan.finish().items()}
 
-    def begin_plan(self, segments: Sequence[_core.Segment], codes: Mapping[int, Code]) -> Plan:
-        """Begin to plan how to encode `segments`; may be called between calls of `encode`.
-
-        Args:
-            codes: by id, for segments whose codes are known already. The others get theirs from samples.
+    def begin_plan(self, segments: Sequence[_core.Segment]) -> Plan:
+        """Begin to plan how to encode `segments`; may be called between calls of `encode`, once the plan before counts.
 
         Raises:
             DriverError: the driver refused.
-            CodecError: a kernel failed.
         """
-        plan = Plan(self._planner, self.next_slot, segments)
-        if self.has_memory:
-            plan.begin(codes)
-        elif segments and not self._warned:
+        if not self.has_memory and not self._warned:
             self._warned = True
             log.warning(
                 "device %d has no memory left for the codec to work in: its backups are stored uncompressed this time",
                 self._device,
             )
-        return plan
+        sampled = [s for s in segments if s.bytes % CHUNK_BYTES == 0] if self.has_memory else []
+        return Plan(self._planner, segments, sampled)
 
     def encode(self, runs: Iterable[EncodedRun], transfers: Transfers) -> None:
         """Encode chunks and copy them to their places in the extents.
@@ -135,17 +128,13 @@ class Workspace:
             DriverError, OutOfHostMemory: the driver or the system refused.
             CodecError: a kernel failed.
         """
-        before: Slot | None = None
         for batch in self.batches(runs):
             _core.stop_if_asked()
             slot = self.next_slot()
             slot.use(transfers)
             slot.encode(batch)
-            if before is not None:
-                before.copy()
-            before = slot
-        if before is not None:
-            before.copy()
+            self._slots[self._turn - 1].copy()
+        self._slots[self._turn].copy()
 
     def finish(self) -> None:
         """Wait for everything that was begun.
@@ -244,8 +233,8 @@ class Workspace:
         self._slots[(self._turn + 1) % len(self._slots)].finish()
 
 
-def close_all(workspaces: Iterable[Workspace]) -> None:
-    """Close all of them, even if some raise."""
+def close_all(workspaces: Collection[Workspace]) -> None:
+    """Close all of them, even if some raise; and then once more, because lending segments need their bytes back."""
     with ExitStack() as stack:
-        for workspace in workspaces:
+        for workspace in [*workspaces, *workspaces]:
             stack.callback(workspace.close)

@@ -58,8 +58,8 @@ class Tuning:
         rows: the most chunks in one launch of a codec kernel.
         few_rows: the same while a model runs, whose launches queue behind those of all slots: counting 128 MiB takes a
             fraction of a millisecond.
-        count_part_bytes: segments with a compressed backup are counted in parts of this size. Counting takes 1 ms and
-            encoding 13, so the copies of one part last longer than the count of the next.
+        count_part_bytes: what is copied in parts is counted in parts of this size. Counting takes 1 ms and encoding 13,
+            so the copies of one part last longer than the count of the next.
         prepare_piece_bytes: copied by `prepare` at a time; the model's small copies queue behind it (0.15 ms).
         prepare_poll_s: how long `prepare` waits before it tries again to get the lock, which it never waits for.
         bounce_bytes: of device memory that the CPU digests at a time.

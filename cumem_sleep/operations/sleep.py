@@ -8,13 +8,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from itertools import chain
 
 from .. import _core
 from ..backups.filling import Filling
 from ..codec.chunks import Encoding
-from ..codec.codec import Code
-from ..codec.plan import Plan, parts_to_plan
+from ..codec.plan import PLANNED_AT_ONCE, Plan
 from ..codec.workspace import Workspace, close_all
 from ..core import log
 from ..core.levels import SegmentChoice, SegmentGroup
@@ -27,6 +25,7 @@ from ..report import PhaseTimer, SleepReport
 from .layer import Layer, quiesce
 
 _Sleep = _core.Segment.Sleep
+_PLANS_AHEAD = 3  # one is encoded next, the second is being counted, and the third sampled
 
 
 def sleep(
@@ -146,7 +145,7 @@ class _BackingUp:
         # Of this attempt:
         self._undigested: deque[_core.Segment] = deque()  # of those that it copies in parts
         self._part_bytes: float = 0  # the least size of the next part of them
-        self._unplanned: deque[list[_core.Segment]] = deque()  # parts that have changed, each of one device
+        self._unplanned: deque[_core.Segment] = deque()  # have changed, and are copied in parts
         self._plans: deque[Plan] = deque()  # of the parts that come next
 
     def attempt(self, copying: ExitStack) -> bool:
@@ -161,18 +160,24 @@ class _BackingUp:
         with self._timer("host_memory"):
             in_parts = self._in_parts()
         try:
-            new, part = self._found_changed(in_parts)
-            if not new and not part:
+            new = self._begin(in_parts)
+            if not new and not self._unplanned:
                 return True
-            taken = self._digests.taken
-            maybe_changed = [*new, *part, *(segment for segment in self._undigested if segment.id not in taken)]
             with ExitStack() as attempt:
                 transfers = attempt.enter_context(self._store.room.tier.transfers())
-                streams, segments = attempt.enter_context(ExitStack()), [*new, *in_parts]
-                with self._workspaces(maybe_changed) as workspaces:
-                    filling = Filling(self._store.catalogue, transfers, streams, self._tuning, segments, workspaces)
-                    part = self._with_new(new, part, workspaces)
+                streams = attempt.enter_context(ExitStack())
+                with self._workspaces([*new, *self._unplanned, *self._undigested]) as workspaces:
+                    filling = Filling(
+                        self._store.catalogue, transfers, streams, self._tuning, [*new, *in_parts], workspaces
+                    )
+                    encodings: dict[int, Encoding] = {}
+                    for device, workspace in workspaces.items():
+                        with self._timer("plan"):
+                            encodings.update(workspace.plan([s for s in new if s.device == device]))
+                    with self._timer("host_memory"):
+                        self._store.room.take(new, self._segments, encodings)
                     with self._timer("copy"):
+                        part = new or self._next_part(workspaces)
                         while part:
                             copies = filling.add(part)
                             while copies:
@@ -201,10 +206,9 @@ class _BackingUp:
             self._store.catalogue.forget(segment.id for segment in rest)
         return False
 
-    def _found_changed(self, in_parts: Sequence[_core.Segment]) -> tuple[list[_core.Segment], list[_core.Segment]]:
-        """What changed of the segments that are not copied in parts, and in the first part of the others."""
+    def _begin(self, in_parts: Sequence[_core.Segment]) -> list[_core.Segment]:
+        """Find what changed of the segments that are not copied in parts, and in the first part of the others."""
         self._undigested, self._part_bytes = deque(in_parts), self._tuning.head_bytes
-        self._unplanned.clear()
         self._plans.clear()
         known = {segment.id for segment in in_parts}
         others = [segment for segment in self._segments if segment.id not in known]
@@ -217,31 +221,9 @@ class _BackingUp:
                 with self._timer("digest"):
                     self._digests.take(self._segments)
         with self._timer("digest"):
-            return self._changed_of(others), self._next_changed()
-
-    def _with_new(
-        self, new: list[_core.Segment], part: list[_core.Segment], workspaces: Mapping[int, Workspace]
-    ) -> list[_core.Segment]:
-        """Take memory for `new`, before any copy; returns it, or else the first part of what follows `part`."""
-        encodings: dict[int, Encoding] = {}
-        if workspaces:
-            with self._timer("plan"):
-                stuck = {device for device, workspace in workspaces.items() if not workspace.has_memory}
-                if stuck:  # nothing can be encoded there, so all is stored uncompressed, and takes more
-                    part += self._changed_of(self._undigested)
-                    self._undigested.clear()
-                    new += [segment for segment in part if segment.device in stuck]
-                    part = [segment for segment in part if segment.device not in stuck]
-                encodings = _planned(new, workspaces)
-        with self._timer("host_memory"):
-            self._store.room.take(new, self._segments, encodings)
-        self._put_off(part)
-        return new or self._next_part(workspaces)
-
-    def _put_off(self, part: Sequence[_core.Segment]) -> None:
-        self._unplanned.extend(
-            parts_to_plan(chain.from_iterable(by_device(part).values()), self._tuning.count_part_bytes)
-        )
+            new = self._changed_of(others)
+            self._unplanned = deque(self._next_changed())
+        return new
 
     def _next_part(self, workspaces: Mapping[int, Workspace]) -> list[_core.Segment]:
         """The next segments that have changed, with memory for their backups; empty if there are no more.
@@ -249,46 +231,32 @@ class _BackingUp:
         They are digested while copies of those before them are in flight. Likewise, while segments are encoded, the GPU
         counts the sizes of the next ones, and copies samples of those after that to the host.
         """
-        while True:
-            if not self._unplanned:
-                self._put_off(self._next_changed())
-            if not self._unplanned and not self._plans:
+        if not workspaces:
+            part, encodings = [*self._unplanned] or self._next_changed(), {}
+            self._unplanned.clear()
+        else:
+            while len(self._plans) < _PLANS_AHEAD:
+                if not self._unplanned:
+                    self._unplanned.extend(self._next_changed())
+                following = _first_of(self._unplanned, self._tuning.count_part_bytes, PLANNED_AT_ONCE)
+                for plan in self._plans:
+                    plan.count()
+                if not following:
+                    break
+                self._plans += [workspaces[device].begin_plan(mine) for device, mine in by_device(following).items()]
+            if not self._plans:
                 return []
-            if not workspaces:
-                part = [segment for one in self._unplanned for segment in one]
-                self._unplanned.clear()
-                self._store.room.take(part, self._segments, {})
-                return part
-            if not self._unplanned:
-                self._plans[-1].count()
-                return self._with_memory(self._plans.popleft(), workspaces)
-            one = self._unplanned.popleft()
-            self._plans.append(workspaces[one[0].device].begin_plan(one, self._codes(one)))
-            if len(self._plans) > 1:
-                self._plans[-2].count()
-            if len(self._plans) > (1 if self._plans[-1].samples is None else 2):
-                return self._with_memory(self._plans.popleft(), workspaces)
-
-    def _with_memory(self, plan: Plan, workspaces: Mapping[int, Workspace]) -> list[_core.Segment]:
-        """Take memory for planned segments: with the codes of their backups, unless their values are very different."""
-        encodings = plan.finish()
-        encoded = [b for b in map(self._store.catalogue.of, plan.segments) if b is not None and b.encoding]
-        unfit = [b.segment for b in encoded if not b.has_room_for(encodings.get(b.segment.id))]
-        encodings.update(_planned(unfit, workspaces))
-        self._store.room.take(plan.segments, self._segments, encodings)
-        return [*plan.segments]
-
-    def _codes(self, part: Iterable[_core.Segment]) -> dict[int, Code]:
-        """The codes of the encoded backups that segments of `part` have, by the segments' ids."""
-        return {segment.id: e.code for segment in part if (e := self._store.catalogue.encoding_of(segment))}
+            plan = self._plans.popleft()
+            part, encodings = [*plan.segments], plan.finish()
+        self._store.room.take(part, self._segments, encodings)
+        return part
 
     def _in_parts(self) -> list[_core.Segment]:
         """The segments whose backups need no memory, or of which the tier has enough free."""
-        rewritten = {segment.id for segment in self._segments if self._can_be_rewritten(segment)}
-        others = [segment for segment in self._segments if segment.id not in rewritten]
-        if others and not self._was_short and self._store.room.tier.has_free(total_bytes(others)):
-            return [*self._segments]
-        return [segment for segment in self._segments if segment.id in rewritten]
+        rewritten = [segment for segment in self._segments if self._can_be_rewritten(segment)]
+        missing_bytes = total_bytes(self._segments) - total_bytes(rewritten)
+        is_free = missing_bytes and not self._was_short and self._store.room.tier.has_free(missing_bytes)
+        return [*self._segments] if is_free else rewritten
 
     def _can_be_rewritten(self, segment: _core.Segment) -> bool:
         backup = self._store.catalogue.of(segment)
@@ -316,11 +284,7 @@ class _BackingUp:
         """
         changed: list[_core.Segment] = []
         while self._undigested and not changed:
-            part, nbytes = [], 0
-            while self._undigested and nbytes < self._part_bytes:
-                part.append(self._undigested.popleft())
-                nbytes += part[-1].bytes
-            changed = self._changed_of(part)
+            changed = self._changed_of(_first_of(self._undigested, self._part_bytes))
             self._part_bytes = self._tuning.digest_part_bytes if changed else math.inf
         return changed
 
@@ -329,15 +293,13 @@ class _BackingUp:
         """A workspace for each device of `segments`; none if nothing is to be compressed."""
         workspaces: dict[int, Workspace] = {}
         try:
-            with ExitStack() as stack:
-                for device in by_device(segments) if self._compressor.on else ():
-                    with self._timer("plan"):
-                        spare_bytes = _core.memory_info(device)[0]
-                        lending_segments = [segment for segment in self._lending if segment.sleep == _Sleep.AWAKE]
-                        workspace = self._compressor.workspace(device, spare_bytes, lending_segments)
-                        workspaces[device] = stack.enter_context(workspace)
-                yield workspaces
-        finally:  # once more: closing may have failed, and lending_segments need their bytes back
+            for device in by_device(segments) if self._compressor.on else ():
+                with self._timer("plan"):
+                    spare_bytes = _core.memory_info(device)[0]
+                    lending_segments = [segment for segment in self._lending if segment.sleep == _Sleep.AWAKE]
+                    workspaces[device] = self._compressor.workspace(device, spare_bytes, lending_segments)
+            yield workspaces
+        finally:
             close_all(workspaces.values())
 
 
@@ -401,13 +363,13 @@ def _told_if_not_undone(segments: Sequence[_core.Segment]) -> Iterator[None]:
         raise
 
 
-def _planned(segments: Iterable[_core.Segment], workspaces: Mapping[int, Workspace]) -> dict[int, Encoding]:
-    """How to encode the segments, by id; those to be stored uncompressed are left out."""
-    encodings: dict[int, Encoding] = {}
-    for device, mine in by_device(segments).items():
-        if device in workspaces:
-            encodings.update(workspaces[device].plan(mine))
-    return encodings
+def _first_of(queue: deque[_core.Segment], least_bytes: float, most: float = math.inf) -> list[_core.Segment]:
+    """Take off the first segments, until they have so many bytes, or are so many."""
+    part, nbytes = list[_core.Segment](), 0
+    while queue and nbytes < least_bytes and len(part) < most:
+        part.append(queue.popleft())
+        nbytes += part[-1].bytes
+    return part
 
 
 def _to_be_digested(layer: Layer, segments: Sequence[_core.Segment]) -> Sequence[_core.Segment]:

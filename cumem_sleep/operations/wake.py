@@ -239,13 +239,11 @@ def _workspaces(
     lending_segments = [segment for segment in dropped if not segment.keeps_bytes]
     needed_bytes = wanting(layer, waking)
     try:
-        with ExitStack() as stack:
-            for device in by_device(encoded):
-                spare_bytes = _core.memory_info(device)[0] - needed_bytes.get(device, 0)
-                workspace = layer.compressor.workspace(device, spare_bytes, lending_segments, keep_bytes=False)
-                workspaces[device] = stack.enter_context(workspace)
-            yield workspaces
-    finally:  # once more: closing may have failed
+        for device in by_device(encoded):
+            spare_bytes = _core.memory_info(device)[0] - needed_bytes.get(device, 0)
+            workspaces[device] = layer.compressor.workspace(device, spare_bytes, lending_segments, keep_bytes=False)
+        yield workspaces
+    finally:
         close_all(workspaces.values())
 
 

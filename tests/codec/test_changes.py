@@ -13,6 +13,7 @@ from compression import (
     Contents,
     Kind,
     MakeAllocator,
+    QuickCodec,
     at,
     bf16,
     check_bytes,
@@ -35,7 +36,7 @@ from cumem_sleep import CuMemAllocator, InvalidState, OutOfHostMemory, _core, si
 from cumem_sleep.backups.filling import Filling
 from cumem_sleep.codec.compressor import Compressor
 from cumem_sleep.codec.kernels import SimulatedKernels
-from cumem_sleep.codec.plan import ContentSamples
+from cumem_sleep.codec.plan import PLANNED_AT_ONCE
 from cumem_sleep.codec.workspace import Workspace
 from cumem_sleep.digest.device import DigestRun
 from cumem_sleep.digest.kernel import GpuSums
@@ -69,9 +70,7 @@ class TestChanges:
         assert sum(encoded) == 2
         allocator.wake_up()
 
-    def test_similar_values_need_no_new_memory_and_no_samples(
-        self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_similar_values_need_no_new_memory(self, allocator: CuMemAllocator) -> None:
         contents = fill(allocator, bf16, bf16)
         cycle(allocator, contents)
         before = [allocator._store.catalogue.of(at(address)) for address in contents]
@@ -80,10 +79,7 @@ class TestChanges:
         for address in contents:
             contents[address] = bf16(2 * PAGE, random)
             write(address, contents[address])
-        with monkeypatch.context() as patch:
-            patch.setattr(ContentSamples, "begin", None)
-            report = allocator.sleep()
-        assert report.copied_bytes == 2 * 2 * PAGE
+        assert allocator.sleep().copied_bytes == 2 * 2 * PAGE
         after = [allocator._store.catalogue.of(at(address)) for address in contents]
         for old, new, old_sizes in zip(before, after, sizes, strict=True):
             assert new is old
@@ -101,7 +97,7 @@ class TestChanges:
         contents = fill(allocator, bf16, bf16, fp16, bf16)
         cycle(allocator, contents)
         random = np.random.default_rng(11)
-        for address, kind in zip(contents, (bf16, noise, fp16, zeros), strict=True):
+        for address, kind in zip(contents, (bf16, fp16, noise, zeros), strict=True):
             contents[address] = kind(2 * PAGE, random)
             write(address, contents[address])
         calls: list[str] = []
@@ -116,9 +112,8 @@ class TestChanges:
         for name in ("count", "encode"):
             monkeypatch.setattr(SimulatedKernels, name, noted(name, getattr(SimulatedKernels, name)))
         allocator.sleep()
-        # The second is noise by now; the fourth is counted once more, with a code for zeros.
-        assert calls == ["count", "count", "encode", "count", "count", "encode", "count", "encode"]
-        assert encodings(allocator, contents) == ["bf16", None, "fp16", "bf16"]
+        assert calls == ["count", "count", "encode", "encode", "count", "encode"]
+        assert encodings(allocator, contents) == ["bf16", "fp16", None, "bf16"]
         check_host_bytes(allocator)
         allocator.wake_up()
         check_bytes(contents)
@@ -151,7 +146,7 @@ class TestChanges:
             patch.setattr(SimulatedKernels, "encode", noted_encode)
             report = allocator.sleep()
         assert (report.copied_bytes, report.clean_bytes) == (10 * PAGE, 0)
-        assert calls == [[0], [1], [2, 3], "encode", "encode", [4], "encode", "encode", [1, 2], [0, 3, 4]]
+        assert calls == [[0], [1], [2, 3], "encode", [4], "encode", "encode", "encode", [1, 2], [0, 3, 4]]
         allocator.wake_up()
         check_bytes(contents)
 
@@ -358,6 +353,22 @@ class TestChanges:
         allocator.sleep()
         assert encodings(allocator, contents) == [None if second is noise else "bf16"]
         check_host_bytes(allocator)
+        allocator.wake_up()
+        check_bytes(contents)
+
+    def test_more_segments_than_are_planned_together(
+        self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """All of which are found to have changed at once."""
+        QuickCodec(monkeypatch)
+        monkeypatch.setattr(CuMemAllocator.tuning, "digest_part_bytes", 1 << 30)
+        contents = fill(allocator, *[bf16] * (PLANNED_AT_ONCE + 4), nbytes=PAGE)
+        cycle(allocator, contents)
+        for address, content in contents.items():
+            contents[address] = content[2:] + content[:2]
+            write(address, contents[address])
+        assert allocator.sleep().copied_bytes == len(contents) * PAGE
+        assert encodings(allocator, contents) == ["bf16"] * len(contents)
         allocator.wake_up()
         check_bytes(contents)
 

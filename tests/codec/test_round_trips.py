@@ -328,14 +328,14 @@ class TestRoundTrips:
             encode(*arguments)
 
         def note_and_copy(slot: Slot) -> None:
-            if not slot._is_copied:
+            if slot._uncopied is not None:
                 events.append("copy")
             copy(slot)
 
         monkeypatch.setattr(SimulatedKernels, "encode", note_and_encode)
 
         def note_and_read(slot: Slot) -> None:
-            if slot._unchecked:
+            if any(isinstance(each, ChunkBatch) for each in slot._counted):
                 events.append("read")
             read(slot)
 

@@ -6,14 +6,12 @@ import numpy as np
 import pytest
 from compression import (
     bf16,
-    content_of,
     cycle,
     e4m3,
     encodings,
     fill,
     fp32,
     small_slots,  # noqa: F401  (autouse)
-    write,
 )
 from support import PAGE
 
@@ -81,20 +79,6 @@ def test_a_layout_that_is_ready_serves_the_smallest_segment(allocator: CuMemAllo
     cycle(allocator, contents)
     assert encodings(allocator, contents) == ["fp32", "e4m3"]
     assert compiled == []
-
-
-def test_a_backup_keeps_its_layout_when_it_is_rewritten(allocator: CuMemAllocator, compiled: list[str]) -> None:
-    """What is planned with a code that is known is not judged again."""
-    contents = fill(allocator, fp32, nbytes=WORTH_BYTES)
-    cycle(allocator, contents)
-    assert compiled == ["fp32"]
-    allocator._compressor._ready.clear()
-    CuMemAllocator.tuning.worth_compiling_bytes = 2 * WORTH_BYTES
-    (address,) = contents
-    contents[address] = content_of(fp32, WORTH_BYTES, seed=1)
-    write(address, contents[address])
-    cycle(allocator, contents)
-    assert encodings(allocator, contents) == ["fp32"]
 
 
 def test_the_next_best_layout_must_be_ready_as_well(allocator: CuMemAllocator, compiled: list[str]) -> None:
