@@ -17,6 +17,7 @@ from ..codec.codec import Code
 from ..codec.plan import Plan, parts_to_plan
 from ..codec.workspace import Workspace, close_all
 from ..core import log
+from ..core.extents import RangeTable
 from ..core.levels import SegmentChoice, SegmentGroup
 from ..core.operation import Call
 from ..core.segments import by_device, describe, total_bytes
@@ -35,6 +36,7 @@ def sleep(
     meant: SegmentGroup,
     is_dropped: SegmentChoice,
     operation: str = "sleep",
+    keep: Mapping[int, RangeTable] | None = None,
     *,
     with_left: bool = True,
 ) -> SleepReport:
@@ -48,6 +50,7 @@ def sleep(
         meant: which segments are to sleep.
         is_dropped: whether it sleeps without a backup.
         operation: what the report calls it.
+        keep: what is kept of those that are dropped, by id, if that is possible.
         with_left: whether the report says what is left on the devices.
 
     Raises:
@@ -59,7 +62,8 @@ def sleep(
     if not segments:
         call.agree(timer)
         note = "nothing to do, no memory of these tags is awake; what sleeps stays as it is"
-        return SleepReport(seconds=timer.seconds, note=note, operation=operation)
+        not_kept = note if keep else ""
+        return SleepReport(seconds=timer.seconds, note=note, operation=operation, not_kept=not_kept)
     for tier in layer.store.catalogue.tiers:
         tier.regain()  # what others have still would not be free afterwards
     with _told_if_not_undone(segments), _core.HeldSegments(segments) as held, ExitStack() as copying:
@@ -72,7 +76,8 @@ def sleep(
             layer.store.catalogue.claim(backed_up)
             with DigestRun(layer.digester, backed_up) as run:
                 digests = _Digests(_to_be_digested(layer, backed_up), run, layer.tuning.idle_s)
-                backing_up = _BackingUp(layer, backed_up, dropped, digests, timer)
+                lending = [segment for segment in dropped if segment.id not in (keep or {})]
+                backing_up = _BackingUp(layer, backed_up, lending, digests, timer)
                 while not backing_up.attempt(copying):
                     pass
                 copied, found = backing_up.copied, [*backing_up.found.values()]
@@ -80,6 +85,7 @@ def sleep(
                     if copied:
                         _check_unchanged(layer, backed_up, copied, digests)
                     layer.store.catalogue.require(backed_up, digests.taken)
+        kept_bytes, not_kept = _keep(layer, keep, backed_up, dropped, timer) if keep else (0, "")
         with timer("release"):
             # Unmaps all, calls `_agree`, and maps all again if that raises (`csrc/transitions.cpp`).
             freed_bytes = _core.put_to_sleep(backed_up, dropped, partial(_agree, call, timer, copying))
@@ -93,12 +99,31 @@ def sleep(
         clean_bytes=total_bytes(backed_up) - copied_bytes,
         found_bytes=total_bytes(found),
         dropped_bytes=total_bytes(dropped),
+        kept_bytes=kept_bytes,
+        not_kept=not_kept,
         left_bytes=left_bytes,
         left=left,
         seconds=timer.seconds,
         phases=timer.phases,
         operation=operation,
     )
+
+
+def _keep(
+    layer: Layer,
+    keep: Mapping[int, RangeTable],
+    backed_up: Sequence[_core.Segment],
+    dropped: Sequence[_core.Segment],
+    timer: PhaseTimer,
+) -> tuple[int, str]:
+    """How many of the bytes to keep are kept, and why not, if none are. What is backed up is kept anyway."""
+    with timer("keep"):
+        mine = [segment for segment in dropped if segment.id in keep and segment.sleep == _Sleep.AWAKE]
+        if len(mine) + sum(segment.id in keep for segment in backed_up) < len(keep):
+            return 0, "some of this memory was asleep or freed when the sleep began"
+        tier, kept = layer.store.room.tier, layer.store.catalogue.kept
+        why_not = kept.keep(tier, mine, keep, layer.prover) if mine else ""
+        return 0 if why_not else sum(int(ranges[:, 1].sum()) for ranges in keep.values()), why_not
 
 
 def _agree(call: Call, timer: PhaseTimer, copying: ExitStack) -> None:
@@ -117,7 +142,7 @@ class _BackingUp:
     codec failed: then with less retained, or uncompressed.
 
     Args:
-        dropped: segments whose memory the codec may borrow, if the device has none left.
+        lending: segments whose memory the codec may borrow, if the device has none left.
 
     Attributes:
         copied: what was copied. Until a check shows that nobody wrote meanwhile, these backups are incomplete.
@@ -128,7 +153,7 @@ class _BackingUp:
         self,
         layer: Layer,
         segments: Sequence[_core.Segment],
-        dropped: Sequence[_core.Segment],
+        lending: Sequence[_core.Segment],
         digests: _Digests,
         timer: PhaseTimer,
     ) -> None:
@@ -136,7 +161,7 @@ class _BackingUp:
         self._compressor = layer.compressor
         self._tuning = layer.tuning
         self._segments = segments
-        self._lending = dropped
+        self._lending = lending
         self._digests = digests
         self._timer = timer
         self.copied: list[_core.Segment] = []
@@ -190,7 +215,8 @@ class _BackingUp:
                 raise  # nothing is left to give up
             self._compressor.give_up(error)
         except OutOfHostMemory:
-            if not any(segment.id in self._changed for segment in in_parts):
+            gave_way = self._store.catalogue.kept.give_up("backups needed the host memory")
+            if not gave_way and not any(segment.id in self._changed for segment in in_parts):
                 raise
             self._was_short = True
             # The old backups of changed segments are worthless, and their memory may be what is missing. Without

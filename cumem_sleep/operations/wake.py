@@ -147,6 +147,7 @@ def wake(layer: Layer, call: Call, meant: SegmentGroup) -> WakeReport:
                 if checked:
                     with timer("verify"):
                         digests.verify(checked, expected)
+            kept_bytes, not_kept = layer.store.catalogue.kept.bring_back(dropped, layer.prover, timer)
             call.agree(timer)
             _core.finish_wake(segments)
         except BaseException:
@@ -156,6 +157,8 @@ def wake(layer: Layer, call: Call, meant: SegmentGroup) -> WakeReport:
         mapped_bytes=total_bytes(segments),
         restored_bytes=total_bytes(restored),
         verified_bytes=total_bytes(checked),
+        kept_bytes=kept_bytes,
+        not_kept=not_kept,
         stored_bytes=layer.store.catalogue.stored_bytes(restored),
         seconds=timer.seconds,
         phases=timer.phases,

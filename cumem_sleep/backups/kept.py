@@ -1,0 +1,301 @@
+"""What is kept of dropped segments: ranges of them, whose bytes come back with the wake if nothing goes wrong.
+
+Unlike a backup it is expendable. What cannot be kept, is lost or has to give way fails no sleep and no wake. But then
+nothing else is kept either: whoever asked for it (vLLM's prefix cache) would have to look at every range otherwise.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from .. import _core
+from ..core.extents import Extent, PieceTable, RangeTable
+from ..core.segments import by_device, describe
+from ..digest.device import DeviceDigester, DigestRun
+from ..digest.reference import Digest
+from ..errors import (
+    MOST_ADDRESS,
+    CumemSleepError,
+    InvalidArgument,
+    InvalidArgumentType,
+    InvalidState,
+    OutOfHostMemory,
+    check_integer,
+    shown,
+)
+from ..report import PhaseTimer
+from .backup import extent_sizes
+from .tier import Tier
+
+_Sleep = _core.Segment.Sleep
+_ALIGNMENT = 16  # what a kernel copies at once
+_LANES = 2
+
+
+@dataclass(eq=False)
+class _Place:
+    """Where the ranges that one sleep has kept of one device lie, one after another.
+
+    Attributes:
+        extents: all as large as the first, but the last.
+    """
+
+    tier: Tier
+    extents: Sequence[Extent] = ()
+
+
+@dataclass(eq=False)
+class _Kept:
+    """What is kept of one segment, from the byte `first` of its place on."""
+
+    segment: _core.Segment
+    ranges: RangeTable
+    place: _Place
+    first: int
+    digest: Digest | None = None
+    nbytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.nbytes = int(self.ranges[:, 1].sum())
+
+
+class KeptRanges:
+    """All that is kept in this process. Not thread safe: the allocator's lock guards it."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, _Kept] = {}  # by the segments' ids
+        self._lost: dict[int, tuple[_core.Segment, str]] = {}  # asleep, but not kept any more, and why
+        self._places: list[_Place] = []
+
+    @property
+    def bytes(self) -> int:
+        """How much of the tiers' memory it takes."""
+        return sum(extent.bytes for place in self._places for extent in place.extents)
+
+    def bytes_of(self, segments: Iterable[_core.Segment]) -> int:
+        """How many bytes are kept of `segments`."""
+        return sum(kept.nbytes for segment in segments if (kept := self._kept.get(segment.id)))
+
+    def keep(
+        self,
+        tier: Tier,
+        segments: Sequence[_core.Segment],
+        ranges: Mapping[int, RangeTable],
+        digester: DeviceDigester | None,
+    ) -> str:
+        """Copy these ranges, by the segments' ids, of memory that is about to be dropped. Nobody writes to it any more.
+
+        Args:
+            digester: for digests, with which a wake compares; None: it does not.
+
+        Returns:
+            "", or why none of them is kept.
+
+        Raises:
+            OperationStopped: some may be kept, until `prune`.
+        """
+        try:
+            self._keep(tier, segments, ranges, digester)
+        except (CumemSleepError, MemoryError) as error:
+            self._lost.update((segment.id, (segment, str(error))) for segment in segments)
+            self._release_places()
+            return str(error)
+        return ""
+
+    def _keep(
+        self,
+        tier: Tier,
+        segments: Sequence[_core.Segment],
+        ranges: Mapping[int, RangeTable],
+        digester: DeviceDigester | None,
+    ) -> None:
+        if not tier.keeps_ranges:
+            raise InvalidState("backups lie in a vault, which keeps no ranges")
+        new: list[_Kept] = []
+        for device, mine in by_device(segments).items():
+            place, first = _Place(tier), 0
+            self._places.append(place)
+            for segment in mine:
+                new.append(_Kept(segment, ranges[segment.id], place, first))
+                first += new[-1].nbytes
+            place.extents = _reserve(tier, device, first)
+        if digester is not None:
+            digests = _digests(digester, new)
+            for kept in new:
+                kept.digest = digests[kept.segment.id]
+        _copy(new, out=True)
+        self._kept.update((kept.segment.id, kept) for kept in new)
+
+    def bring_back(
+        self, segments: Sequence[_core.Segment], digester: DeviceDigester | None, timer: PhaseTimer
+    ) -> tuple[int, str]:
+        """Copy what is kept of `segments`, which are mapped again, to where it was.
+
+        Returns:
+            How many bytes came back, all of them proven; and "", or why none of them did.
+
+        Raises:
+            OperationStopped: all is kept still.
+        """
+        why = next((self._lost[segment.id][1] for segment in segments if segment.id in self._lost), "")
+        mine = [kept for segment in segments if (kept := self._kept.get(segment.id))]
+        if mine and not why:
+            with timer("keep"):
+                why = _brought_back(mine, digester)
+        if why:
+            self.give_up(why)
+            return 0, why
+        return sum(kept.nbytes for kept in mine), ""
+
+    def give_up(self, why: str) -> int:
+        """Release all that is kept, and remember why until its segments wake; returns its bytes."""
+        before = self.bytes
+        self._lost.update((kept.segment.id, (kept.segment, why)) for kept in self._kept.values())
+        self._kept.clear()
+        self._release_places()
+        return before - self.bytes
+
+    def prune(self) -> None:
+        """Release what nobody needs: that of segments that are awake, or were freed."""
+        if not self._kept and not self._places and not self._lost:
+            return
+        self._kept = {key: kept for key, kept in self._kept.items() if _is_asleep(kept.segment)}
+        self._lost = {key: lost for key, lost in self._lost.items() if _is_asleep(lost[0])}
+        self._release_places()
+
+    def unpin(self) -> None:
+        """Let the tiers unpin all; it is pinned again when it comes back."""
+        for place in self._places:
+            place.tier.unpin(place.extents)
+
+    def _release_places(self) -> None:
+        needed = {kept.place for kept in self._kept.values()}
+        unneeded, self._places = [p for p in self._places if p not in needed], [*needed]
+        for place in unneeded:
+            place.tier.release(place.extents)
+
+
+def ranges_to_keep(keep: Mapping[int, npt.ArrayLike], segments: Iterable[_core.Segment]) -> dict[int, RangeTable]:
+    """What `CuMemAllocator.sleep` was asked to keep of each segment, by its id: in order, and adjacent ranges joined.
+
+    Raises:
+        InvalidArgument: an address or a range that does not lie in one of `segments`, or ranges that overlap.
+    """
+    if not isinstance(keep, Mapping):
+        raise InvalidArgumentType(f"keep={shown(keep)}: expected ranges by address")
+    ordered = sorted(segments, key=lambda segment: segment.address)
+    addresses = [segment.address for segment in ordered]
+    found: dict[int, list[RangeTable]] = {}
+    for address, rows in keep.items():
+        check_integer("an address to keep", address, minimum=0, maximum=MOST_ADDRESS)
+        segment = ordered[max(0, bisect_right(addresses, address) - 1)] if ordered else None
+        if segment is None or not segment.address <= address < segment.address + segment.bytes:
+            raise InvalidArgument(f"keep: 0x{address:x} is not in memory of this allocator's pools")
+        table = np.asarray(rows)
+        if table.size == 0:
+            continue
+        if table.ndim != 2 or table.shape[1] != 2 or table.dtype.kind not in "iu":
+            raise InvalidArgument(f"keep[0x{address:x}]: expected integers of shape (n, 2): offsets and bytes")
+        offset = address - segment.address
+        if int(table.min()) < -offset or table[:, 1].min() < 0 or int(table.max()) > segment.bytes:
+            raise InvalidArgument(f"keep[0x{address:x}]: a range is not in {describe(segment)}")
+        table = table.astype(np.int64) + np.array((offset, 0))
+        if (table[:, 0] < 0).any() or (table.sum(axis=1) > segment.bytes).any():
+            raise InvalidArgument(f"keep[0x{address:x}]: a range is not in {describe(segment)}")
+        if (table % _ALIGNMENT).any():
+            raise InvalidArgument(f"keep[0x{address:x}]: expected addresses and bytes that are multiples of 16")
+        found.setdefault(segment.id, []).append(table[table[:, 1] > 0])
+    return {key: _joined(np.concatenate(tables)) for key, tables in found.items() if any(map(len, tables))}
+
+
+def _joined(table: RangeTable) -> RangeTable:
+    table = table[np.argsort(table[:, 0])]
+    ends = table.sum(axis=1)
+    if (table[1:, 0] < ends[:-1]).any():
+        raise InvalidArgument("keep: ranges overlap")
+    first = np.flatnonzero(np.concatenate(([True], table[1:, 0] != ends[:-1])))
+    return np.column_stack((table[first, 0], np.add.reduceat(table[:, 1], first)))
+
+
+def _is_asleep(segment: _core.Segment) -> bool:
+    return segment.sleep == _Sleep.DROPPED and not segment.freed
+
+
+def _reserve(tier: Tier, device: int, nbytes: int) -> Sequence[Extent]:
+    """Extents for so much, if the limits leave it: no backup gives way to it.
+
+    Raises:
+        OutOfHostMemory: they do not.
+    """
+    for limit in tier.limits(nbytes):
+        if limit.available_bytes < nbytes:
+            raise OutOfHostMemory(nbytes, limit.available_bytes, limit.name)
+    return tier.reserve(device, extent_sizes(nbytes, None, tier.extent_bytes(beside_work=False)))
+
+
+def _brought_back(kept: Sequence[_Kept], digester: DeviceDigester | None) -> str:
+    """Copy all of it back, and compare; returns "", or why it is not what was kept."""
+    try:
+        _copy(kept, out=False)
+        digests = {} if digester is None else _digests(digester, kept)
+    except (CumemSleepError, MemoryError) as error:
+        return str(error)
+    changed = [each for each in kept if each.digest != digests.get(each.segment.id)]
+    return f"the digest of what was kept of {describe(changed[0].segment)} differs" if changed else ""
+
+
+def _digests(digester: DeviceDigester, kept: Sequence[_Kept]) -> dict[int, Digest]:
+    segments = [each.segment for each in kept]
+    with DigestRun(digester, segments, {each.segment.id: each.ranges for each in kept}) as run:
+        run.start(segments)
+        return run.finish()
+
+
+def _copy(kept: Sequence[_Kept], *, out: bool) -> None:
+    """Copy to the places, or back; waits for it.
+
+    Raises:
+        DriverError, OutOfHostMemory, OperationStopped: not all is copied, but nothing is in flight.
+    """
+    for place in dict.fromkeys(each.place for each in kept):
+        mine = [each for each in kept if each.place is place]
+        with place.tier.transfers() as transfers, ExitStack() as streams:
+            device = mine[0].segment.device
+            lanes = [transfers.lane(streams.enter_context(_core.CopyStream(device))) for _ in range(_LANES)]
+            if out:
+                transfers.expect(place.extents)
+            for number, (extent, pieces) in enumerate(_by_extent(place, mine)):
+                lane = lanes[number % _LANES]
+                _core.stop_if_asked()
+                lane.synchronize()
+                (lane.write_pieces if out else lane.read_pieces)(extent, pieces)
+            for lane in lanes:
+                lane.synchronize()
+
+
+def _by_extent(place: _Place, kept: Sequence[_Kept]) -> Iterator[tuple[Extent, PieceTable]]:
+    """The pieces of each extent."""
+    extent_bytes = place.extents[0].bytes
+    pieces = np.concatenate([_pieces(each, extent_bytes) for each in kept])
+    numbers, offsets = np.divmod(pieces[:, 1], extent_bytes)
+    pieces[:, 1] = offsets
+    for number in np.unique(numbers).tolist():
+        yield place.extents[number], pieces[numbers == number]
+
+
+def _pieces(kept: _Kept, extent_bytes: int) -> PieceTable:
+    """Rows of the device's address, the offset in the place and bytes, each in one range and one extent."""
+    ends = kept.first + np.cumsum(kept.ranges[:, 1])
+    last = int(ends[-1])
+    edges = np.arange(-(-(kept.first + 1) // extent_bytes), -(-last // extent_bytes)) * extent_bytes
+    cuts = np.union1d(ends, edges)
+    starts = np.concatenate(([kept.first], cuts[:-1]))
+    of = np.searchsorted(ends, starts, side="right")
+    addresses = kept.segment.address + kept.ranges[of, 0] + kept.ranges[of, 1] - (ends[of] - starts)
+    return np.column_stack((addresses, starts, cuts - starts))
