@@ -662,11 +662,16 @@ class CuMemAllocator:
         return self._store.room.left_bytes([segment for segment in in_pools()() if not is_dropped(segment.tag)])
 
     def drop_kept(self) -> int:
-        """Give up what the last sleep has kept of dropped memory; returns the bytes of host memory that it took."""
+        """Give up what sleeps have kept of dropped memory (`sleep(keep=...)`), and its host memory; returns its bytes,
+        which is 0 while that memory is awake.
+        """
         return Operation(self._operations, "drop_kept", self._drop_kept, uses_cuda=CudaUse.LEASE_UNLESS_AWAY).run()
 
     def _drop_kept(self) -> int:
-        return self._store.catalogue.kept.give_up("drop_kept() was called")
+        kept = self._store.catalogue.kept
+        nbytes = kept.bytes_of(_core.segments())
+        kept.give_up("drop_kept() was called")
+        return nbytes
 
     def get_current_usage(self) -> int:
         """Bytes of all segments but those of regions, mapped or not (vLLM's call, which wants none before its own)."""

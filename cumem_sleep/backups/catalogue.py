@@ -32,7 +32,7 @@ class Catalogue:
     def __init__(self, retain: bool) -> None:
         self._retain = retain
         self.tiers: list[Tier] = []
-        self.kept = KeptRanges()
+        self.kept = KeptRanges(retain)
         self._backups: dict[int, dict[Ranges, Backup]] = {}  # by the segments' ids
 
     def __iter__(self) -> Iterator[Backup]:

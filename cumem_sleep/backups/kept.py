@@ -43,11 +43,14 @@ class _Place:
     """Where the ranges that one sleep has kept of one device lie, one after another.
 
     Attributes:
+        segments: of which it has kept them.
         extents: all as large as the first, but the last.
     """
 
     tier: Tier
-    extents: Sequence[Extent] = ()
+    device: int
+    segments: Sequence[_core.Segment]
+    extents: list[Extent] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -66,21 +69,32 @@ class _Kept:
 
 
 class KeptRanges:
-    """All that is kept in this process. Not thread safe: the allocator's lock guards it."""
+    """All that is kept in this process. Not thread safe: the allocator's lock guards it.
 
-    def __init__(self) -> None:
+    Args:
+        retain: whether its memory stays while the segments are awake, so that the next sleep need not pin it.
+    """
+
+    def __init__(self, retain: bool) -> None:
+        self._retain = retain
         self._kept: dict[int, _Kept] = {}  # by the segments' ids
         self._lost: dict[int, tuple[_core.Segment, str]] = {}  # asleep, but not kept any more, and why
-        self._places: list[_Place] = []
+        self._places: list[_Place] = []  # those that nothing kept lies in any more are spare
 
     @property
     def bytes(self) -> int:
-        """How much of the tiers' memory it takes."""
+        """How much of the tiers' memory it takes, asleep or spare."""
         return sum(extent.bytes for place in self._places for extent in place.extents)
 
     def bytes_of(self, segments: Iterable[_core.Segment]) -> int:
         """How many bytes are kept of `segments`."""
         return sum(kept.nbytes for segment in segments if (kept := self._kept.get(segment.id)))
+
+    def host_bytes_of(self, segments: Iterable[_core.Segment]) -> int:
+        """How much of the tiers' memory it takes for the sake of `segments`; each place counts for its first one."""
+        ids = {segment.id for segment in segments}
+        mine = [p for p in self._places if next((s.id for s in p.segments if not s.freed), None) in ids]
+        return sum(extent.bytes for place in mine for extent in place.extents)
 
     def keep(
         self,
@@ -104,7 +118,7 @@ class KeptRanges:
             self._keep(tier, segments, ranges, digester)
         except (CumemSleepError, MemoryError) as error:
             self._lost.update((segment.id, (segment, str(error))) for segment in segments)
-            self._release_places()
+            self.release_spare()
             return str(error)
         return ""
 
@@ -119,18 +133,38 @@ class KeptRanges:
             raise InvalidState("backups lie in a vault, which keeps no ranges")
         new: list[_Kept] = []
         for device, mine in by_device(segments).items():
-            place, first = _Place(tier), 0
-            self._places.append(place)
+            place, first = _Place(tier, device, mine), 0
             for segment in mine:
+                segment.note_backup()
                 new.append(_Kept(segment, ranges[segment.id], place, first))
                 first += new[-1].nbytes
-            place.extents = _reserve(tier, device, first)
+            self._reserve(place, first)
         if digester is not None:
             digests = _digests(digester, new)
             for kept in new:
                 kept.digest = digests[kept.segment.id]
         _copy(new, out=True)
         self._kept.update((kept.segment.id, kept) for kept in new)
+
+    def _reserve(self, place: _Place, nbytes: int) -> None:
+        """Extents for so much: spare ones, and more if the limits leave it, because no backup gives way to this.
+
+        Raises:
+            OutOfHostMemory: they do not.
+        """
+        sizes = extent_sizes(nbytes, None, place.tier.extent_bytes(beside_work=False))
+        spare = [p for p in self._spare() if p.tier is place.tier and p.device == place.device]
+        self._places.append(place)
+        for other in spare:
+            while other.extents and len(place.extents) < len(sizes):
+                if other.extents[-1].bytes != sizes[len(place.extents)]:
+                    break
+                place.extents.append(other.extents.pop())
+        lacking = sizes[len(place.extents) :]
+        for limit in place.tier.limits(sum(lacking)):
+            if limit.available_bytes < sum(lacking):
+                raise OutOfHostMemory(sum(lacking), limit.available_bytes, limit.name)
+        place.extents += place.tier.reserve(place.device, lacking)
 
     def bring_back(
         self, segments: Sequence[_core.Segment], digester: DeviceDigester | None, timer: PhaseTimer
@@ -158,27 +192,38 @@ class KeptRanges:
         before = self.bytes
         self._lost.update((kept.segment.id, (kept.segment, why)) for kept in self._kept.values())
         self._kept.clear()
-        self._release_places()
+        self.release_spare()
         return before - self.bytes
 
     def prune(self) -> None:
         """Release what nobody needs: that of segments that are awake, or were freed."""
-        if not self._kept and not self._places and not self._lost:
-            return
         self._kept = {key: kept for key, kept in self._kept.items() if _is_asleep(kept.segment)}
         self._lost = {key: lost for key, lost in self._lost.items() if _is_asleep(lost[0])}
-        self._release_places()
+        for place in self._spare():
+            full = place.tier.extent_bytes(beside_work=False)  # others would not fit the next sleep
+            is_of_use = self._retain and not all(segment.freed for segment in place.segments)
+            self._release(place, sum(extent.bytes == full for extent in place.extents) if is_of_use else 0)
+
+    def release_spare(self) -> None:
+        """Release the memory that nothing kept lies in."""
+        for place in self._spare():
+            self._release(place, 0)
 
     def unpin(self) -> None:
         """Let the tiers unpin all; it is pinned again when it comes back."""
         for place in self._places:
             place.tier.unpin(place.extents)
 
-    def _release_places(self) -> None:
+    def _spare(self) -> list[_Place]:
         needed = {kept.place for kept in self._kept.values()}
-        unneeded, self._places = [p for p in self._places if p not in needed], [*needed]
-        for place in unneeded:
-            place.tier.release(place.extents)
+        return [place for place in self._places if place not in needed]
+
+    def _release(self, place: _Place, first: int) -> None:
+        """Release its extents from `first` on, and forget it if that leaves none."""
+        released, place.extents = place.extents[first:], place.extents[:first]
+        if not place.extents:
+            self._places.remove(place)
+        place.tier.release(released)
 
 
 def ranges_to_keep(keep: Mapping[int, npt.ArrayLike], segments: Iterable[_core.Segment]) -> dict[int, RangeTable]:
@@ -225,18 +270,6 @@ def _joined(table: RangeTable) -> RangeTable:
 
 def _is_asleep(segment: _core.Segment) -> bool:
     return segment.sleep == _Sleep.DROPPED and not segment.freed
-
-
-def _reserve(tier: Tier, device: int, nbytes: int) -> Sequence[Extent]:
-    """Extents for so much, if the limits leave it: no backup gives way to it.
-
-    Raises:
-        OutOfHostMemory: they do not.
-    """
-    for limit in tier.limits(nbytes):
-        if limit.available_bytes < nbytes:
-            raise OutOfHostMemory(nbytes, limit.available_bytes, limit.name)
-    return tier.reserve(device, extent_sizes(nbytes, None, tier.extent_bytes(beside_work=False)))
 
 
 def _brought_back(kept: Sequence[_Kept], digester: DeviceDigester | None) -> str:

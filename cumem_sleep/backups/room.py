@@ -164,6 +164,7 @@ class BackupRoom:
     def settle(self) -> None:
         """Forget backups that nobody can need, and return when all that was released has gone back to the system."""
         self._catalogue.prune()
+        self._catalogue.kept.release_spare()
         for tier in self._catalogue.tiers:
             tier.finish_releasing()
 
