@@ -251,7 +251,7 @@ def ranges_to_keep(keep: Mapping[int, npt.ArrayLike], segments: Iterable[_core.S
         if int(table.min()) < -offset or table[:, 1].min() < 0 or int(table.max()) > segment.bytes:
             raise InvalidArgument(f"keep[0x{address:x}]: a range is not in {describe(segment)}")
         table = table.astype(np.int64) + np.array((offset, 0))
-        if (table[:, 0] < 0).any() or (table.sum(axis=1) > segment.bytes).any():
+        if (table[:, 0] < 0).any() or (table[:, 0] + table[:, 1] > segment.bytes).any():
             raise InvalidArgument(f"keep[0x{address:x}]: a range is not in {describe(segment)}")
         if (table % _ALIGNMENT).any():
             raise InvalidArgument(f"keep[0x{address:x}]: expected addresses and bytes that are multiples of 16")
@@ -260,8 +260,8 @@ def ranges_to_keep(keep: Mapping[int, npt.ArrayLike], segments: Iterable[_core.S
 
 
 def _joined(table: RangeTable) -> RangeTable:
-    table = table[np.argsort(table[:, 0])]
-    ends = table.sum(axis=1)
+    table = table[np.argsort(table[:, 0], kind="stable")]
+    ends = table[:, 0] + table[:, 1]
     if (table[1:, 0] < ends[:-1]).any():
         raise InvalidArgument("keep: ranges overlap")
     first = np.flatnonzero(np.concatenate(([True], table[1:, 0] != ends[:-1])))
@@ -313,22 +313,20 @@ def _copy(kept: Sequence[_Kept], *, out: bool) -> None:
 
 
 def _by_extent(place: _Place, kept: Sequence[_Kept]) -> Iterator[tuple[Extent, PieceTable]]:
-    """The pieces of each extent."""
+    """The pieces of each extent in order, each in one range."""
     extent_bytes = place.extents[0].bytes
-    pieces = np.concatenate([_pieces(each, extent_bytes) for each in kept])
-    numbers, offsets = np.divmod(pieces[:, 1], extent_bytes)
-    pieces[:, 1] = offsets
-    for number in np.unique(numbers).tolist():
-        yield place.extents[number], pieces[numbers == number]
+    address, start, nbytes = np.concatenate([_rows(each) for each in sorted(kept, key=lambda each: each.first)]).T
+    counts = (start + nbytes - 1) // extent_bytes - start // extent_bytes + 1  # extents that a range lies in
+    of = np.repeat(np.arange(len(counts)), counts)
+    number = (start // extent_bytes)[of] + np.arange(len(of)) - (np.cumsum(counts) - counts)[of]
+    begin = np.maximum(start[of], number * extent_bytes)
+    end = np.minimum((start + nbytes)[of], (number + 1) * extent_bytes)
+    pieces = np.column_stack(((address - start)[of] + begin, begin - number * extent_bytes, end - begin))
+    for some in np.split(np.arange(len(of)), np.flatnonzero(np.diff(number)) + 1):
+        yield place.extents[number[some[0]]], pieces[some[0] : some[-1] + 1]
 
 
-def _pieces(kept: _Kept, extent_bytes: int) -> PieceTable:
-    """Rows of the device's address, the offset in the place and bytes, each in one range and one extent."""
-    ends = kept.first + np.cumsum(kept.ranges[:, 1])
-    last = int(ends[-1])
-    edges = np.arange(-(-(kept.first + 1) // extent_bytes), -(-last // extent_bytes)) * extent_bytes
-    cuts = np.union1d(ends, edges)
-    starts = np.concatenate(([kept.first], cuts[:-1]))
-    of = np.searchsorted(ends, starts, side="right")
-    addresses = kept.segment.address + kept.ranges[of, 0] + kept.ranges[of, 1] - (ends[of] - starts)
-    return np.column_stack((addresses, starts, cuts - starts))
+def _rows(kept: _Kept) -> npt.NDArray[np.int64]:
+    """Of each range the device's address, where it lies in the place, and its bytes."""
+    nbytes = kept.ranges[:, 1]
+    return np.column_stack((kept.segment.address + kept.ranges[:, 0], kept.first + np.cumsum(nbytes) - nbytes, nbytes))
