@@ -7,7 +7,7 @@ nothing else is kept either: whoever asked for it (vLLM's prefix cache) would ha
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
@@ -59,13 +59,13 @@ class _Kept:
 
     segment: _core.Segment
     ranges: RangeTable
-    place: _Place
-    first: int
     digest: Digest | None = None
-    nbytes: int = field(init=False)
+    place: _Place = field(init=False)
+    first: int = 0
 
-    def __post_init__(self) -> None:
-        self.nbytes = int(self.ranges[:, 1].sum())
+    @property
+    def nbytes(self) -> int:
+        return int(self.ranges[:, 1].sum())
 
 
 class KeptRanges:
@@ -77,6 +77,7 @@ class KeptRanges:
 
     def __init__(self, retain: bool) -> None:
         self._retain = retain
+        self._begun: list[_Kept] = []  # by this sleep
         self._kept: dict[int, _Kept] = {}  # by the segments' ids
         self._lost: dict[int, tuple[_core.Segment, str]] = {}  # asleep, but not kept any more, and why
         self._places: list[_Place] = []  # those that nothing kept lies in any more are spare
@@ -96,55 +97,55 @@ class KeptRanges:
         mine = [p for p in self._places if next((s.id for s in p.segments if not s.freed), None) in ids]
         return sum(extent.bytes for place in mine for extent in place.extents)
 
-    def keep(
-        self,
-        tier: Tier,
-        segments: Sequence[_core.Segment],
-        ranges: Mapping[int, RangeTable],
-        digester: DeviceDigester | None,
+    def begin(
+        self, segments: Sequence[_core.Segment], ranges: Mapping[int, RangeTable], digester: DeviceDigester | None
     ) -> str:
-        """Copy these ranges, by the segments' ids, of memory that is about to be dropped. Nobody writes to it any more.
+        """Note which ranges are to be kept, by the segments' ids, and their digests: before the codec borrows memory.
 
         Args:
             digester: for digests, with which a wake compares; None: it does not.
 
         Returns:
-            "", or why none of them is kept.
+            "", or why none of them is kept. As of `keep`, which follows otherwise.
+        """
+        self._begun = [_Kept(segment, ranges[segment.id]) for segment in segments]
+        return self._unless_refused(lambda: self._digest(digester))
+
+    def keep(self, tier: Tier) -> str:
+        """Copy what `begin` has noted. Nobody writes to it any more.
 
         Raises:
             OperationStopped: some may be kept, until `prune`.
         """
+        return self._unless_refused(lambda: self._keep(tier))
+
+    def _unless_refused(self, work: Callable[[], None]) -> str:
         try:
-            self._keep(tier, segments, ranges, digester)
+            work()
         except (CumemSleepError, MemoryError) as error:
-            self._lost.update((segment.id, (segment, str(error))) for segment in segments)
+            self._lost.update((kept.segment.id, (kept.segment, str(error))) for kept in self._begun)
             self.release_spare()
             return str(error)
         return ""
 
-    def _keep(
-        self,
-        tier: Tier,
-        segments: Sequence[_core.Segment],
-        ranges: Mapping[int, RangeTable],
-        digester: DeviceDigester | None,
-    ) -> None:
-        if not tier.keeps_ranges:
+    def _digest(self, digester: DeviceDigester | None) -> None:
+        digests = {} if digester is None else _digests(digester, self._begun)
+        for kept in self._begun:
+            kept.digest = digests.get(kept.segment.id)
+
+    def _keep(self, tier: Tier) -> None:
+        if self._begun and not tier.keeps_ranges:
             raise InvalidState("backups lie in a vault, which keeps no ranges")
-        new: list[_Kept] = []
-        for device, mine in by_device(segments).items():
-            place, first = _Place(tier, device, mine), 0
-            for segment in mine:
-                segment.note_backup()
-                new.append(_Kept(segment, ranges[segment.id], place, first))
-                first += new[-1].nbytes
-            self._reserve(place, first)
-        if digester is not None:
-            digests = _digests(digester, new)
-            for kept in new:
-                kept.digest = digests[kept.segment.id]
-        _copy(new, out=True)
-        self._kept.update((kept.segment.id, kept) for kept in new)
+        for device, segments in by_device(kept.segment for kept in self._begun).items():
+            place, nbytes = _Place(tier, device, segments), 0
+            for kept in self._begun:
+                if kept.segment.device == device:
+                    kept.segment.note_backup()
+                    kept.place, kept.first = place, nbytes
+                    nbytes += kept.nbytes
+            self._reserve(place, nbytes)
+        _copy(self._begun, out=True)
+        self._kept.update((kept.segment.id, kept) for kept in self._begun)
 
     def _reserve(self, place: _Place, nbytes: int) -> None:
         """Extents for so much: spare ones, and more if the limits leave it, because no backup gives way to this.
@@ -197,6 +198,7 @@ class KeptRanges:
 
     def prune(self) -> None:
         """Release what nobody needs: that of segments that are awake, or were freed."""
+        self._begun = []
         self._kept = {key: kept for key, kept in self._kept.items() if _is_asleep(kept.segment)}
         self._lost = {key: lost for key, lost in self._lost.items() if _is_asleep(lost[0])}
         for place in self._spare():
