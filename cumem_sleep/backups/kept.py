@@ -255,7 +255,7 @@ def ranges_to_keep(keep: Mapping[int, npt.ArrayLike], segments: Iterable[_core.S
         table = table.astype(np.int64) + np.array((offset, 0))
         if (table[:, 0] < 0).any() or (table[:, 0] + table[:, 1] > segment.bytes).any():
             raise InvalidArgument(f"keep[0x{address:x}]: a range is not in {describe(segment)}")
-        if (table % _ALIGNMENT).any():
+        if (table & (_ALIGNMENT - 1)).any():
             raise InvalidArgument(f"keep[0x{address:x}]: expected addresses and bytes that are multiples of 16")
         found.setdefault(segment.id, []).append(table[table[:, 1] > 0])
     return {key: _joined(np.concatenate(tables)) for key, tables in found.items() if any(map(len, tables))}

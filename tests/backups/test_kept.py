@@ -295,6 +295,29 @@ class TestGivenUp:
         cache.check_lost("backups needed the host memory")
         cache.allocator.free(extra)
 
+    def test_it_gives_way_before_backups_that_are_retained(self, make_allocator: MakeAllocator) -> None:
+        cache = Cache(make_allocator(host_budget_bytes=3 * PAGE))
+        cache.keep = {cache.addresses[0]: np.array([(0, 2 * PAGE)])}
+        cache.check_kept(cache.sleep())
+        cache.allocator.wake_up("weights")
+        with cache.allocator.regions.use("a", backup=True):
+            region = cache.allocator.malloc(PAGE)
+        cache.allocator.regions.sleep("a")
+        assert (cache.allocator.usage()["weights"].host_bytes, cache.host_bytes) == (PAGE, 0)
+        cache.allocator.regions.wake("a")
+        cache.check_lost("backups needed the host memory")
+        cache.allocator.free(region)
+
+    def test_it_gives_way_to_what_cannot_be_pinned(self, cache: Cache) -> None:
+        cache.check_kept(cache.sleep())
+        cache.allocator.wake_up("weights")
+        extra = cache.allocator.malloc(PAGE, "weights")
+        sim.fail("cuMemHostRegister", after=1, error="CUDA_ERROR_OUT_OF_MEMORY")
+        assert cache.allocator.sleep().copied_bytes == PAGE
+        sim.reset()
+        cache.check_lost("backups needed the host memory")
+        cache.allocator.free(extra)
+
     def test_memory_left_for_the_next_sleep_gives_way(self, make_allocator: MakeAllocator) -> None:
         cache = Cache(make_allocator(host_budget_bytes=3 * PAGE))
         cache.keep = {cache.addresses[0]: np.array([(0, PAGE)])}
