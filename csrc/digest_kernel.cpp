@@ -8,7 +8,7 @@ namespace cumem_sleep {
 namespace {
 
 // A block has one chunk. A thread has four of its lanes, two pairs of neighbours, and walks down both columns of each
-// with two rows at a time: 64 bytes are in flight for each thread.
+// with two rows at a time: 64 bytes are in flight for each thread. Of the last two rows it has what is there of them.
 constexpr unsigned int kThreads = 512;
 
 // The parts of the kernel that repeat: %a0 and %b0 are both chains of its first lane.
@@ -58,8 +58,8 @@ constexpr char kPtx[] = R"(
 {
     .shared .align 16 .b64 of_threads[1024];
     .reg .pred %more, %idle;
-    .reg .b32 %thread, %block, %rows, %low, %high, %mine, %other, %distance;
-    .reg .b64 %entry, %sums, %at, %lane, %number, %shifted, %k0, %k1, %first, %second, %more_first, %more_second;
+    .reg .b32 %thread, %block, %left, %place, %low, %high, %mine, %other, %distance;
+    .reg .b64 %entry, %sums, %at, %chunk, %lane, %number, %shifted, %k0, %k1, %first, %second, %more_first, %more_second;
     .reg .b64 %a<4>, %b<4>, %w<8>;
 
     mov.u32 %thread, %tid.x;
@@ -70,15 +70,17 @@ constexpr char kPtx[] = R"(
     cvta.to.global.u64 %sums, %sums;
     mad.wide.u32 %entry, %block, 16, %entry;
     mad.wide.u32 %sums, %block, 16, %sums;
-    ld.global.v2.u64 {%at, %number}, [%entry];
+    ld.global.v2.u64 {%at, %chunk}, [%entry];
+    mov.b64 {%low, %left}, %chunk;
     cvta.to.global.u64 %at, %at;
     mad.wide.u32 %at, %thread, 16, %at;
-    mul.lo.u64 %lane, %number, 2048;
+    mul.wide.u32 %lane, %low, 2048;
     mad.wide.u32 %lane, %thread, 2, %lane;
 )" BEGIN("0", "1") BEGIN("1", "2") BEGIN("2", "1025") BEGIN("3", "1026") R"(
     mov.u64 %k0, 0x9E3779B97F4A7C15;
     mov.u64 %k1, 0xBF58476D1CE4E5B9;
-    mov.u32 %rows, 64;
+    setp.lt.u32 %idle, %left, 32768;
+    @%idle bra rest;
 next:
     ld.global.v2.u64 {%w0, %w1}, [%at];
     ld.global.v2.u64 {%w2, %w3}, [%at + 8192];
@@ -87,10 +89,31 @@ next:
 )" CHAINS("0", "%w0") CHAINS("1", "%w1") CHAINS("2", "%w2") CHAINS("3", "%w3") CHAINS("0", "%w4") CHAINS("1", "%w5")
     CHAINS("2", "%w6") CHAINS("3", "%w7") R"(
     add.u64 %at, %at, 32768;
-    sub.u32 %rows, %rows, 2;
-    setp.ne.u32 %more, %rows, 0;
+    sub.u32 %left, %left, 32768;
+    setp.ge.u32 %more, %left, 32768;
     @%more bra next;
-
+rest:
+    mul.lo.u32 %place, %thread, 16;
+    setp.ge.u32 %idle, %place, %left;
+    @%idle bra ended;
+    ld.global.v2.u64 {%w0, %w1}, [%at];
+)" CHAINS("0", "%w0") CHAINS("1", "%w1") R"(
+    add.u32 %place, %place, 8192;
+    setp.ge.u32 %idle, %place, %left;
+    @%idle bra ended;
+    ld.global.v2.u64 {%w2, %w3}, [%at + 8192];
+)" CHAINS("2", "%w2") CHAINS("3", "%w3") R"(
+    add.u32 %place, %place, 8192;
+    setp.ge.u32 %idle, %place, %left;
+    @%idle bra ended;
+    ld.global.v2.u64 {%w4, %w5}, [%at + 16384];
+)" CHAINS("0", "%w4") CHAINS("1", "%w5") R"(
+    add.u32 %place, %place, 8192;
+    setp.ge.u32 %idle, %place, %left;
+    @%idle bra ended;
+    ld.global.v2.u64 {%w6, %w7}, [%at + 24576];
+)" CHAINS("2", "%w6") CHAINS("3", "%w7") R"(
+ended:
     mov.u64 %first, 0;
     mov.u64 %second, 0;
 )" FINISH("%a0", "%first") FINISH("%a1", "%first") FINISH("%a2", "%first") FINISH("%a3", "%first")

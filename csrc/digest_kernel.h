@@ -8,12 +8,13 @@
 
 namespace cumem_sleep {
 
-constexpr size_t kDigestChunkBytes = size_t{1} << 20;
+constexpr uint32_t kDigestChunkBytes = uint32_t{1} << 20;
 
 // What a chunk is, and what becomes of it. Tables of both are in memory that kernels reach by its address.
 struct DigestChunk {
     uint64_t address;  // of memory that kernels reach
-    uint64_t number;   // within its content
+    uint32_t number;   // within its content
+    uint32_t bytes;    // at most `kDigestChunkBytes`; a multiple of 16, as is the address
 };
 struct DigestSums {
     uint64_t first, second;

@@ -4,7 +4,9 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <array>
 #include <chrono>
+#include <cstdint>
 #include <memory>
 #include <optional>
 #include <set>
@@ -327,6 +329,13 @@ void bind_shared_memory(py::module_& module) {
         .def_property_readonly("device", &ImportedMemory::device);
 }
 
+// Of an array of 64-bit integers, of shape (rows, 3), each row after the one before.
+Rows rows_of(const py::buffer_info& info) {
+    if (info.ndim != 2 || info.shape[1] != 3 || info.itemsize != 8 || info.strides[1] != 8 || info.strides[0] != 24)
+        throw py::value_error("expected an array of 64-bit integers with three in each row, all contiguous");
+    return {static_cast<const std::array<uint64_t, 3>*>(info.ptr), static_cast<size_t>(info.shape[0])};
+}
+
 void bind_copies(py::module_& module) {
     module.def("load_copy_kernel", &load_copy_kernel, py::arg("device"), NoGil(),
                "So that the first copy by a kernel does not wait for it.");
@@ -340,8 +349,25 @@ void bind_copies(py::module_& module) {
              py::arg("bytes"), NoGil())
         .def("to_device_by_kernel", &CopyStream::to_device_by_kernel, py::arg("address"), py::arg("block"),
              py::arg("offset"), py::arg("bytes"), py::arg("blocks") = kCopyBlocks, NoGil())
-        .def("digest", &CopyStream::digest, py::arg("table"), py::arg("begin"), py::arg("contents"),
-             py::arg("first_chunk"), NoGil())
+        .def(
+            "copy_pieces",
+            [](CopyStream& self, const HostBlock& table, size_t begin, const HostBlock& block, const py::buffer& pieces,
+               bool to_host) {
+                const py::buffer_info info = pieces.request();
+                const Rows rows = rows_of(info);
+                const WithoutInterpreter unlocked;
+                self.copy_pieces(table, begin, block, rows, to_host);
+            },
+            py::arg("table"), py::arg("begin"), py::arg("block"), py::arg("pieces"), py::arg("to_host"))
+        .def(
+            "digest",
+            [](CopyStream& self, const HostBlock& table, size_t begin, const py::buffer& contents) {
+                const py::buffer_info info = contents.request();
+                const Rows rows = rows_of(info);
+                const WithoutInterpreter unlocked;
+                return self.digest(table, begin, rows);
+            },
+            py::arg("table"), py::arg("begin"), py::arg("contents"))
         .def("poison", &CopyStream::poison, py::arg("address"), py::arg("bytes"), NoGil())
         .def("zero", &CopyStream::zero, py::arg("address"), py::arg("bytes"), NoGil())
         .def("fill", &CopyStream::fill, py::arg("address"), py::arg("byte"), py::arg("bytes"), NoGil())

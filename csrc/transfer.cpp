@@ -89,16 +89,35 @@ void CopyStream::to_device_by_kernel(CUdeviceptr address, const HostBlock& block
     if (rest) Driver::get().memcpy_htod_async(address + bytes - rest, host + bytes - rest, rest, stream_);
 }
 
-size_t CopyStream::digest(const HostBlock& table, size_t begin,
-                          const std::vector<std::pair<CUdeviceptr, size_t>>& contents, uint64_t first_chunk) {
+void CopyStream::copy_pieces(const HostBlock& table, size_t begin, const HostBlock& block, const Rows& pieces,
+                             bool to_host) {
+    ContextScope context(device_);
+    if (!table.pinned() || !block.pinned())
+        throw InvalidState("a kernel copies to and from host memory that is registered");
+    const size_t room = table.bytes() / sizeof(CopyPiece);
+    if (begin > room || pieces.count > room - begin) throw std::out_of_range("more pieces than the table has room for");
+    auto* piece =
+        reinterpret_cast<CopyPiece*>(table.writable_part(begin * sizeof(CopyPiece), pieces.count * sizeof(CopyPiece)));
+    const CopyPiece* const first = piece;
+    for (const auto& [address, offset, bytes] : pieces) {
+        const auto host =
+            reinterpret_cast<uint64_t>(to_host ? block.writable_part(offset, bytes) : block.part(offset, bytes));
+        if ((address | host | bytes) % 16 != 0)
+            throw InvalidState("a kernel copies multiples of 16 bytes between addresses that are multiples of 16");
+        *piece++ = to_host ? CopyPiece{host, address, bytes, 0} : CopyPiece{address, host, bytes, 0};
+    }
+    launch_copy_pieces(device_, first, pieces.count, stream_);
+}
+
+size_t CopyStream::digest(const HostBlock& table, size_t begin, const Rows& contents) {
     ContextScope context(device_);  // a forked child has no table to write to
     if (!table.pinned()) throw InvalidState("the table of a digest is in host memory that is registered");
     const size_t room = table.bytes() / (sizeof(DigestChunk) + sizeof(DigestSums));
     size_t count = 0;
-    for (const auto& [address, bytes] : contents) {
-        if (address % 16 != 0 || bytes % kDigestChunkBytes != 0)
-            throw InvalidState("a kernel digests whole chunks at addresses that are multiples of 16");
-        count += bytes / kDigestChunkBytes;
+    for (const auto& [address, bytes, first_chunk] : contents) {
+        if ((address | bytes) % 16 != 0)
+            throw InvalidState("a kernel digests multiples of 16 bytes at addresses that are multiples of 16");
+        count += (bytes + kDigestChunkBytes - 1) / kDigestChunkBytes;
     }
     if (begin > room || count > room - begin) throw std::out_of_range("more chunks than the table has room for");
     auto* chunk =
@@ -107,9 +126,12 @@ size_t CopyStream::digest(const HostBlock& table, size_t begin,
         table.writable_part(room * sizeof(DigestChunk) + begin * sizeof(DigestSums), count * sizeof(DigestSums)));
     std::fill_n(sums, count, DigestSums{});  // what an earlier kernel left is not to be taken for a sum of these
     const DigestChunk* const first = chunk;
-    for (const auto& [address, bytes] : contents)
-        for (size_t number = 0; number < bytes / kDigestChunkBytes; ++number)
-            *chunk++ = {address + number * kDigestChunkBytes, first_chunk + number};
+    for (const auto& [address, bytes, first_chunk] : contents) {
+        auto number = static_cast<uint32_t>(first_chunk);
+        for (uint64_t at = 0; at < bytes; at += kDigestChunkBytes)
+            *chunk++ = {address + at, number++,
+                        static_cast<uint32_t>(std::min<uint64_t>(bytes - at, kDigestChunkBytes))};
+    }
     launch_digest(device_, first, sums, count, stream_);
     return count;
 }

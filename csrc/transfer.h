@@ -3,14 +3,22 @@
 
 #include <cuda.h>
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
-#include <utility>
-#include <vector>
 
 #include "host_memory.h"
 
 namespace cumem_sleep {
+
+// A table of numbers that lies elsewhere.
+struct Rows {
+    const std::array<uint64_t, 3>* first;
+    size_t count;
+
+    const std::array<uint64_t, 3>* begin() const { return first; }
+    const std::array<uint64_t, 3>* end() const { return first + count; }
+};
 
 // Copies run in the order of the calls. Both sides of a copy must stay until `synchronize` has returned, or `close` or
 // the destructor, which wait too. Every call works on any thread and leaves its current context unchanged; it throws
@@ -32,11 +40,14 @@ class CopyStream {
     // kernels reach registered host memory by its host address (`DeviceInfo::host_pointers`).
     void to_device_by_kernel(CUdeviceptr address, const HostBlock& block, size_t offset, size_t bytes,
                              unsigned int blocks);
-    // Digests contents (address, bytes), of memory that kernels reach, with `first_chunk` as the number of each one's
-    // first chunk. `table` is registered, and has room for as many `DigestChunk`, and then as many `DigestSums`, as
-    // fit; the ones from `begin` on are used, until the stream was waited for. Returns how many.
-    size_t digest(const HostBlock& table, size_t begin, const std::vector<std::pair<CUdeviceptr, size_t>>& contents,
-                  uint64_t first_chunk);
+    // By a kernel as well: rows of (device's address, offset in the block, bytes), all multiples of 16, from the device
+    // to the block or back. `table` is registered, and has room for as many `CopyPiece` as fit; the ones from `begin`
+    // on are used, until the stream was waited for.
+    void copy_pieces(const HostBlock& table, size_t begin, const HostBlock& block, const Rows& pieces, bool to_host);
+    // Digests contents (address, bytes, number of the first chunk) of memory that kernels reach. `table` is registered,
+    // and has room for as many `DigestChunk`, and then as many `DigestSums`, as fit; the ones from `begin` on are used,
+    // until the stream was waited for. Returns how many.
+    size_t digest(const HostBlock& table, size_t begin, const Rows& contents);
     // Every byte becomes 0xFF: a NaN in every float type. `bytes` is a multiple of 4, as for `zero`.
     void poison(CUdeviceptr address, size_t bytes) { fill_words(address, 0xFFFFFFFFu, bytes); }
     void zero(CUdeviceptr address, size_t bytes) { fill_words(address, 0, bytes); }

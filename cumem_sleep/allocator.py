@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from . import _core
+from .backups.kept import ranges_to_keep
 from .backups.store import BackupStore
 from .checkpoint.process import THIS_PROCESS, Checkpointed
 from .codec.compressor import Compressor
@@ -347,7 +348,11 @@ class CuMemAllocator:
     # Sleeping and waking
 
     def sleep(
-        self, level: int | str | Iterable[str] | None = None, offload_tags: str | Iterable[str] | None = None
+        self,
+        level: int | str | Iterable[str] | None = None,
+        offload_tags: str | Iterable[str] | None = None,
+        *,
+        keep: Mapping[int, npt.ArrayLike] | None = None,
     ) -> SleepReport:
         """Give device memory back; addresses stay.
 
@@ -368,12 +373,18 @@ class CuMemAllocator:
                 from there. As in vLLM, tags given here are taken as `offload_tags`.
             offload_tags: instead of a level: exactly these tags are backed up, every other one is dropped. (vLLM's own
                 allocator, called without arguments, backs up `default` alone; this one sleeps at level 1.)
+            keep: ranges of memory that this sleep drops, whose bytes come back with the wake all the same, if nothing
+                goes wrong. By an address of a segment: integers of shape (n, 2), offsets from that address and bytes,
+                all multiples of 16. They are expendable: if there is too little host memory, or the driver refuses,
+                none of them is kept, which fails neither the sleep nor the wake (`not_kept` in the reports). They give
+                way to backups. The rest of such a segment comes back with undefined bytes.
 
         Returns:
             What was done. If everything is already asleep, nothing is done, and the report says so.
 
         Raises:
-            InvalidArgument: no such level, or none of the tags to back up was ever used (they may be misspelt).
+            InvalidArgument: no such level, or none of the tags to back up was ever used (they may be misspelt); ranges
+                to keep that overlap, do not lie in this memory, or were given at level 0 or 2.
             InvalidState: a CUDA graph is being captured, or something wrote to the memory while it was backed up.
             OutOfHostMemory: a limit leaves too little for the backups.
             DriverError: the driver refused a call.
@@ -383,10 +394,13 @@ class CuMemAllocator:
         """
         with self._call("sleep") as call:
             is_dropped = self._dropped(level, offload_tags)
+            kept = {} if keep is None else ranges_to_keep(keep, in_pools()())
+            if kept and level in (0, 2):
+                raise InvalidArgument(f"sleep(level={level}, keep=...): this level keeps nothing of what it drops")
             if is_dropped is None:
                 note = "level 0 keeps all memory; nothing was done"
                 return SleepReport(note=note, simulated=_core.driver_is_simulated())
-            arguments = (self._layer, call, in_pools(), lambda segment: is_dropped(segment.tag))
+            arguments = (self._layer, call, in_pools(), lambda segment: is_dropped(segment.tag), "sleep", kept)
             if is_deep(level):
                 return self._go_deep(lambda: sleep(*arguments), call, CudaUse.LEASE_UNLESS_AWAY)
             return Operation(
@@ -651,6 +665,29 @@ class CuMemAllocator:
         check_bool("copy", copy)
         check_integer("nbytes", nbytes, minimum=1)
         return self._operations.look("read_backup", read_backup, self._layer, address, nbytes, copy)
+
+    def kept_room(self) -> int:
+        """How many bytes a sleep at level 1 could keep of what it drops (`sleep(keep=...)`): what the limits on host
+        memory leave beside the backups. 0 with a vault, which keeps none.
+        """
+        return self._operations.look("kept_room", self._kept_room)
+
+    def _kept_room(self) -> int:
+        is_dropped = dropped_at_level(1)
+        assert is_dropped is not None
+        return self._store.room.left_bytes([segment for segment in in_pools()() if not is_dropped(segment.tag)])
+
+    def drop_kept(self) -> int:
+        """Give up what sleeps have kept of dropped memory (`sleep(keep=...)`), and its host memory; returns its bytes,
+        which is 0 while that memory is awake.
+        """
+        return Operation(self._operations, "drop_kept", self._drop_kept, uses_cuda=CudaUse.LEASE_UNLESS_AWAY).run()
+
+    def _drop_kept(self) -> int:
+        kept = self._store.catalogue.kept
+        nbytes = kept.bytes_of(_core.segments())
+        kept.give_up("drop_kept() was called")
+        return nbytes
 
     def get_current_usage(self) -> int:
         """Bytes of all segments but those of regions, mapped or not (vLLM's call, which wants none before its own)."""

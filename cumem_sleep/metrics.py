@@ -45,6 +45,7 @@ ENGINE = _table(
     ("host_bytes", "rank tag", "gauge", "Host memory that backups take, in the worker or in a vault."),
     ("vault_bytes", "rank tag", "gauge", "Of these, in the vault."),
     ("shared_bytes", "rank tag", "gauge", "Of these, shared with other processes, each of which counts them."),
+    ("kept_bytes", "rank tag", "gauge", "Of `host_bytes`, what is kept of dropped memory."),
     ("backed_up_bytes", "rank tag", "gauge", "Segments' bytes with a complete backup, awake or asleep."),
     ("segments", "rank tag", "gauge", "Segments."),
     ("operations", "rank operation result", "counter", "Sleeps, wakes and discards that ended `ok` or `failed`."),

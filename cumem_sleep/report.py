@@ -72,6 +72,8 @@ class SleepReport:
         clean_bytes: unchanged since their backup, so not copied.
         found_bytes: of these, what the vault already held, as a rule for another process, so it was not copied here.
         dropped_bytes: released without a backup; the bytes are gone.
+        kept_bytes: what will come back of what `keep` named, be it backed up or kept of dropped memory.
+        not_kept: why nothing of that is kept, if it is not.
         stored_bytes: what the copied bytes take in host memory; less than copied_bytes if they are compressed.
         left_bytes: what is still in use afterwards on the devices concerned, by this process (the CUDA context,
             graphs, buffers of NCCL, memory of no pool) and by others; 0 where nothing was done, or nobody asked.
@@ -96,6 +98,8 @@ class SleepReport:
     clean_bytes: int = 0
     found_bytes: int = 0
     dropped_bytes: int = 0
+    kept_bytes: int = 0
+    not_kept: str = ""
     stored_bytes: int = 0
     left_bytes: int = 0
     left: Mapping[str, int] = field(default_factory=dict)
@@ -121,7 +125,7 @@ class SleepReport:
             f"{_prefix(self.simulated)}{self.operation}: freed {format_bytes(self.freed_bytes)} in {self.seconds:.3f} s"
             f" (copied {format_bytes(self.copied_bytes)}{rate}{_stored('as', self.stored_bytes, self.copied_bytes)},"
             f" unchanged {format_bytes(self.clean_bytes)}{found},"
-            f" dropped {format_bytes(self.dropped_bytes)})"
+            f" dropped {format_bytes(self.dropped_bytes)}{_kept(self.kept_bytes, self.not_kept)})"
             f"{_in(self.place, self.copied_bytes + self.clean_bytes)}{taken}{stayed}{left}{_phases(self.phases)}"
         )
 
@@ -134,6 +138,8 @@ class WakeReport:
         mapped_bytes: device memory that was taken again.
         restored_bytes: of these, copied back from backups.
         verified_bytes: of these, proven equal to the bytes at sleep by their digest.
+        kept_bytes: what came back of dropped memory, because the sleep kept it, proven like the rest.
+        not_kept: why nothing of that came back, although it was to be kept.
         stored_bytes: what the restored bytes take in host memory; less than restored_bytes if they are compressed.
         seconds: the whole call.
         phases: seconds by phase: `restore` and `unlock` (from level 3), `copy` (with mapping and digests beside it),
@@ -148,6 +154,8 @@ class WakeReport:
     mapped_bytes: int = 0
     restored_bytes: int = 0
     verified_bytes: int = 0
+    kept_bytes: int = 0
+    not_kept: str = ""
     stored_bytes: int = 0
     seconds: float = 0.0
     phases: Mapping[str, float] = field(default_factory=dict)
@@ -167,7 +175,8 @@ class WakeReport:
         return (
             f"{_prefix(self.simulated)}wake: mapped {format_bytes(self.mapped_bytes)} in {self.seconds:.3f} s"
             f" (restored {format_bytes(self.restored_bytes)}{rate}"
-            f"{_stored('from', self.stored_bytes, self.restored_bytes)}, verified {format_bytes(self.verified_bytes)})"
+            f"{_stored('from', self.stored_bytes, self.restored_bytes)}, verified {format_bytes(self.verified_bytes)}"
+            f"{_kept(self.kept_bytes, self.not_kept)})"
             f"{_in(self.place, self.restored_bytes)}{_phases(self.phases)}"
         )
 
@@ -183,6 +192,7 @@ class TagUsage:
         host_bytes: host memory held by their backups; less than what they back up, if they are compressed.
         vault_bytes: of these, what the vault holds; the rest is this process's own memory, pinned but at level 3.
         shared_bytes: of these, what other processes share; each of them counts it. 0 while no vault answers.
+        kept_bytes: of `host_bytes`, what is kept of dropped memory (`sleep(keep=...)`).
         asleep_segments: how many sleep.
         backed_up_bytes: their bytes that have a complete backup, awake or asleep (`prepare` makes this grow).
     """
@@ -193,6 +203,7 @@ class TagUsage:
     host_bytes: int = 0
     vault_bytes: int = 0
     shared_bytes: int = 0
+    kept_bytes: int = 0
     asleep_segments: int = 0
     backed_up_bytes: int = 0
 
@@ -206,8 +217,8 @@ class OperationTotals:
         failures: how many calls raised, and left everything as it was.
         seconds: the total time of those that succeeded.
         phases: their seconds by phase.
-        bytes: by what was done: `freed`, `copied`, `clean`, `found`, `dropped` or `mapped`, `restored`, `verified`; and
-            `stored`, what the copied or restored bytes take in host memory.
+        bytes: by what was done: `freed`, `copied`, `clean`, `found`, `dropped` or `mapped`, `restored`, `verified`;
+            `kept`; and `stored`, what the copied or restored bytes take in host memory.
     """
 
     count: int = 0
@@ -219,9 +230,9 @@ class OperationTotals:
     def plus(self, report: SleepReport | WakeReport) -> OperationTotals:
         """These totals plus one more report."""
         names = (
-            ("freed", "copied", "clean", "found", "dropped", "stored")
+            ("freed", "copied", "clean", "found", "dropped", "kept", "stored")
             if isinstance(report, SleepReport)
-            else ("mapped", "restored", "verified", "stored")
+            else ("mapped", "restored", "verified", "kept", "stored")
         )
         return replace(
             self,
@@ -257,6 +268,12 @@ _LEFT = {
 def _items(left: Mapping[str, int]) -> str:
     items = [f"{format_bytes(left[name])} {words}" for name, words in _LEFT.items() if left.get(name)]
     return f" (about {', '.join(items)})" if items else ""
+
+
+def _kept(nbytes: int, why_not: str) -> str:
+    if why_not:
+        return f", nothing kept: {why_not}"
+    return f", kept {format_bytes(nbytes)}" if nbytes else ""
 
 
 def _in(place: BackupPlace, nbytes: int) -> str:

@@ -22,6 +22,7 @@ _BINARY: dict[str, Callable[[int, int], int]] = {
     "shr": int.__rshift__,
     "ne": int.__ne__,
     "ge": int.__ge__,
+    "lt": int.__lt__,
 }
 
 

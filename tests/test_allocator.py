@@ -451,9 +451,11 @@ class TestInstances:
             "clean": 0,
             "found": 0,
             "dropped": 3 * PAGE,
+            "kept": 0,
             "stored": PAGE,
         }
-        assert totals["wake"].bytes == {"mapped": 4 * PAGE, "restored": PAGE, "verified": PAGE, "stored": PAGE}
+        done = {"mapped": 4 * PAGE, "restored": PAGE, "verified": PAGE, "kept": 0, "stored": PAGE}
+        assert totals["wake"].bytes == done
         assert totals["discard"].bytes["freed"] == PAGE
         for name, first, second in (("sleep", 0, 2), ("wake", 1, 3)):
             assert totals[name].seconds == pytest.approx(reports[first].seconds + reports[second].seconds)

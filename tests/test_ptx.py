@@ -26,12 +26,15 @@ def assembler() -> str:
     return found
 
 
-def test_there_are_two() -> None:
-    assert sorted(kernels()) == ["cumem_sleep_copy", "cumem_sleep_digest"]
+NAMES = ["cumem_sleep_copy", "cumem_sleep_copy_pieces", "cumem_sleep_digest"]
+
+
+def test_there_are_three() -> None:
+    assert sorted(kernels()) == NAMES
 
 
 @pytest.mark.parametrize("architecture", ["sm_75", "sm_80", "sm_90", "sm_100", "sm_120"])
-@pytest.mark.parametrize("name", ["cumem_sleep_copy", "cumem_sleep_digest"])
+@pytest.mark.parametrize("name", NAMES)
 def test_it_can_be_assembled(tmp_path: pathlib.Path, name: str, architecture: str) -> None:
     source, target = tmp_path / "kernel.ptx", tmp_path / "kernel.cubin"
     source.write_text(kernels()[name])
@@ -48,13 +51,14 @@ def words(content: bytes) -> list[int]:
 
 
 @pytest.mark.slow
-def test_the_digest_is_the_reference() -> None:
-    """The second block has the second chunk of the table, which is any chunk of its content."""
-    content = np.random.default_rng(5).bytes(CHUNK_BYTES)
-    number = (1 << 32) + 3
+@pytest.mark.parametrize("nbytes", [CHUNK_BYTES, 16, 8192, 8208, 32768, 32768 + 16400, 65536 + 32752])
+def test_the_digest_is_the_reference(nbytes: int) -> None:
+    """The second block has the second chunk of the table, which is any chunk of its content, whole or short."""
+    content = np.random.default_rng(5).bytes(nbytes)
+    number = (1 << 32) - 3
     memory = Memory()
     memory.words |= {CONTENT + 8 * at: word for at, word in enumerate(words(content))}
-    memory.put_pair(TABLE + 16, (CONTENT, number))
+    memory.put_pair(TABLE + 16, (CONTENT, number | nbytes << 32))
     Kernel(kernels()["cumem_sleep_digest"]).run(memory, {"chunks": TABLE, "sums": SUMS}, block=1, blocks=2, threads=512)
     assert memory.pair(SUMS + 16) == sums_of(np.frombuffer(content, np.uint8), number)
     assert SUMS not in memory.words
@@ -71,3 +75,22 @@ def test_the_copy_is_whole_and_no_more(blocks: int, pairs: int) -> None:
         kernel.run(memory, {"target": TABLE, "source": CONTENT, "bytes": 16 * pairs}, block, blocks, threads=32)
     copied = {address: word for address, word in memory.words.items() if address < CONTENT}
     assert copied == {TABLE + 8 * at: word for at, word in enumerate(content[: 2 * pairs])}
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 7])
+def test_the_copies_of_a_table_are_whole_and_no_more(blocks: int) -> None:
+    content = words(np.random.default_rng(7).bytes(16 * 700))
+    memory = Memory()
+    memory.words |= {CONTENT + 8 * at: word for at, word in enumerate(content)}
+    expected, source = {}, 0
+    pairs = [0, 1, 31, 128, 300]
+    for number, count in enumerate(pairs):
+        target = SUMS + 8192 * (len(pairs) - number)
+        memory.put_pair(TABLE + 32 * number, (target, CONTENT + source))
+        memory.put_pair(TABLE + 32 * number + 16, (16 * count, 0))
+        expected.update({target + 8 * at: content[source // 8 + at] for at in range(2 * count)})
+        source += 16 * (count + 1)
+    kernel = Kernel(kernels()["cumem_sleep_copy_pieces"])
+    for block in range(blocks):
+        kernel.run(memory, {"pieces": TABLE, "count": len(pairs)}, block, blocks, threads=32)
+    assert {address: word for address, word in memory.words.items() if SUMS <= address < CONTENT} == expected

@@ -34,6 +34,18 @@ bool is_reached(const Call& call, const Footprint& footprint) {
     return call.sim.settings.host_pointers && !footprint.pageable();
 }
 
+// For `transfer_all`: from host memory to a file, and back.
+auto writing_from(const char* source) {
+    return [source](int file, std::size_t at, std::size_t size, off_t offset) {
+        return syscall(SYS_pwrite64, file, source + at, size, offset);
+    };
+}
+auto reading_to(char* target) {
+    return [target](int file, std::size_t at, std::size_t size, off_t offset) {
+        return syscall(SYS_pread64, file, target + at, size, offset);
+    };
+}
+
 std::function<bool()> copy(Call& call, Footprint& footprint, void** arguments, Grid) {
     const auto target = *static_cast<CUdeviceptr*>(arguments[0]);
     const auto source = *static_cast<const char**>(arguments[1]);
@@ -43,10 +55,7 @@ std::function<bool()> copy(Call& call, Footprint& footprint, void** arguments, G
     const bool reaches =
         is_reached(call, footprint) && (target | reinterpret_cast<CUdeviceptr>(source) | bytes) % 16 == 0;
     return [=, mappings = mappings_of(call.sim, target, bytes)] {
-        return reaches && transfer_all(mappings, target, bytes,
-                                       [source](int file, std::size_t at, std::size_t size, off_t offset) {
-                                           return syscall(SYS_pwrite64, file, source + at, size, offset);
-                                       });
+        return reaches && transfer_all(mappings, target, bytes, writing_from(source));
     };
 }
 
@@ -76,6 +85,47 @@ class HostCopies {
     const int file_;
 };
 
+struct Piece {
+    std::uint64_t target, source, bytes, unused;
+    bool operator==(const Piece& other) const {
+        return target == other.target && source == other.source && bytes == other.bytes;
+    }
+};
+
+// One side of each piece is device memory. The table is read twice, as that of `digest`.
+std::function<bool()> copy_pieces(Call& call, Footprint& footprint, void** arguments, Grid) {
+    const auto table = *static_cast<const Piece**>(arguments[0]);
+    const auto count = static_cast<std::size_t>(*static_cast<std::uint64_t*>(arguments[1]));
+    const std::size_t table_bytes = count * sizeof(Piece);
+    footprint.add_host_memory(call.sim, table, table_bytes, Access::kRead);
+    std::vector<Piece> pieces(count);
+    require(HostCopies().copy(pieces.data(), table, table_bytes), CUDA_ERROR_INVALID_VALUE);
+    auto alignment = reinterpret_cast<std::uint64_t>(table);
+    std::vector<std::function<bool()>> copies;
+    for (const auto& [target, source, bytes, unused] : pieces) {
+        alignment |= target | source | bytes;
+        auto* const host = reinterpret_cast<char*>(overlaps_reservation(call.sim, target, bytes) ? source : target);
+        if (host == reinterpret_cast<char*>(source)) {
+            footprint.add_device_memory(call.sim, target, bytes, Access::kWrite);
+            footprint.add_host_memory(call.sim, host, bytes, Access::kRead);
+            copies.emplace_back([=, to = target, nbytes = bytes, mappings = mappings_of(call.sim, target, bytes)] {
+                return transfer_all(mappings, to, nbytes, writing_from(host));
+            });
+        } else {
+            footprint.add_device_memory(call.sim, source, bytes, Access::kRead);
+            footprint.add_host_memory(call.sim, host, bytes, Access::kWrite);
+            copies.emplace_back([=, from = source, nbytes = bytes, mappings = mappings_of(call.sim, source, bytes)] {
+                return transfer_all(mappings, from, nbytes, reading_to(host));
+            });
+        }
+    }
+    return [=, reaches = is_reached(call, footprint) && alignment % 16 == 0] {
+        std::vector<Piece> now(count);
+        if (!reaches || !HostCopies().copy(now.data(), table, table_bytes) || now != pieces) return false;
+        return std::all_of(copies.begin(), copies.end(), [](const auto& each) { return each(); });
+    };
+}
+
 using Sums = std::array<std::uint64_t, 2>;
 
 constexpr std::size_t kLanes = 2048, kRows = 64, kChunkBytes = kLanes * kRows * 8;
@@ -89,28 +139,31 @@ std::uint64_t mixed(std::uint64_t state) {
 }
 
 // The definition is in `cumem_sleep/digest/reference.py`.
-Sums digest_of(const std::uint64_t* words, std::uint64_t number) {
+Sums digest_of(const std::uint64_t* words, std::size_t count, std::uint64_t number) {
     std::array<Sums, kLanes> lanes;
     for (std::size_t lane = 0; lane < kLanes; ++lane) {
         const std::uint64_t start = number * kLanes + lane + 1;
         lanes[lane] = {start * 0xD6E8FEB86659FD93ull, start * 0xA0761D6478BD642Full};
     }
-    for (std::size_t row = 0; row < kRows; ++row)
-        for (auto& [a, b] : lanes) {
-            const std::uint64_t word = *words++;
-            a = (a ^ word) * 0x9E3779B97F4A7C15ull;
-            a ^= a >> 32;
-            b = (b ^ (word << 32 | word >> 32)) * 0xBF58476D1CE4E5B9ull;
-            b ^= b >> 29;
-        }
+    for (std::size_t at = 0; at < count; ++at) {
+        auto& [a, b] = lanes[at % kLanes];
+        const std::uint64_t word = words[at];
+        a = (a ^ word) * 0x9E3779B97F4A7C15ull;
+        a ^= a >> 32;
+        b = (b ^ (word << 32 | word >> 32)) * 0xBF58476D1CE4E5B9ull;
+        b ^= b >> 29;
+    }
     Sums sums{};
     for (const auto& [a, b] : lanes) sums = {sums[0] + mixed(a), sums[1] + mixed(b)};
     return sums;
 }
 
 struct Chunk {
-    std::uint64_t address, number;
-    bool operator==(const Chunk& other) const { return address == other.address && number == other.number; }
+    std::uint64_t address;
+    std::uint32_t number, bytes;
+    bool operator==(const Chunk& other) const {
+        return address == other.address && number == other.number && bytes == other.bytes;
+    }
 };
 
 constexpr unsigned int kThreads = 512;
@@ -129,10 +182,11 @@ std::function<bool()> digest(Call& call, Footprint& footprint, void** arguments,
     auto alignment = reinterpret_cast<std::uint64_t>(table) | reinterpret_cast<std::uint64_t>(sums);
     std::vector<std::vector<std::shared_ptr<Mapping>>> mappings;
     for (const Chunk& chunk : chunks) {
-        alignment |= chunk.address;
-        footprint.add_host_memory(call.sim, reinterpret_cast<const void*>(chunk.address), kChunkBytes, Access::kRead);
-        mappings.push_back(overlaps_reservation(call.sim, chunk.address, kChunkBytes)
-                               ? mappings_of(call.sim, chunk.address, kChunkBytes)
+        require(chunk.bytes <= kChunkBytes, CUDA_ERROR_INVALID_VALUE);
+        alignment |= chunk.address | chunk.bytes;
+        footprint.add_host_memory(call.sim, reinterpret_cast<const void*>(chunk.address), chunk.bytes, Access::kRead);
+        mappings.push_back(overlaps_reservation(call.sim, chunk.address, chunk.bytes)
+                               ? mappings_of(call.sim, chunk.address, chunk.bytes)
                                : std::vector<std::shared_ptr<Mapping>>());
     }
     return [=, reaches = is_reached(call, footprint) && alignment % 16 == 0] {
@@ -142,14 +196,10 @@ std::function<bool()> digest(Call& call, Footprint& footprint, void** arguments,
         std::vector<std::uint64_t> words(kChunkBytes / 8);
         auto* const bytes = reinterpret_cast<char*>(words.data());
         for (std::size_t at = 0; at < chunks.size(); ++at) {
-            const auto& [address, number] = chunks[at];
-            const auto read = [bytes](int file, std::size_t from, std::size_t size, off_t offset) {
-                return syscall(SYS_pread64, file, bytes + from, size, offset);
-            };
-            const bool found = mappings[at].empty()
-                                   ? host.copy(bytes, reinterpret_cast<const void*>(address), kChunkBytes)
-                                   : transfer_all(mappings[at], address, kChunkBytes, read);
-            const Sums of_chunk = digest_of(words.data(), number);
+            const auto& [address, number, size] = chunks[at];
+            const bool found = mappings[at].empty() ? host.copy(bytes, reinterpret_cast<const void*>(address), size)
+                                                    : transfer_all(mappings[at], address, size, reading_to(bytes));
+            const Sums of_chunk = digest_of(words.data(), size / 8, number);
             if (!found || !host.copy(&sums[at], &of_chunk, sizeof(Sums))) return false;
         }
         return true;
@@ -160,7 +210,11 @@ struct Kernel {
     const char* name;
     Launch launch;
 };
-constexpr Kernel kKernels[] = {{"cumem_sleep_copy", copy}, {"cumem_sleep_digest", digest}};
+constexpr Kernel kKernels[] = {
+    {"cumem_sleep_copy_pieces", copy_pieces},  // before the one whose name begins like it
+    {"cumem_sleep_copy", copy},
+    {"cumem_sleep_digest", digest},
+};
 
 // The handles of a kernel's module and of its function are the kernel itself.
 template <typename Handle>

@@ -10,6 +10,7 @@ from ..core.extents import Extent, Ranges
 from ..digest.reference import Digest
 from ..errors import InvalidState
 from .backup import Backup
+from .kept import KeptRanges
 from .tier import Content, Footprint, Tier
 
 _Sleep = _core.Segment.Sleep
@@ -25,11 +26,13 @@ class Catalogue:
 
     Attributes:
         tiers: those that have been opened, among them every one that a backup lies in.
+        kept: what is kept of dropped segments; it gives way to backups.
     """
 
     def __init__(self, retain: bool) -> None:
         self._retain = retain
         self.tiers: list[Tier] = []
+        self.kept = KeptRanges(retain)
         self._backups: dict[int, dict[Ranges, Backup]] = {}  # by the segments' ids
 
     def __iter__(self) -> Iterator[Backup]:
@@ -158,6 +161,7 @@ class Catalogue:
         That is: backups of what was freed or dropped, incomplete ones, and those that the settings do not retain.
         """
         _core.take_freed()  # the search below finds these anyway
+        self.kept.prune()
         self._release([backup for backup in self if not self._is_needed(backup)])
         self._set_needed([b for b in self if b.complete and b.segment.sleep == _Sleep.AWAKE], needed=False)
 
@@ -166,6 +170,7 @@ class Catalogue:
         while freed := _core.take_freed():  # other threads may free more meanwhile
             backups = [backup for segment_id in freed for backup in self._backups.get(segment_id, {}).values()]
             self.forget({backup.segment.id for backup in backups if backup.segment.freed})
+            self.kept.prune()
 
     def _release(self, backups: Sequence[Backup]) -> None:
         for backup in backups:

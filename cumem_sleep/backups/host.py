@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from functools import partial
 from types import TracebackType
 from typing import cast
@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import _core, host_facts
-from ..core.extents import Extent, Lane, Transfers
-from ..core.pinned import node_of
+from ..core.extents import Extent, Lane, PieceTable, Transfers
+from ..core.pinned import node_of, pinned_table
 from ..core.tuning import Tuning
 from ..errors import InvalidState
 from ..report import BackupPlace
@@ -23,11 +23,15 @@ from ..settings import Settings
 from .tier import Footprint, HostLimit, Tier, Turn, budget_limits
 
 _MOST_PREFAULT_THREADS = 16
+_ROW_BYTES = 32  # of a piece in the table of a kernel
+_LEAST_ROWS = 512  # of such a table: it stays pinned from one operation to the next
 _HEAP_BYTES = 16 << 10  # more than the driver allocates when it registers a block
 
 
 class HostTier(Tier):
     """Extents are blocks of host memory: address space once reserved, pinned pages once written, until `unpin`."""
+
+    keeps_ranges = True
 
     def __init__(self, settings: Settings, tuning: Tuning, turn: Turn) -> None:
         self._settings = settings
@@ -164,6 +168,10 @@ class HostTransfers(Transfers):
         """A lane in the order of `stream`."""
         return HostLane(stream, self)
 
+    def table(self, nbytes: int, device: int) -> _core.HostBlock:
+        """Pinned memory for a table of a kernel, until these are left."""
+        return self._stack.enter_context(closing(pinned_table(nbytes, device)))
+
     def have_pinned(self, block: _core.HostBlock, device: int) -> None:
         """Make sure that its pages are faulted in and registered.
 
@@ -188,6 +196,8 @@ class HostLane(Lane):
     def __init__(self, stream: _core.CopyStream, transfers: HostTransfers) -> None:
         super().__init__(stream)
         self._transfers = transfers
+        self._table: _core.HostBlock | None = None  # of pieces that a kernel copies
+        self._used, self._rows = 0, 0
 
     def pin(self, extents: Iterable[Extent]) -> None:
         """Register what has been unpinned; its pages are there. Most of that is hidden by the copies before it."""
@@ -206,6 +216,34 @@ class HostLane(Lane):
         self.pin([extent])
         copy = self.stream.to_device_by_kernel if by_kernel else self.stream.to_device
         copy(address, cast(_core.HostBlock, extent), offset, nbytes)
+
+    def write_pieces(self, extent: Extent, pieces: PieceTable) -> None:
+        """By a kernel, where it reaches host memory."""
+        self._transfers.have_pinned(cast(_core.HostBlock, extent), self.stream.device)
+        if not self._by_kernel(extent, pieces, to_host=True):
+            super().write_pieces(extent, pieces)
+
+    def read_pieces(self, extent: Extent, pieces: PieceTable) -> None:
+        """By a kernel, where it reaches host memory."""
+        self.pin([extent])
+        if not self._by_kernel(extent, pieces, to_host=False):
+            super().read_pieces(extent, pieces)
+
+    def _by_kernel(self, extent: Extent, pieces: PieceTable, *, to_host: bool) -> bool:
+        if not _core.device_info(self.stream.device).host_pointers:
+            return False
+        if self._table is None or self._used + len(pieces) > self._rows:
+            self._used, self._rows = 0, max(len(pieces), _LEAST_ROWS)
+            self._table = self._transfers.table(_ROW_BYTES * self._rows, self.stream.device)
+        block = cast(_core.HostBlock, extent)
+        self.stream.copy_pieces(self._table, self._used, block, np.ascontiguousarray(pieces), to_host=to_host)
+        self._used += len(pieces)
+        return True
+
+    def synchronize(self) -> None:
+        """From then on the table can be used anew."""
+        super().synchronize()
+        self._used = 0
 
 
 class _Releasing:

@@ -57,11 +57,15 @@ class BackupRoom:
     def check(self, needed: int, keep: Iterable[_core.Segment]) -> None:
         """Raise if a limit leaves too little room, or evict as many retained backups as needed, oldest first.
 
+        What is kept of dropped segments gives way before them.
+
         Raises:
             OutOfHostMemory: a limit leaves too little; nothing was evicted.
         """
         limits = self.tier.limits(needed) if needed else []
         short = [limit for limit in limits if limit.available_bytes < needed]
+        if short and self._catalogue.kept.give_up("backups needed the host memory"):
+            short = [limit for limit in self.tier.limits(needed) if limit.available_bytes < needed]
         if not short:
             return
         kept = {segment.id for segment in keep}
@@ -139,8 +143,16 @@ class BackupRoom:
                     adopted.append(segment)
         return adopted
 
+    def left_bytes(self, segments: Sequence[_core.Segment]) -> int:
+        """What the limits leave for what may be kept, once `segments` are backed up, and what is kept now is not."""
+        if not self.tier.keeps_ranges:
+            return 0
+        available = min((limit.available_bytes for limit in self.tier.limits()), default=0)
+        return max(0, available + self._catalogue.kept.bytes - self.needed_bytes(segments, compressed=False))
+
     def unpin(self) -> None:
         """Let the tiers unpin all backups; each is pinned again when it is next copied."""
+        self._catalogue.kept.unpin()
         for backup in self._catalogue:
             backup.tier.unpin(backup.extents)
 
@@ -152,6 +164,7 @@ class BackupRoom:
     def settle(self) -> None:
         """Forget backups that nobody can need, and return when all that was released has gone back to the system."""
         self._catalogue.prune()
+        self._catalogue.kept.release_spare()
         for tier in self._catalogue.tiers:
             tier.finish_releasing()
 

@@ -68,10 +68,15 @@ class Footprint(NamedTuple):
 class Tier(ABC):
     """A place for extents. Not thread safe: the allocator's lock guards it.
 
+    Attributes:
+        keeps_ranges: whether it is a place for what is kept of dropped segments as well (`backups.kept`).
+
     What every tier does is abstract. The rest is in four groups, of which a tier overrides all or nothing: those whose
     extents other processes may share, or that evict by themselves; those of another process; those that pin memory in
     this process; and those that do some of their work in a thread.
     """
+
+    keeps_ranges = False
 
     # What every tier does
 

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 
 Ranges = tuple[tuple[int, int], ...]  # of one segment: (offset, bytes), each of whole chunks of its digest, in order
+RangeTable = npt.NDArray[np.int64]  # of one segment: rows of offset and bytes, multiples of 16, in order
+PieceTable = npt.NDArray[np.int64]  # rows of a device address, an offset in one extent, and bytes, multiples of 16
 
 
 class Extent(Protocol):
@@ -77,6 +79,20 @@ class Lane(ABC):
         Raises:
             DriverError, OutOfHostMemory: refused; nothing was begun.
         """
+
+    def write_pieces(self, extent: Extent, pieces: PieceTable) -> None:
+        """Begin to copy all of `pieces` from the device to `extent`.
+
+        Raises:
+            DriverError, OutOfHostMemory: not all was begun.
+        """
+        for address, offset, nbytes in pieces.tolist():
+            self.write(extent, offset, address, nbytes)
+
+    def read_pieces(self, extent: Extent, pieces: PieceTable) -> None:
+        """Begin to copy all of `pieces` from `extent` to the device; raises as `write_pieces`."""
+        for address, offset, nbytes in pieces.tolist():
+            self.read(address, extent, offset, nbytes)
 
     def join(self) -> None:  # noqa: B027
         """Make kernels launched on the stream from here on see the bytes of all copies that were begun before.

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
-from itertools import accumulate, chain, groupby
+from itertools import accumulate
 
 import numpy as np
+import numpy.typing as npt
 
 from .. import _core
 from ..core import log
-from ..core.extents import Lane, Piece, Ranges
+from ..core.extents import Lane, Piece, RangeTable
 from ..core.pinned import bounce_block, pinned_block
 from ..core.segments import by_device, describe
 from ..core.tuning import Tuning
 from ..errors import BackupMismatch, DriverError, OutOfHostMemory
 from .kernel import GpuSums
-from .reference import CHUNK_BYTES, Digest, Words, digests_from, sums_of
+from .reference import CHUNK_BYTES, Digest, Words, chunks_of, digests_from, sums_of
 
-_Content = tuple[int, int, int]  # address, bytes, and the number of the first chunk in what is digested
+_Contents = npt.NDArray[np.int64]  # rows: address, bytes, and the number of the first chunk in what is digested
 _OUT_OF_MEMORY = "CUDA_ERROR_OUT_OF_MEMORY"
 
 
@@ -51,7 +52,7 @@ class DeviceDigester:
             return
         with closing(pinned_block(CHUNK_BYTES, device)) as block, closing(GpuSums(device, 1)) as sums:
             try:
-                sums.start([(block.address, CHUNK_BYTES)])
+                sums.start(np.array([(block.address, CHUNK_BYTES, 0)]))
                 sums.finish()
             except DriverError as error:
                 self.do_without_kernel(device, error)
@@ -94,15 +95,25 @@ class DeviceDigester:
 class DigestRun:
     """Digests of segments that become ready one after another: the GPU computes them while the next are copied.
 
-    `segments` are all that may be digested; they need not be mapped yet. A context manager; leaving it waits.
+    A context manager; leaving it waits.
+
+    Args:
+        segments: all that may be digested; they need not be mapped yet.
+        ranges: by id, of segments that are not digested as a whole, but as if these lay one after another.
     """
 
-    def __init__(self, digester: DeviceDigester, segments: Sequence[_core.Segment]) -> None:
+    def __init__(
+        self,
+        digester: DeviceDigester,
+        segments: Sequence[_core.Segment],
+        ranges: Mapping[int, RangeTable] | None = None,
+    ) -> None:
         self._digester = digester
         self._segments = segments
+        self._ranges = ranges or {}
         self._sums: dict[int, GpuSums] = {}  # by device
         self._without_kernel: set[int] = set()  # devices on which it has failed in this run
-        self._started: list[tuple[_core.Segment, list[_Content]]] = []
+        self._started: list[tuple[_core.Segment, _Contents]] = []
         self._copy_sums: Words
 
     def __enter__(self) -> DigestRun:
@@ -112,18 +123,15 @@ class DigestRun:
         while self._sums:
             self._sums.popitem()[1].close()
 
-    def start(self, segments: Sequence[_core.Segment], ranges: Ranges = ()) -> None:
+    def start(self, segments: Sequence[_core.Segment]) -> None:
         """Begin to digest these, whose bytes are in place. On the CPU, `finish` does the work.
-
-        Args:
-            ranges: of each segment, which are digested as if they lay one after another; (): all of it.
 
         Raises:
             DriverError, OutOfHostMemory: the driver refused.
         """
         for device, mine in by_device(segments).items():
-            contents = [_contents(segment, ranges) for segment in mine]
-            self._begin(device, [*chain.from_iterable(contents)])
+            contents = [self._contents(segment) for segment in mine]
+            self._begin(device, np.concatenate(contents))
             self._started += zip(mine, contents, strict=True)
 
     def finish(self) -> dict[int, Digest]:
@@ -140,9 +148,9 @@ class DigestRun:
             if device in self._sums and device not in self._without_kernel:
                 sums = self._sums[device].finish()
             else:
-                sums = self._through_host(device, [*chain.from_iterable(contents for _, contents in mine)])
+                sums = self._through_host(device, np.concatenate([contents for _, contents in mine]))
             firsts = [*accumulate((len(contents) for _, contents in mine[:-1]), initial=0)]
-            sizes = [sum(nbytes for _, nbytes, _ in contents) for _, contents in mine]
+            sizes = [int(contents[:, 1].sum()) for _, contents in mine]
             values = digests_from(np.add.reduceat(sums, firsts, axis=0), sizes)
             digests.update(zip((segment.id for segment, _ in mine), values, strict=True))
         return digests
@@ -169,7 +177,7 @@ class DigestRun:
         Raises:
             DriverError, OutOfHostMemory: the memory could not be read.
         """
-        contents = [(address, nbytes, offset // CHUNK_BYTES)]
+        contents = np.array([(address, nbytes, offset // CHUNK_BYTES)])
         began = self._begin(segment.device, contents)
         self._copy_sums += (
             self._sums[segment.device].finish() if began else self._through_host(segment.device, contents)
@@ -188,7 +196,7 @@ class DigestRun:
             DriverError: the driver refused.
         """
         first_chunk = (piece.address - segment.address) // CHUNK_BYTES
-        contents = [(piece.extent.address + piece.offset, piece.bytes, first_chunk)]
+        contents = np.array([(piece.extent.address + piece.offset, piece.bytes, first_chunk)])
         if lane.kernels_reach and self._begin(segment.device, contents):
             self._copy_sums += self._sums[segment.device].finish()
         else:
@@ -199,13 +207,20 @@ class DigestRun:
         """The digest of the copy, once all of its pieces were added."""
         return digests_from(self._copy_sums, [segment.bytes])[0]
 
-    def _through_host(self, device: int, contents: Sequence[_Content]) -> Words:
+    def _contents(self, segment: _core.Segment) -> _Contents:
+        ranges = self._ranges.get(segment.id)
+        if ranges is None:
+            return np.array([(segment.address, segment.bytes, 0)])
+        chunks = chunks_of(ranges[:, 1])
+        return np.column_stack((ranges[:, 0] + segment.address, ranges[:, 1], np.cumsum(chunks) - chunks))
+
+    def _through_host(self, device: int, contents: _Contents) -> Words:
         """The reference on device memory through host memory; works wherever the driver does."""
-        most_bytes = min(self._digester._tuning.bounce_bytes, max(nbytes for _, nbytes, _ in contents))
+        most_bytes = min(self._digester._tuning.bounce_bytes, int(contents[:, 1].max()))
         sums = np.zeros((len(contents), 2), np.uint64)
         with closing(bounce_block(most_bytes, device)) as block, _core.CopyStream(device) as stream:
             bounced = np.frombuffer(memoryview(block), np.uint8)
-            for number, (address, size, first_chunk) in enumerate(contents):
+            for number, (address, size, first_chunk) in enumerate(contents.tolist()):
                 for start in range(0, size, block.bytes):
                     _core.stop_if_asked()
                     nbytes = min(block.bytes, size - start)
@@ -215,27 +230,18 @@ class DigestRun:
                     sums[number] += np.array(part, np.uint64)
         return sums
 
-    def _begin(self, device: int, contents: Sequence[_Content]) -> bool:
+    def _begin(self, device: int, contents: _Contents) -> bool:
         """Begin to digest these on the GPU; False if the CPU has to, and then until the end of this run."""
         if device in self._without_kernel or not self._digester.kernel_runs_on(device):
             self._without_kernel.add(device)
             return False
         try:
             if device not in self._sums:
-                mine = (segment for segment in self._segments if segment.device == device)
-                self._sums[device] = GpuSums(device, sum(segment.bytes for segment in mine) // CHUNK_BYTES)
-            for first_chunk, some in groupby(contents, lambda content: content[2]):  # one launch for whole segments
-                self._sums[device].start([(address, nbytes) for address, nbytes, _ in some], first_chunk)
+                mine = (self._contents(segment) for segment in self._segments if segment.device == device)
+                self._sums[device] = GpuSums(device, int(sum(chunks_of(each[:, 1]).sum() for each in mine)))
+            self._sums[device].start(contents)
         except (DriverError, OutOfHostMemory) as error:
             self._without_kernel.add(device)
             self._digester.do_without_kernel(device, error)
             return False
         return True
-
-
-def _contents(segment: _core.Segment, ranges: Ranges) -> list[_Content]:
-    contents, first_chunk = [], 0
-    for offset, nbytes in ranges or ((0, segment.bytes),):
-        contents.append((segment.address + offset, nbytes, first_chunk))
-        first_chunk += -(-nbytes // CHUNK_BYTES)
-    return contents

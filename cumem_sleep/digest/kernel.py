@@ -5,29 +5,26 @@ The table of chunks and their sums are in pinned host memory, so that a full GPU
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import accumulate
-
 import numpy as np
 import numpy.typing as npt
 
 from .. import _core
 from ..core.pinned import pinned_table
-from .reference import CHUNK_BYTES
+from .reference import chunks_of
 
 
 class GpuSums:
     """Both sums of several contents, computed on its own stream.
 
-    A content is (address, bytes) of memory that the GPU can access: device memory or pinned host memory. It consists of
-    whole chunks (segments and pieces of a backup are multiples of 2 MiB).
+    A content is (address, bytes, number of its first chunk) of memory that the GPU can access: device memory or pinned
+    host memory. Its address and size are multiples of 16; its last chunk may be a short one.
 
     Args:
         chunks: the most chunks that are started between two calls of `finish`; the table has 32 bytes for each.
     """
 
     def __init__(self, device: int, chunks: int) -> None:
-        self._firsts: list[int] = []
+        self._firsts: list[npt.NDArray[np.int64]] = []
         self._used = 0
         self._block = pinned_table(32 * chunks, device)
         try:
@@ -37,17 +34,17 @@ class GpuSums:
             self._block.close()
             raise
 
-    def start(self, contents: Sequence[tuple[int, int]], first_chunk: int = 0) -> None:
-        """Begin with these contents, in one launch; the number of each one's first chunk is `first_chunk`.
+    def start(self, contents: npt.NDArray[np.int64]) -> None:
+        """Begin with these contents, of shape (contents, 3), in one launch.
 
         Raises:
             DriverError: the driver refused.
         """
-        if not contents:
+        if not len(contents):
             return
-        count = self._stream.digest(self._block, self._used, contents, first_chunk)
-        chunks = (nbytes // CHUNK_BYTES for _, nbytes in contents[:-1])
-        self._firsts += accumulate(chunks, initial=self._used)
+        count = self._stream.digest(self._block, self._used, np.ascontiguousarray(contents))
+        chunks = chunks_of(contents[:, 1])
+        self._firsts.append(self._used + np.cumsum(chunks) - chunks)
         self._used += count
 
     def finish(self) -> npt.NDArray[np.uint64]:
@@ -58,7 +55,7 @@ class GpuSums:
         """
         self._stream.synchronize()
         firsts, used, self._firsts, self._used = self._firsts, self._used, [], 0
-        sums: npt.NDArray[np.uint64] = np.add.reduceat(self._sums[:used], firsts, axis=0)
+        sums: npt.NDArray[np.uint64] = np.add.reduceat(self._sums[:used], np.concatenate(firsts), axis=0)
         return sums
 
     def close(self) -> None:

@@ -1,6 +1,7 @@
 """Content digests of device memory: 128 bits, position-dependent, the same from the GPU and from NumPy.
 
-The bytes are little-endian 64-bit words, cut into chunks of `CHUNK_BYTES`; a chunk is `ROWS` rows of `LANES` words.
+The bytes are little-endian 64-bit words, cut into chunks of `CHUNK_BYTES`; a chunk is `ROWS` rows of `LANES` words. The
+last chunk may be short: then the chains of lanes for which it has no more words end earlier.
 Each lane walks down its column with two independent chains,
 
     a = (a ^ word) * K;  a ^= a >> s        (all modulo 2^64; the second chain takes the word with its halves swapped)
@@ -48,20 +49,27 @@ class Digest:
         return f"{self.high:016x}{self.low:016x}"
 
 
+def chunks_of(nbytes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """How many chunks contents of so many bytes have, short ones included."""
+    return -(-nbytes // CHUNK_BYTES)
+
+
 def sums_of(
     content: npt.NDArray[np.uint8], first_chunk: int = 0, chunks_at_once: int = _CACHED_CHUNKS
 ) -> tuple[int, int]:
-    """Both sums over the chunks of `content`, whose first chunk is number `first_chunk`; the end is padded with zeros.
+    """Both sums over the chunks of `content`, whose first chunk is number `first_chunk`.
 
-    Sums of pieces that start on chunk boundaries add up (modulo 2^64) to the sums of the whole.
+    The end is padded with zeros to 16 bytes. Sums of pieces that start on chunk boundaries add up (modulo 2^64) to the
+    sums of the whole.
     """
     totals = [0, 0]
+    whole_bytes = content.size - content.size % CHUNK_BYTES
     step = chunks_at_once * CHUNK_BYTES
-    for start in range(0, content.size, step):
-        piece = content[start : start + step]
-        if padding := -piece.size % CHUNK_BYTES:
+    for start in [*range(0, whole_bytes, step), *([whole_bytes] if whole_bytes < content.size else [])]:
+        piece = content[start : min(start + step, whole_bytes) if start < whole_bytes else content.size]
+        if padding := -piece.size % 16:
             piece = np.concatenate([piece, np.zeros(padding, np.uint8)])
-        words = piece.view("<u8").reshape(-1, ROWS, LANES)
+        words = piece.view("<u8").reshape(-(-piece.size // CHUNK_BYTES), -1)
         swapped = (words << np.uint64(32)) | (words >> np.uint64(32))
         numbers = np.arange(len(words), dtype=np.uint64) + np.uint64(first_chunk + start // CHUNK_BYTES)
         for chain, taken in enumerate((words, swapped)):
@@ -72,18 +80,20 @@ def sums_of(
 def _chain_sum(words: Words, numbers: Words, chain: int) -> int:
     multiplier, shift = np.uint64(MULTIPLIERS[chain]), np.uint64(SHIFTS[chain])
     lanes = np.arange(LANES, dtype=np.uint64)
-    state = (numbers[:, None] * np.uint64(LANES) + lanes + np.uint64(1)) * np.uint64(SEEDS[chain])
-    scratch = np.empty_like(state)
-    for row in range(ROWS):
-        np.bitwise_xor(state, words[:, row], out=state)
+    ends = (numbers[:, None] * np.uint64(LANES) + lanes + np.uint64(1)) * np.uint64(SEEDS[chain])
+    scratch = np.empty_like(ends)
+    for first in range(0, words.shape[1], LANES):
+        row = words[:, first : first + LANES]
+        state, shifted = ends[:, : row.shape[1]], scratch[:, : row.shape[1]]
+        np.bitwise_xor(state, row, out=state)
         np.multiply(state, multiplier, out=state)
-        np.right_shift(state, shift, out=scratch)
-        np.bitwise_xor(state, scratch, out=state)
+        np.right_shift(state, shift, out=shifted)
+        np.bitwise_xor(state, shifted, out=state)
     for constant in (*FINAL, None):
-        state ^= state >> np.uint64(33)
+        ends ^= ends >> np.uint64(33)
         if constant is not None:
-            state *= np.uint64(constant)
-    return int(state.sum(dtype=np.uint64))
+            ends *= np.uint64(constant)
+    return int(ends.sum(dtype=np.uint64))
 
 
 def digests_from(sums: Words, sizes: Sequence[int]) -> list[Digest]:

@@ -33,6 +33,11 @@ class Layer:
     fills: list[Callable[[Sequence[_core.Segment]], None]] = field(default_factory=list)
     _warm_devices: set[int] = field(default_factory=set)
 
+    @property
+    def prover(self) -> DeviceDigester | None:
+        """What makes the digests that a wake compares; None: it compares none."""
+        return self.digester if self.settings.verify == "wake" else None
+
     def warm_up(self) -> None:
         """Compile or load what the first sleep and wake would otherwise wait for, once for each device."""
         for device in {segment.device for segment in _core.segments()} - self._warm_devices:

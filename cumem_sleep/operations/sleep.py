@@ -15,6 +15,7 @@ from ..codec.chunks import Encoding
 from ..codec.plan import PLANNED_AT_ONCE, Plan
 from ..codec.workspace import Workspace, close_all
 from ..core import log
+from ..core.extents import RangeTable
 from ..core.levels import SegmentChoice, SegmentGroup
 from ..core.operation import Call
 from ..core.segments import by_device, describe, total_bytes
@@ -34,6 +35,7 @@ def sleep(
     meant: SegmentGroup,
     is_dropped: SegmentChoice,
     operation: str = "sleep",
+    keep: Mapping[int, RangeTable] | None = None,
     *,
     with_left: bool = True,
 ) -> SleepReport:
@@ -47,6 +49,7 @@ def sleep(
         meant: which segments are to sleep.
         is_dropped: whether it sleeps without a backup.
         operation: what the report calls it.
+        keep: what is kept of those that are dropped, by id, if that is possible.
         with_left: whether the report says what is left on the devices.
 
     Raises:
@@ -58,7 +61,8 @@ def sleep(
     if not segments:
         call.agree(timer)
         note = "nothing to do, no memory of these tags is awake; what sleeps stays as it is"
-        return SleepReport(seconds=timer.seconds, note=note, operation=operation)
+        not_kept = note if keep else ""
+        return SleepReport(seconds=timer.seconds, note=note, operation=operation, not_kept=not_kept)
     for tier in layer.store.catalogue.tiers:
         tier.regain()  # what others have still would not be free afterwards
     with _told_if_not_undone(segments), _core.HeldSegments(segments) as held, ExitStack() as copying:
@@ -66,6 +70,7 @@ def sleep(
         backed_up = [segment for segment in held if not is_dropped(segment)]
         with timer("quiesce"):
             quiesce(held)
+        not_kept = _begin_to_keep(layer, keep, backed_up, dropped, timer) if keep else ""
         copied, found = [], []
         if backed_up:
             layer.store.catalogue.claim(backed_up)
@@ -79,6 +84,9 @@ def sleep(
                     if copied:
                         _check_unchanged(layer, backed_up, copied, digests)
                     layer.store.catalogue.require(backed_up, digests.taken)
+        if keep and not not_kept:
+            with timer("keep"):
+                not_kept = layer.store.catalogue.kept.keep(layer.store.room.tier)
         with timer("release"):
             # Unmaps all, calls `_agree`, and maps all again if that raises (`csrc/transitions.cpp`).
             freed_bytes = _core.put_to_sleep(backed_up, dropped, partial(_agree, call, timer, copying))
@@ -92,12 +100,29 @@ def sleep(
         clean_bytes=total_bytes(backed_up) - copied_bytes,
         found_bytes=total_bytes(found),
         dropped_bytes=total_bytes(dropped),
+        kept_bytes=0 if not_kept else sum(int(ranges[:, 1].sum()) for ranges in (keep or {}).values()),
+        not_kept=not_kept,
         left_bytes=left_bytes,
         left=left,
         seconds=timer.seconds,
         phases=timer.phases,
         operation=operation,
     )
+
+
+def _begin_to_keep(
+    layer: Layer,
+    keep: Mapping[int, RangeTable],
+    backed_up: Sequence[_core.Segment],
+    dropped: Sequence[_core.Segment],
+    timer: PhaseTimer,
+) -> str:
+    """Note what is to be kept of `dropped`; returns "", or why none of it is. What is backed up is kept anyway."""
+    mine = [segment for segment in dropped if segment.id in keep and segment.sleep == _Sleep.AWAKE]
+    if len(mine) + sum(segment.id in keep for segment in backed_up) < len(keep):
+        return "some of this memory was asleep or freed when the sleep began"
+    with timer("keep"):
+        return layer.store.catalogue.kept.begin(mine, keep, layer.prover)
 
 
 def _agree(call: Call, timer: PhaseTimer, copying: ExitStack) -> None:
@@ -195,7 +220,8 @@ class _BackingUp:
                 raise  # nothing is left to give up
             self._compressor.give_up(error)
         except OutOfHostMemory:
-            if not any(segment.id in self._changed for segment in in_parts):
+            gave_way = self._store.catalogue.kept.give_up("backups needed the host memory")
+            if not gave_way and not any(segment.id in self._changed for segment in in_parts):
                 raise
             self._was_short = True
             # The old backups of changed segments are worthless, and their memory may be what is missing. Without

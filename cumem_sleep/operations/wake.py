@@ -148,6 +148,9 @@ def wake(layer: Layer, call: Call, meant: SegmentGroup, is_restored: SegmentChoi
                 if checked:
                     with timer("verify"):
                         digests.verify(checked, expected)
+            if is_restored is not None:
+                layer.store.catalogue.kept.give_up("the wake was to restore nothing")
+            kept_bytes, not_kept = layer.store.catalogue.kept.bring_back(dropped, layer.prover, timer)
             call.agree(timer)
             _core.finish_wake(segments)
             layer.store.catalogue.forget(given_up)
@@ -158,6 +161,8 @@ def wake(layer: Layer, call: Call, meant: SegmentGroup, is_restored: SegmentChoi
         mapped_bytes=total_bytes(segments),
         restored_bytes=total_bytes(restored),
         verified_bytes=total_bytes(checked),
+        kept_bytes=kept_bytes,
+        not_kept=not_kept,
         stored_bytes=layer.store.catalogue.stored_bytes(restored),
         seconds=timer.seconds,
         phases=timer.phases,

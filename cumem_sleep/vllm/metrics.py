@@ -27,6 +27,7 @@ class Usage(TypedDict):
     mapped_bytes: int
     host_bytes: int
     vault_bytes: int
+    kept_bytes: int
     shared_bytes: int
     asleep_segments: int
     backed_up_bytes: int
@@ -191,6 +192,7 @@ class Collector:
                 samples.add("memory_bytes", usage["bytes"] - usage["mapped_bytes"], **of, state="asleep")
                 samples.add("host_bytes", usage["host_bytes"], **of)
                 samples.add("vault_bytes", usage["vault_bytes"], **of)
+                samples.add("kept_bytes", usage["kept_bytes"], **of)
                 samples.add("shared_bytes", usage["shared_bytes"], **of)
                 samples.add("backed_up_bytes", usage["backed_up_bytes"], **of)
                 samples.add("segments", usage["segments"], **of)

@@ -329,8 +329,8 @@ class TestSharing:
         catalogue.add(backup)
 
         def digest() -> Digest:
-            with DigestRun(DeviceDigester(CuMemAllocator.tuning), [segment]) as run:
-                run.start([segment], ranges)
+            with DigestRun(DeviceDigester(CuMemAllocator.tuning), [segment], {segment.id: np.array(ranges)}) as run:
+                run.start([segment])
                 return run.finish()[segment.id]
 
         with lane_of(tier) as lane:

@@ -154,6 +154,7 @@ class FakeEngine:
                 "host_bytes": backed_up,
                 "vault_bytes": backed_up if self.place["vault"] else 0,
                 "shared_bytes": backed_up // 3 if self.place["vault"] else 0,
+                "kept_bytes": 0,
                 "asleep_segments": 2 if asleep else 0,
                 "backed_up_bytes": backed_up,
             }

@@ -175,6 +175,7 @@ EXPECTED = {
     "host_bytes": [({"tag": "weights"}, 600), ({"tag": "kv_cache"}, 0)],
     "vault_bytes": [({"tag": "weights"}, 0), ({"tag": "kv_cache"}, 0)],
     "shared_bytes": [({"tag": "weights"}, 0), ({"tag": "kv_cache"}, 0)],
+    "kept_bytes": [({"tag": "weights"}, 0), ({"tag": "kv_cache"}, 0)],
     "backed_up_bytes": [({"tag": "weights"}, 600), ({"tag": "kv_cache"}, 0)],
     "segments": [({"tag": "weights"}, 2), ({"tag": "kv_cache"}, 2)],
     "operations_total": [

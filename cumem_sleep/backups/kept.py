@@ -1,0 +1,334 @@
+"""What is kept of dropped segments: ranges of them, whose bytes come back with the wake if nothing goes wrong.
+
+Unlike a backup it is expendable. What cannot be kept, is lost or has to give way fails no sleep and no wake. But then
+nothing else is kept either: whoever asked for it (vLLM's prefix cache) would have to look at every range otherwise.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from .. import _core
+from ..core.extents import Extent, PieceTable, RangeTable
+from ..core.segments import by_device, describe
+from ..digest.device import DeviceDigester, DigestRun
+from ..digest.reference import Digest
+from ..errors import (
+    MOST_ADDRESS,
+    CumemSleepError,
+    InvalidArgument,
+    InvalidArgumentType,
+    InvalidState,
+    OutOfHostMemory,
+    check_integer,
+    shown,
+)
+from ..report import PhaseTimer
+from .backup import extent_sizes
+from .tier import Tier
+
+_Sleep = _core.Segment.Sleep
+_ALIGNMENT = 16  # what a kernel copies at once
+_LANES = 2
+
+
+@dataclass(eq=False)
+class _Place:
+    """Where the ranges that one sleep has kept of one device lie, one after another.
+
+    Attributes:
+        segments: of which it has kept them.
+        extents: all as large as the first, but the last.
+    """
+
+    tier: Tier
+    device: int
+    segments: Sequence[_core.Segment]
+    extents: list[Extent] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class _Kept:
+    """What is kept of one segment, from the byte `first` of its place on."""
+
+    segment: _core.Segment
+    ranges: RangeTable
+    digest: Digest | None = None
+    place: _Place = field(init=False)
+    first: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.ranges[:, 1].sum())
+
+
+class KeptRanges:
+    """All that is kept in this process. Not thread safe: the allocator's lock guards it.
+
+    Args:
+        retain: whether its memory stays while the segments are awake, so that the next sleep need not pin it.
+    """
+
+    def __init__(self, retain: bool) -> None:
+        self._retain = retain
+        self._begun: list[_Kept] = []  # by this sleep
+        self._kept: dict[int, _Kept] = {}  # by the segments' ids
+        self._lost: dict[int, tuple[_core.Segment, str]] = {}  # asleep, but not kept any more, and why
+        self._places: list[_Place] = []  # those that nothing kept lies in any more are spare
+
+    @property
+    def bytes(self) -> int:
+        """How much of the tiers' memory it takes, asleep or spare."""
+        return sum(extent.bytes for place in self._places for extent in place.extents)
+
+    def bytes_of(self, segments: Iterable[_core.Segment]) -> int:
+        """How many bytes are kept of `segments`."""
+        return sum(kept.nbytes for segment in segments if (kept := self._kept.get(segment.id)))
+
+    def host_bytes_of(self, segments: Iterable[_core.Segment]) -> int:
+        """How much of the tiers' memory it takes for the sake of `segments`; each place counts for its first one."""
+        ids = {segment.id for segment in segments}
+        mine = [p for p in self._places if next((s.id for s in p.segments if not s.freed), None) in ids]
+        return sum(extent.bytes for place in mine for extent in place.extents)
+
+    def begin(
+        self, segments: Sequence[_core.Segment], ranges: Mapping[int, RangeTable], digester: DeviceDigester | None
+    ) -> str:
+        """Note which ranges are to be kept, by the segments' ids, and their digests: before the codec borrows memory.
+
+        Args:
+            digester: for digests, with which a wake compares; None: it does not.
+
+        Returns:
+            "", or why none of them is kept. As of `keep`, which follows otherwise.
+        """
+        self._begun = [_Kept(segment, ranges[segment.id]) for segment in segments]
+        return self._unless_refused(lambda: self._digest(digester))
+
+    def keep(self, tier: Tier) -> str:
+        """Copy what `begin` has noted. Nobody writes to it any more.
+
+        Raises:
+            OperationStopped: some may be kept, until `prune`.
+        """
+        return self._unless_refused(lambda: self._keep(tier))
+
+    def _unless_refused(self, work: Callable[[], None]) -> str:
+        try:
+            work()
+        except (CumemSleepError, MemoryError) as error:
+            self._lost.update((kept.segment.id, (kept.segment, str(error))) for kept in self._begun)
+            self.release_spare()
+            return str(error)
+        return ""
+
+    def _digest(self, digester: DeviceDigester | None) -> None:
+        digests = {} if digester is None else _digests(digester, self._begun)
+        for kept in self._begun:
+            kept.digest = digests.get(kept.segment.id)
+
+    def _keep(self, tier: Tier) -> None:
+        if self._begun and not tier.keeps_ranges:
+            raise InvalidState("backups lie in a vault, which keeps no ranges")
+        for device, segments in by_device(kept.segment for kept in self._begun).items():
+            place, nbytes = _Place(tier, device, segments), 0
+            for kept in self._begun:
+                if kept.segment.device == device:
+                    kept.segment.note_backup()
+                    kept.place, kept.first = place, nbytes
+                    nbytes += kept.nbytes
+            self._reserve(place, nbytes)
+        _copy(self._begun, out=True)
+        self._kept.update((kept.segment.id, kept) for kept in self._begun)
+
+    def _reserve(self, place: _Place, nbytes: int) -> None:
+        """Extents for so much: spare ones, and more if the limits leave it, because no backup gives way to this.
+
+        Raises:
+            OutOfHostMemory: they do not.
+        """
+        sizes = extent_sizes(nbytes, None, place.tier.extent_bytes)
+        spare = [p for p in self._spare() if p.tier is place.tier and p.device == place.device]
+        self._places.append(place)
+        for other in spare:
+            while other.extents and len(place.extents) < len(sizes):
+                if other.extents[-1].bytes != sizes[len(place.extents)]:
+                    break
+                place.extents.append(other.extents.pop())
+        lacking = sizes[len(place.extents) :]
+        for limit in place.tier.limits(sum(lacking)):
+            if limit.available_bytes < sum(lacking):
+                raise OutOfHostMemory(sum(lacking), limit.available_bytes, limit.name)
+        place.extents += place.tier.reserve(place.device, lacking)
+
+    def bring_back(
+        self, segments: Sequence[_core.Segment], digester: DeviceDigester | None, timer: PhaseTimer
+    ) -> tuple[int, str]:
+        """Copy what is kept of `segments`, which are mapped again, to where it was.
+
+        Returns:
+            How many bytes came back, all of them proven; and "", or why none of them did.
+
+        Raises:
+            OperationStopped: all is kept still.
+        """
+        why = next((self._lost[segment.id][1] for segment in segments if segment.id in self._lost), "")
+        mine = [kept for segment in segments if (kept := self._kept.get(segment.id))]
+        if mine and not why:
+            with timer("keep"):
+                why = _brought_back(mine, digester)
+        if why:
+            self.give_up(why)
+            return 0, why
+        return sum(kept.nbytes for kept in mine), ""
+
+    def give_up(self, why: str) -> int:
+        """Release all that is kept, and remember why until its segments wake; returns its bytes."""
+        before = self.bytes
+        self._lost.update((kept.segment.id, (kept.segment, why)) for kept in self._kept.values())
+        self._kept.clear()
+        self.release_spare()
+        return before - self.bytes
+
+    def prune(self) -> None:
+        """Release what nobody needs: that of segments that are awake, or were freed."""
+        self._begun = []
+        self._kept = {key: kept for key, kept in self._kept.items() if _is_asleep(kept.segment)}
+        self._lost = {key: lost for key, lost in self._lost.items() if _is_asleep(lost[0])}
+        for place in self._spare():
+            full = place.tier.extent_bytes  # others would not fit the next sleep
+            is_of_use = self._retain and not all(segment.freed for segment in place.segments)
+            self._release(place, sum(extent.bytes == full for extent in place.extents) if is_of_use else 0)
+
+    def release_spare(self) -> None:
+        """Release the memory that nothing kept lies in."""
+        for place in self._spare():
+            self._release(place, 0)
+
+    def unpin(self) -> None:
+        """Let the tiers unpin all; it is pinned again when it comes back."""
+        for place in self._places:
+            place.tier.unpin(place.extents)
+
+    def _spare(self) -> list[_Place]:
+        needed = {kept.place for kept in self._kept.values()}
+        return [place for place in self._places if place not in needed]
+
+    def _release(self, place: _Place, first: int) -> None:
+        """Release its extents from `first` on, and forget it if that leaves none."""
+        released, place.extents = place.extents[first:], place.extents[:first]
+        if not place.extents:
+            self._places.remove(place)
+        place.tier.release(released)
+
+
+def ranges_to_keep(keep: Mapping[int, npt.ArrayLike], segments: Iterable[_core.Segment]) -> dict[int, RangeTable]:
+    """What `CuMemAllocator.sleep` was asked to keep of each segment, by its id: in order, and adjacent ranges joined.
+
+    Raises:
+        InvalidArgument: an address or a range that does not lie in one of `segments`, or ranges that overlap.
+    """
+    if not isinstance(keep, Mapping):
+        raise InvalidArgumentType(f"keep={shown(keep)}: expected ranges by address")
+    ordered = sorted(segments, key=lambda segment: segment.address)
+    addresses = [segment.address for segment in ordered]
+    found: dict[int, list[RangeTable]] = {}
+    for address, rows in keep.items():
+        check_integer("an address to keep", address, minimum=0, maximum=MOST_ADDRESS)
+        segment = ordered[max(0, bisect_right(addresses, address) - 1)] if ordered else None
+        if segment is None or not segment.address <= address < segment.address + segment.bytes:
+            raise InvalidArgument(f"keep: 0x{address:x} is not in memory of this allocator's pools")
+        table = np.asarray(rows)
+        if table.size == 0:
+            continue
+        if table.ndim != 2 or table.shape[1] != 2 or table.dtype.kind not in "iu":
+            raise InvalidArgument(f"keep[0x{address:x}]: expected integers of shape (n, 2): offsets and bytes")
+        offset = address - segment.address
+        if int(table.min()) < -offset or table[:, 1].min() < 0 or int(table.max()) > segment.bytes:
+            raise InvalidArgument(f"keep[0x{address:x}]: a range is not in {describe(segment)}")
+        table = table.astype(np.int64) + np.array((offset, 0))
+        if (table[:, 0] < 0).any() or (table[:, 0] + table[:, 1] > segment.bytes).any():
+            raise InvalidArgument(f"keep[0x{address:x}]: a range is not in {describe(segment)}")
+        if (table & (_ALIGNMENT - 1)).any():
+            raise InvalidArgument(f"keep[0x{address:x}]: expected addresses and bytes that are multiples of 16")
+        found.setdefault(segment.id, []).append(table[table[:, 1] > 0])
+    return {key: _joined(np.concatenate(tables)) for key, tables in found.items() if any(map(len, tables))}
+
+
+def _joined(table: RangeTable) -> RangeTable:
+    table = table[np.argsort(table[:, 0], kind="stable")]
+    ends = table[:, 0] + table[:, 1]
+    if (table[1:, 0] < ends[:-1]).any():
+        raise InvalidArgument("keep: ranges overlap")
+    first = np.flatnonzero(np.concatenate(([True], table[1:, 0] != ends[:-1])))
+    return np.column_stack((table[first, 0], np.add.reduceat(table[:, 1], first)))
+
+
+def _is_asleep(segment: _core.Segment) -> bool:
+    return segment.sleep == _Sleep.DROPPED and not segment.freed
+
+
+def _brought_back(kept: Sequence[_Kept], digester: DeviceDigester | None) -> str:
+    """Copy all of it back, and compare; returns "", or why it is not what was kept."""
+    try:
+        _copy(kept, out=False)
+        digests = {} if digester is None else _digests(digester, kept)
+    except (CumemSleepError, MemoryError) as error:
+        return str(error)
+    changed = [each for each in kept if each.digest != digests.get(each.segment.id)]
+    return f"the digest of what was kept of {describe(changed[0].segment)} differs" if changed else ""
+
+
+def _digests(digester: DeviceDigester, kept: Sequence[_Kept]) -> dict[int, Digest]:
+    segments = [each.segment for each in kept]
+    with DigestRun(digester, segments, {each.segment.id: each.ranges for each in kept}) as run:
+        run.start(segments)
+        return run.finish()
+
+
+def _copy(kept: Sequence[_Kept], *, out: bool) -> None:
+    """Copy to the places, or back; waits for it.
+
+    Raises:
+        DriverError, OutOfHostMemory, OperationStopped: not all is copied, but nothing is in flight.
+    """
+    for place in dict.fromkeys(each.place for each in kept):
+        mine = [each for each in kept if each.place is place]
+        with place.tier.transfers() as transfers, ExitStack() as streams:
+            device = mine[0].segment.device
+            lanes = [transfers.lane(streams.enter_context(_core.CopyStream(device))) for _ in range(_LANES)]
+            if out:
+                transfers.expect(place.extents)
+            for number, (extent, pieces) in enumerate(_by_extent(place, mine)):
+                lane = lanes[number % _LANES]
+                _core.stop_if_asked()
+                lane.synchronize()
+                (lane.write_pieces if out else lane.read_pieces)(extent, pieces)
+            for lane in lanes:
+                lane.synchronize()
+
+
+def _by_extent(place: _Place, kept: Sequence[_Kept]) -> Iterator[tuple[Extent, PieceTable]]:
+    """The pieces of each extent in order, each in one range."""
+    extent_bytes = place.extents[0].bytes
+    address, start, nbytes = np.concatenate([_rows(each) for each in sorted(kept, key=lambda each: each.first)]).T
+    counts = (start + nbytes - 1) // extent_bytes - start // extent_bytes + 1  # extents that a range lies in
+    of = np.repeat(np.arange(len(counts)), counts)
+    number = (start // extent_bytes)[of] + np.arange(len(of)) - (np.cumsum(counts) - counts)[of]
+    begin = np.maximum(start[of], number * extent_bytes)
+    end = np.minimum((start + nbytes)[of], (number + 1) * extent_bytes)
+    pieces = np.column_stack(((address - start)[of] + begin, begin - number * extent_bytes, end - begin))
+    for some in np.split(np.arange(len(of)), np.flatnonzero(np.diff(number)) + 1):
+        yield place.extents[number[some[0]]], pieces[some[0] : some[-1] + 1]
+
+
+def _rows(kept: _Kept) -> npt.NDArray[np.int64]:
+    """Of each range the device's address, where it lies in the place, and its bytes."""
+    nbytes = kept.ranges[:, 1]
+    return np.column_stack((kept.segment.address + kept.ranges[:, 0], kept.first + np.cumsum(nbytes) - nbytes, nbytes))
