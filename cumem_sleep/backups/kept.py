@@ -168,9 +168,12 @@ class KeptRanges:
         place.extents += place.tier.reserve(place.device, lacking)
 
     def bring_back(
-        self, segments: Sequence[_core.Segment], digester: DeviceDigester | None, timer: PhaseTimer
+        self, segments: Sequence[_core.Segment], digester: DeviceDigester | None, timer: PhaseTimer, *, wanted: bool
     ) -> tuple[int, str]:
         """Copy what is kept of `segments`, which are mapped again, to where it was.
+
+        Args:
+            wanted: otherwise all is given up: what it was made with is not restored either.
 
         Returns:
             How many bytes came back, all of them proven; and "", or why none of them did.
@@ -178,6 +181,8 @@ class KeptRanges:
         Raises:
             OperationStopped: all is kept still.
         """
+        if not wanted and self._kept:
+            self.give_up("the wake was not to restore")
         why = next((self._lost[segment.id][1] for segment in segments if segment.id in self._lost), "")
         mine = [kept for segment in segments if (kept := self._kept.get(segment.id))]
         if mine and not why:

@@ -148,9 +148,9 @@ def wake(layer: Layer, call: Call, meant: SegmentGroup, is_restored: SegmentChoi
                 if checked:
                     with timer("verify"):
                         digests.verify(checked, expected)
-            if is_restored is not None:
-                layer.store.catalogue.kept.give_up("the wake was to restore nothing")
-            kept_bytes, not_kept = layer.store.catalogue.kept.bring_back(dropped, layer.prover, timer)
+            kept_bytes, not_kept = layer.store.catalogue.kept.bring_back(
+                dropped, layer.prover, timer, wanted=is_restored is None
+            )
             call.agree(timer)
             _core.finish_wake(segments)
             layer.store.catalogue.forget(given_up)

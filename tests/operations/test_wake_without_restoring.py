@@ -91,6 +91,17 @@ def test_without_backups_there_is_nothing_to_read(allocator: CuMemAllocator, mem
     assert allocator.read_backup(address, PAGE) is None
 
 
+def test_what_was_kept_of_dropped_memory_is_given_up(allocator: CuMemAllocator, memory: Memory) -> None:
+    """A cache that was computed with the old weights."""
+    fill(allocator, memory, [PAGE])
+    (cache,) = fill(allocator, memory, [PAGE], "kv_cache")
+    memory.close()
+    allocator.sleep(keep={cache: [(0, 4096)]})
+    assert allocator.wake_up("weights", restore=False).not_kept == ""
+    woken = allocator.wake_up()
+    assert (woken.kept_bytes, woken.not_kept) == (0, "the wake was not to restore")
+
+
 @pytest.mark.parametrize("restore", [0, None, "no", 1.0])
 def test_only_true_and_false(allocator: CuMemAllocator, restore: object) -> None:
     allocator.malloc(PAGE, "weights")
