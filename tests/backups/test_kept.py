@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 from interrupts import Signals, assert_reached, choose, raises_exactly
-from support import AWAKE, DEVICE_BYTES, MIB, PAGE, forget_devices, in_thread
+from support import AWAKE, DEVICE_BYTES, DROPPED, MIB, PAGE, forget_devices, in_thread
 
 from cumem_sleep import (
     CuMemAllocator,
@@ -626,3 +627,107 @@ class TestFailures:
                 assert cache.kept_bytes == 0
                 assert cache.is_all_there() if operation == "sleep" else cache.is_back()
         assert len(chosen) > 100
+
+
+class TestHistories:
+    """Whatever is done in whatever order: what is said to be back is, and what is not is said."""
+
+    CALLS = ("cuMemcpyDtoHAsync", "cuMemcpyHtoDAsync", "cuLaunchKernel", "cuMemHostRegister", "cuMemMap", "cuMemUnmap")
+
+    @pytest.mark.slow
+    @pytest.mark.usefixtures("by_kernel")
+    @pytest.mark.parametrize("seed", range(4))
+    def test_at_random(self, make_allocator: MakeAllocator, seed: int) -> None:
+        random = np.random.default_rng(seed)
+        self.allocator = make_allocator(host_budget_bytes=6 * PAGE, retain_backups=bool(seed % 2))
+        self.contents: dict[int, bytes] = {}
+        self.kept: dict[int, Ranges] = {}  # by the addresses of what sleeps
+        self.kept_ever = self.lost_ever = 0
+        for _ in range(3):
+            self.malloc(random)
+        acts = [self.sleep, self.sleep, self.wake, self.wake, self.malloc, self.free, self.damage, self.others]
+        for _ in range(150):
+            act = acts[random.integers(len(acts))]
+            if random.random() < 0.2:
+                sim.fail(str(random.choice(self.CALLS)), after=int(random.integers(8)), error="CUDA_ERROR_UNKNOWN")
+            act(random)
+            sim.reset()
+            for segment in _core.segments():
+                if segment.sleep == AWAKE:
+                    assert ctypes.string_at(segment.address, segment.bytes) == self.contents[segment.address]
+        assert self.kept_ever > 10
+        assert self.lost_ever
+
+    def malloc(self, random: np.random.Generator) -> None:
+        if len(self.contents) < 6:
+            pages, tag = int(random.integers(1, 3)), str(random.choice(["kv_cache", "kv_cache", "weights"]))
+            with contextlib.suppress(CumemSleepError):
+                address = self.allocator.malloc(pages * PAGE, tag)
+                self.fill([address], random)
+
+    def fill(self, addresses: Iterable[int], random: np.random.Generator) -> None:
+        for address in addresses:
+            (segment,) = (each for each in _core.segments() if each.address == address)
+            self.contents[address] = random.bytes(segment.bytes)
+            ctypes.memmove(address, self.contents[address], segment.bytes)
+
+    def free(self, random: np.random.Generator) -> None:
+        if self.contents:
+            address = int(random.choice([*self.contents]))
+            with contextlib.suppress(CumemSleepError):
+                self.allocator.free(address)
+                del self.contents[address]
+                self.kept.pop(address, None)
+
+    def sleep(self, random: np.random.Generator) -> None:
+        awake = [segment for segment in _core.segments() if segment.sleep == AWAKE]
+        keep = {}
+        for segment in awake:
+            blocks = random.permutation(segment.bytes // 4096)[: random.integers(300)] * 4096
+            keep[segment.address] = np.column_stack((blocks, np.full(len(blocks), 4096)))
+        try:
+            report = self.allocator.sleep(keep=keep)
+        except CumemSleepError:
+            assert all(segment.sleep == AWAKE for segment in awake)
+            return
+        if report.kept_bytes:
+            assert report.kept_bytes == sum(int(rows[:, 1].sum()) for rows in keep.values())
+            dropped = {segment.address for segment in awake if segment.tag == "kv_cache"}
+            self.kept.update((address, rows) for address, rows in keep.items() if address in dropped and len(rows))
+            self.kept_ever += 1
+
+    def wake(self, random: np.random.Generator) -> None:
+        tag = str(random.choice(["weights", "kv_cache", ""])) or None
+        dropped = [segment for segment in _core.segments() if segment.sleep == DROPPED]
+        with contextlib.suppress(CumemSleepError):
+            report = self.allocator.wake_up(tag)
+            woken = [segment for segment in dropped if segment.sleep == AWAKE]
+            mine = {segment.address: self.kept[segment.address] for segment in woken if segment.address in self.kept}
+            if report.not_kept:
+                assert report.kept_bytes == 0
+                self.lost_ever += 1
+                self.kept.clear()
+            else:
+                assert report.kept_bytes == sum(int(rows[:, 1].sum()) for rows in mine.values())
+            for address, rows in mine.items() if not report.not_kept else ():
+                for offset, nbytes in rows.tolist():
+                    expected = self.contents[address][offset : offset + nbytes]
+                    assert ctypes.string_at(address + offset, nbytes) == expected, "a wrong byte, said to be kept"
+            self.kept = {address: rows for address, rows in self.kept.items() if address not in mine}
+            self.fill((segment.address for segment in woken), random)
+
+    def damage(self, random: np.random.Generator) -> None:
+        places = self.allocator._store.catalogue.kept._places
+        if places and random.random() < 0.3:
+            content = np.frombuffer(memoryview(places[0].extents[0]), np.uint8)  # type: ignore[arg-type]
+            content[random.integers(len(content))] ^= 1
+
+    def others(self, random: np.random.Generator) -> None:
+        with contextlib.suppress(CumemSleepError):
+            if random.random() < 0.2:
+                self.allocator.drop_kept()
+            elif random.random() < 0.5:
+                self.allocator.release_backups()
+            else:
+                self.allocator.usage()
+                assert self.allocator.kept_room() >= 0
