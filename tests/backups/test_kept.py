@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from interrupts import Signals, assert_reached, choose, raises_exactly
-from support import AWAKE, DEVICE_BYTES, DROPPED, MIB, PAGE, forget_devices, in_thread
+from support import AWAKE, DEVICE_BYTES, DROPPED, MIB, PAGE, Memory, digest_by_the_kernel, forget_devices, in_thread
 
 from cumem_sleep import (
     CuMemAllocator,
@@ -29,8 +29,8 @@ from cumem_sleep.backups import kept as kept_module
 from cumem_sleep.backups.host import HostLane
 from cumem_sleep.backups.kept import ranges_to_keep
 from cumem_sleep.core.operation import Call
-
-pytestmark = pytest.mark.sim
+from cumem_sleep.digest.device import DigestRun
+from cumem_sleep.digest.reference import CHUNK_BYTES, digests_from, sums_of
 
 Ranges = npt.NDArray[np.int64]
 
@@ -149,6 +149,51 @@ def cache(allocator: CuMemAllocator) -> Cache:
 SETTINGS: list[dict[str, object]] = [{}, {"verify": "off"}, {"retain_backups": False}, {"poison": True}]
 
 
+class TestOnAnyDevice:
+    """On a GPU, too: what its kernels do is what the reference says."""
+
+    PAGES = 8
+
+    def ranges(self, random: np.random.Generator, block: int) -> Ranges:
+        blocks = np.sort(random.permutation(self.PAGES * PAGE // block)[:60])
+        return np.column_stack((blocks * block, np.full(len(blocks), block)))
+
+    @pytest.mark.parametrize("block", [16, 4096 + 16, 65536, 3 * 65536 + 48, PAGE])
+    def test_the_bytes_come_back(self, allocator: CuMemAllocator, memory: Memory, block: int) -> None:
+        weights = allocator.malloc(PAGE, "weights")
+        content = memory.fill_random(weights, PAGE)
+        addresses = [allocator.malloc(self.PAGES * PAGE, "kv_cache") for _ in range(3)]
+        contents = [memory.fill_random(address, self.PAGES * PAGE) for address in addresses]
+        random = np.random.default_rng(block)
+        keep = {address: random.permutation(self.ranges(random, block)) for address in addresses}
+        nbytes = sum(int(rows[:, 1].sum()) for rows in keep.values())
+        for _ in range(2):
+            report = allocator.sleep(keep=keep)
+            assert (report.kept_bytes, report.not_kept) == (nbytes, "")
+            report = allocator.wake_up()
+            assert (report.kept_bytes, report.not_kept) == (nbytes, "")
+            for address, before in zip(addresses, contents, strict=True):
+                now = memory.read(address, len(before))
+                for offset, size in keep[address].tolist():
+                    assert now[offset : offset + size] == before[offset : offset + size]
+        assert memory.read(weights, PAGE) == content
+
+    @pytest.mark.parametrize("block", [16, 4096 + 16, 65536, 3 * 65536 + 48, PAGE])
+    def test_the_digest_is_the_reference(self, allocator: CuMemAllocator, memory: Memory, block: int) -> None:
+        address = allocator.malloc(self.PAGES * PAGE, "kv_cache")
+        content = np.frombuffer(memory.fill_random(address, self.PAGES * PAGE), np.uint8)
+        (segment,) = _core.segments()
+        rows = self.ranges(np.random.default_rng(block), block)
+        total, first_chunk = np.zeros((1, 2), np.uint64), 0
+        for offset, size in rows.tolist():
+            total += np.array(sums_of(content[offset : offset + size], first_chunk), np.uint64)
+            first_chunk += -(-size // CHUNK_BYTES)
+        with DigestRun(allocator._digester, [segment], {segment.id: rows}) as run:
+            run.start([segment])
+            assert run.finish()[segment.id] == digests_from(total, [int(rows[:, 1].sum())])[0]
+
+
+@pytest.mark.sim
 class TestBytes:
     @pytest.mark.parametrize("devices", [1, 2])
     @pytest.mark.parametrize("seed", range(6))
@@ -170,6 +215,18 @@ class TestBytes:
             cache.check_kept(cache.sleep())
             assert bool(sim.stats().calls["cuLaunchKernel"]) == by_kernel
             cache.check_back()
+
+    @pytest.mark.parametrize("seed", range(3))
+    def test_come_back_with_digests_by_the_kernel(self, cache: Cache, seed: int) -> None:
+        digest_by_the_kernel(cache.allocator)
+        cache.check_kept(cache.sleep())
+        launches = sim.stats().calls["cuLaunchKernel"]
+        cache.check_back()
+        assert sim.stats().calls["cuLaunchKernel"] > launches
+        cache.sleep()
+        extents = cache.allocator._store.catalogue.kept._places[0].extents
+        np.frombuffer(memoryview(extents[-1]), np.uint8)[-1 - seed] ^= 1  # type: ignore[arg-type]
+        cache.check_lost("digest")
 
     def test_of_ranges_that_are_next_to_each_other(self, allocator: CuMemAllocator) -> None:
         cache = Cache(allocator, (2,))
@@ -206,6 +263,7 @@ class TestBytes:
         cache.check_back()
 
 
+@pytest.mark.sim
 class TestArguments:
     @pytest.mark.parametrize(
         "rows",
@@ -256,6 +314,7 @@ class TestArguments:
         cache.check_back()
 
 
+@pytest.mark.sim
 class TestGivenUp:
     """None of it is back then, and the reports say why."""
 
@@ -408,6 +467,7 @@ class TestGivenUp:
         assert cache.allocator.sleep(keep={cache.weights: np.array([(0, 4096)])}).kept_bytes == 4096
 
 
+@pytest.mark.sim
 class TestOtherCalls:
     def test_a_wake_by_tags_leaves_it(self, cache: Cache) -> None:
         cache.sleep()
@@ -477,6 +537,7 @@ class TestOtherCalls:
         assert totals["sleep"].bytes["kept"] == totals["wake"].bytes["kept"] == cache.bytes
 
 
+@pytest.mark.sim
 class TestFailures:
     def test_a_failed_sleep_keeps_nothing(self, cache: Cache) -> None:
         sim.fail("cuMemUnmap", error="CUDA_ERROR_UNKNOWN")
@@ -629,6 +690,7 @@ class TestFailures:
         assert len(chosen) > 100
 
 
+@pytest.mark.sim
 class TestHistories:
     """Whatever is done in whatever order: what is said to be back is, and what is not is said."""
 
