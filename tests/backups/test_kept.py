@@ -577,6 +577,23 @@ class TestFailures:
         monkeypatch.setattr(Call, "agree", agree)
         cache.check_back()
 
+    @pytest.mark.parametrize("error", [MemoryError(), DriverError("cuX", "CUDA_ERROR_UNKNOWN")], ids=str)
+    def test_errors_that_say_little(self, cache: Cache, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+        def refuse(*_: object, **__: object) -> None:
+            raise error
+
+        for place in ("_digests", "_copy"):
+            with monkeypatch.context() as patch:
+                patch.setattr(kept_module, place, refuse)
+                report = cache.sleep()
+            assert report.not_kept
+            assert report.kept_bytes == 0
+            cache.check_lost(report.not_kept)
+            cache.check_kept(cache.sleep())
+            with monkeypatch.context() as patch:
+                patch.setattr(kept_module, place, refuse)
+                cache.check_lost(report.not_kept)
+
     def calls_of(self, cache: Cache, work: Callable[[], object]) -> dict[str, int]:
         forget_devices()
         sim.reset()
