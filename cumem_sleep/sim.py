@@ -71,10 +71,9 @@ def configure(
             _check_number(name, value, least, most)
     if _driver().cumemSimConfigure(device_bytes or 0, devices or 0) != 0:
         raise InvalidArgument(f"devices={devices!r}: the simulated driver does not accept it")
-    if context_bytes is not None:
-        _driver().cumemSimSetContextBytes(context_bytes)
-    if context_us_per_mib is not None:
-        _driver().cumemSimSetContextTime(context_us_per_mib)
+    for name, value in (("Bytes", context_bytes), ("Time", context_us_per_mib)):
+        if value is not None:
+            getattr(_driver(), f"cumemSimSetContext{name}")(value)
 
 
 def fail(call: str, after: int = 0, error: str = "CUDA_ERROR_OUT_OF_MEMORY", times: int = 1) -> None:

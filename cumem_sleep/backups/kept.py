@@ -123,9 +123,10 @@ class KeptRanges:
         try:
             work()
         except (CumemSleepError, MemoryError) as error:
-            self._lost.update((kept.segment.id, (kept.segment, str(error))) for kept in self._begun)
+            why = _in_words(error)
+            self._lost.update((kept.segment.id, (kept.segment, why)) for kept in self._begun)
             self.release_spare()
-            return str(error)
+            return why
         return ""
 
     def _digest(self, digester: DeviceDigester | None) -> None:
@@ -285,9 +286,14 @@ def _brought_back(kept: Sequence[_Kept], digester: DeviceDigester | None) -> str
         _copy(kept, out=False)
         digests = {} if digester is None else _digests(digester, kept)
     except (CumemSleepError, MemoryError) as error:
-        return str(error)
+        return _in_words(error)
     changed = [each for each in kept if each.digest != digests.get(each.segment.id)]
     return f"the digest of what was kept of {describe(changed[0].segment)} differs" if changed else ""
+
+
+def _in_words(error: Exception) -> str:
+    """Never "", which would say that all is well."""
+    return str(error) or type(error).__name__
 
 
 def _digests(digester: DeviceDigester, kept: Sequence[_Kept]) -> dict[int, Digest]:

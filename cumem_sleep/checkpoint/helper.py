@@ -2,13 +2,13 @@
 
 While the CUDA state of a process is checkpointed, whatever in it calls the driver waits until another process restores
 it. This is the other process. It has no CUDA context, so it takes no memory of a GPU. Its standard input is a socket
-that carries requests and answers, one JSON object in each packet. It ends with the process it serves.
+that carries requests and answers, one pickled dictionary in each packet. It ends with the process it serves.
 """
 
 from __future__ import annotations
 
-import json
 import os
+import pickle
 import resource
 import select
 from collections.abc import Iterator, Mapping, Sequence
@@ -109,10 +109,8 @@ class Target:
         arguments = dict(request)
         try:
             answer: dict[str, Any] = getattr(self, arguments.pop("do"))(**arguments)  # `checkpoint` or `restore`
-        except DriverError as error:
-            answer = {"call": error.call, "error": error.error, "detail": error.detail}
         except (CumemSleepError, OSError) as error:
-            answer = {"call": "", "error": "", "detail": str(error)}
+            answer = {"error": error}
         return {**answer, "seconds": self._timer.phases, "state": self.state()}
 
     def state(self) -> str:
@@ -178,15 +176,15 @@ def main(pid: int, driver: str) -> None:
         try:
             _core.open_driver(driver)
         except CumemSleepError as error:
-            _send({"detail": str(error), "state": "not known"})
+            _send({"error": error, "state": "not known"})
             return
         _send({"is_ready": True, "state": target.state()})
         for request in _requests(pid):
-            _send(target.answer(json.loads(request)))
+            _send(target.answer(pickle.loads(request)))
 
 
 def _send(answer: Mapping[str, Any]) -> None:
-    os.write(_SOCKET, json.dumps(answer).encode())
+    os.write(_SOCKET, pickle.dumps(answer))
 
 
 def _requests(pid: int) -> Iterator[bytes]:

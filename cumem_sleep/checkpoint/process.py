@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import pathlib
+import pickle
 import socket
 import subprocess
 import sys
@@ -80,7 +80,7 @@ def examine() -> str:
     """
     helper = _Helper(Deadlines())
     try:
-        return helper.wait_until_ready()
+        return helper.wait_until_ready().state
     finally:
         helper.end()
 
@@ -128,7 +128,7 @@ class ProcessCheckpoint:
                 raise CheckpointRefused("this process ends")
             devices = {device: _core.device_info(device) for device in range(_core.device_count())}
             self._uuids = {device: info.uuid for device, info in devices.items()}
-            helper = self._ready_helper()
+            helper = self._started_helper().wait_until_ready()
             self._wait_for_work()
             unpin()
             if not _core.suspend_driver_calls(self.deadlines.calls_end_s):
@@ -162,15 +162,15 @@ class ProcessCheckpoint:
         try:
             answer = helper.ask({"do": "checkpoint", **request})
         except _HelperLost as error:
-            answer = {"detail": str(error), "state": "not known"}
+            answer = {"error": error, "state": "not known"}
         if answer["state"] == "CHECKPOINTED" and "freed_bytes" in answer:
             return answer
-        reason = _reason(answer)
+        refusal = answer.get("error", "")
         # Where the lock was refused, somebody else has it, and is to give it back.
-        if answer["state"] != "RUNNING" and answer.get("call") != "cuCheckpointProcessLock":
-            self._bring_back({}, f"a checkpoint that failed ({reason})")
+        if answer["state"] != "RUNNING" and getattr(refusal, "call", "") != "cuCheckpointProcessLock":
+            self._bring_back({}, f"a checkpoint that failed ({refusal})")
         _core.resume_driver_calls()
-        raise CheckpointRefused(reason)
+        raise CheckpointRefused(str(refusal))
 
     def _wait_for_work(self) -> None:
         """Wait for what runs on the GPUs, as the lock will, and not longer.
@@ -232,21 +232,22 @@ class ProcessCheckpoint:
         one_was_lost = False  # and could not say what it had heard
         for _ in range(2):
             try:
-                answer = self._ready_helper().ask({"do": "restore", "needed_bytes": needed_bytes})
+                answer = self._started_helper().wait_until_ready().ask({"do": "restore", "needed_bytes": needed_bytes})
                 break
             except _HelperLost as error:
                 one_was_lost = True
-                answer = {"detail": str(error), "state": "not known"}
+                answer = {"error": error, "state": "not known"}
         if answer["state"] == "RUNNING":
             seconds: Mapping[str, float] = answer["seconds"]
             return seconds
         if short := answer.get("too_little"):
             device, (needed, free) = next((d, short[uuid]) for d, uuid in self._uuids.items() if uuid in short)
             raise OutOfDeviceMemory(needed, free, device, "cuCheckpointProcessRestore")
-        failed = answer["error"] if answer.get("call") == "cuCheckpointProcessRestore" else ""
+        refusal = answer.get("error", "")
+        failed = refusal.error if getattr(refusal, "call", "") == "cuCheckpointProcessRestore" else ""
         self._ran_out |= failed == _RAN_OUT or (failed == _AFTER_THAT and one_was_lost)
         lost = self._ran_out and failed in (_RAN_OUT, _AFTER_THAT)
-        raise CheckpointFailed(what, _reason(answer), answer["state"], lost)
+        raise CheckpointFailed(what, str(refusal), answer["state"], lost)
 
     def end_with_process(self) -> None:
         """At exit: bring the state back, so that libraries can let go of it; where that fails, end the process at once.
@@ -265,11 +266,6 @@ class ProcessCheckpoint:
             self._end_helper()
             self._helper = _Helper(self.deadlines)
         return self._helper
-
-    def _ready_helper(self) -> _Helper:
-        helper = self._started_helper()
-        helper.wait_until_ready()
-        return helper
 
     def _end_helper(self) -> None:
         if self._helper is not None:
@@ -304,7 +300,7 @@ class _Helper:
     def __init__(self, deadlines: Deadlines) -> None:
         self._deadlines = deadlines
         self._owner = os.getpid()
-        self._state = ""  # of this process, once the helper is ready
+        self.state = ""  # of this process, once the helper is ready
         if not sys.executable:
             raise _HelperLost("the helper process cannot be started: sys.executable names no Python")
         command = [sys.executable, "-c", _HELPER, str(self._owner), str(_core.driver_path()), *_module_path()]
@@ -320,17 +316,17 @@ class _Helper:
     def runs(self) -> bool:
         return self._owner == os.getpid() and self._process.poll() is None
 
-    def wait_until_ready(self) -> str:
-        if not self._state:
+    def wait_until_ready(self) -> _Helper:
+        if not self.state:
             answer = self._answer()
             if "is_ready" not in answer:
-                raise _HelperLost(f"the helper process cannot use the driver: {answer.get('detail')}")
-            self._state = answer["state"]
-        return self._state
+                raise _HelperLost(f"the helper process cannot use the driver: {answer['error']}")
+            self.state = answer["state"]
+        return self
 
     def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
         try:
-            self._socket.send(json.dumps(request).encode())
+            self._socket.send(pickle.dumps(request))
         except OSError as error:
             self.end()
             raise _HelperLost(f"the helper process has ended ({error})") from None
@@ -342,7 +338,7 @@ class _Helper:
         why = "has ended"
         try:
             if content := self._socket.recv(MESSAGE_BYTES):
-                answer: dict[str, Any] = json.loads(content)
+                answer: dict[str, Any] = pickle.loads(content)
                 return answer
         except TimeoutError:
             why = f"has not answered within {self._deadlines.answer_s:.0f} s"
@@ -364,8 +360,3 @@ def _module_path() -> list[str]:
     path = [entry for entry in sys.path if isinstance(entry, str) and os.path.isabs(entry)]
     package_root = str(pathlib.Path(__file__).parents[2])
     return path if package_root in path else [*path, package_root]
-
-
-def _reason(answer: Mapping[str, Any]) -> str:
-    failed = f"{answer['call']} failed with {answer['error']}" if answer.get("call") else ""
-    return ": ".join(part for part in (failed, answer.get("detail", "")) if part)

@@ -31,7 +31,6 @@ class Planner:
     Args:
         ready: kernels that are compiled and tested, with their devices.
         stream: copies the samples, to the last `SAMPLES_BYTES` of `block`, which is pinned.
-        next_slot: waits for a slot, in which to count.
         small: few chunks are counted by one launch, and kernels are compiled however little they are for.
     """
 
@@ -41,13 +40,11 @@ class Planner:
         ready: set[tuple[Layout, int]],
         stream: _core.CopyStream,
         block: _core.HostBlock,
-        next_slot: Callable[[], Slot],
         *,
         small: bool,
     ) -> None:
         self.device = stream.device
         self.ready = ready
-        self.next_slot = next_slot
         self.count_rows = tuning.few_rows if small else tuning.rows
         self._worth_compiling_bytes = 0 if small else tuning.worth_compiling_bytes
         self._bytes_of: Counter[Layout] = Counter()  # planned so far: those that suit the layout best
@@ -97,9 +94,16 @@ class Plan:
         sampled: those that may be encoded, at most `PLANNED_AT_ONCE`. Until `count`, no other plan may be begun.
     """
 
-    def __init__(self, planner: Planner, segments: Sequence[_core.Segment], sampled: Sequence[_core.Segment]) -> None:
+    def __init__(
+        self,
+        planner: Planner,
+        next_slot: Callable[[], Slot],
+        segments: Sequence[_core.Segment],
+        sampled: Sequence[_core.Segment],
+    ) -> None:
         self.segments = segments
         self._planner = planner
+        self._next_slot = next_slot
         self._sampled = sampled
         self._encodings: dict[int, Encoding] = {}  # with the sizes that are being counted
         self._at_work: list[tuple[Slot, Integers]] = []
@@ -124,7 +128,7 @@ class Plan:
             for first in range(0, len(sizes), self._planner.count_rows):
                 _core.stop_if_asked()
                 part = slice(first, first + self._planner.count_rows)
-                slot = self._planner.next_slot()
+                slot = self._next_slot()
                 slot.count(layout, parameters[part], sources[part], sizes[part])
                 self._at_work.append((slot, sizes[part]))
             for (segment, code), mine in zip(chosen, np.split(sizes, np.cumsum(chunks)[:-1]), strict=True):

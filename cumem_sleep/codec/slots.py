@@ -43,15 +43,10 @@ class Slot:
         self._most_rows = most_rows
         self._address = address
         self.chunks_address = address + head_bytes(most_rows)
-        self.stream = _core.CopyStream(device)  # before the block: destroyed in this order if nobody closes the slot
+        self.stream = _core.CopyStream(device)  # before the block: destroyed in this order if nobody closes it
         self.lane: Lane | None = None
         self._block, self._offset = block, number * head_bytes(most_rows)
         self.table = address or block.address + self._offset
-
-    def close(self) -> None:
-        """Wait for what is in flight. Closing again does nothing."""
-        with self.stream:
-            pass
 
     def use(self, transfers: Transfers) -> Lane:
         """A lane of `transfers`, for everything that is begun from here on."""

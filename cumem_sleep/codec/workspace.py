@@ -61,7 +61,7 @@ class Workspace:
         try:
             head = head_bytes(tuning.rows)
             self._blocks.append(pinned_block(slots * head + SAMPLES_BYTES, device, -1))
-            self._planner = Planner(tuning, ready, self._sampling, self._blocks[0], self.next_slot, small=small)
+            self._planner = Planner(tuning, ready, self._sampling, self._blocks[0], small=small)
             for number in range(slots):
                 at = self._memory.address + number * (head + self.slot_bytes) if self._memory is not None else 0
                 self._slots.append(Slot(device, at, tuning.rows, self._blocks[0], number))
@@ -86,9 +86,9 @@ class Workspace:
                 stack.callback(self._memory.close)
             for block in self._blocks:
                 stack.callback(block.close)
-            stack.enter_context(self._sampling)
-            for slot in self._slots:  # first, because callbacks run from the last to the first
-                stack.callback(slot.close)
+            # First, because an ExitStack goes from the last to the first. Leaving a stream waits for its work.
+            for stream in [self._sampling, *(slot.stream for slot in self._slots)]:
+                stack.enter_context(stream)
 
     def plan(self, segments: Sequence[_core.Segment]) -> dict[int, Encoding]:
         """How to encode each of `segments`, by id, without those that are better stored uncompressed.
@@ -116,7 +116,7 @@ class Workspace:
                 self._device,
             )
         sampled = [s for s in segments if s.bytes % CHUNK_BYTES == 0] if self.has_memory else []
-        return Plan(self._planner, segments, sampled)
+        return Plan(self._planner, self.next_slot, segments, sampled)
 
     def encode(self, runs: Iterable[EncodedRun], transfers: Transfers) -> None:
         """Encode chunks and copy them to their places in the extents.

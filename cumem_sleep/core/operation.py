@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, Generic, TypeVar, cast
@@ -258,12 +258,10 @@ class Operations:
             if pools is not None and (device := pools.device_in_use()) is not None:
                 self.note_before(device)
             with _core.ThreadLabel(tag, backup):
-                if pools is None:
-                    yield
-                else:
+                if pools is not None:
                     self.pools.warn_of_overlap()
-                    with pools.leave() if ordinary else pools.use():
-                        yield
+                with nullcontext() if pools is None else pools.leave() if ordinary else pools.use():
+                    yield
         if not ordinary:
             self.left_pool()
 

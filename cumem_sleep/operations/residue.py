@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 
 from .. import _core
 from ..core.scopes import scoped
-from ..errors import CumemSleepError, DriverError
+from ..errors import CumemSleepError
 
 
 class Residue:
@@ -23,7 +24,7 @@ class Residue:
     def __init__(self) -> None:
         self.by_communicators: dict[int, int] = {}
         self._before: dict[int, int] = {}  # in use before the first allocation, by device
-        self._by_warm_up: dict[int, int] = {}
+        self._by_warm_up: Counter[int] = Counter()
         self._warm_ups = 0  # that have begun
         self._before_warm_up: dict[int, int] = {}  # in use when the first of them began, by device
 
@@ -31,7 +32,7 @@ class Residue:
         """Note what is in use, unless this layer has allocated on the device already."""
         if device not in self._before and not any(segment.device == device for segment in _core.segments()):
             with suppress(CumemSleepError), _core.RelaxedCapture():  # a thread may be capturing a graph
-                self._before[device] = _used(device)
+                self._before |= _not_ours([device])
 
     @scoped
     def warm_up(self) -> Iterator[None]:
@@ -44,42 +45,36 @@ class Residue:
         finally:
             self._warm_ups -= 1
         if not self._warm_ups:  # the last of them counts for all
-            for device, nbytes in _not_ours().items():
-                grown = max(0, nbytes - self._before_warm_up.get(device, nbytes))
-                self._by_warm_up[device] = self._by_warm_up.get(device, 0) + grown
+            before, after = self._before_warm_up, _not_ours()
+            self._by_warm_up += +Counter({device: after[device] - before[device] for device in {*before} & {*after}})
 
     def look(self, devices: Collection[int]) -> tuple[int, dict[str, int]]:
         """Bytes in use on these devices, and about how they are made up by name (`SleepReport.left`), if that is known.
 
         0 if the driver does not say: no reason for a sleep to fail, since all is asleep by now.
         """
-        try:
-            left_bytes = sum(_used(device) for device in devices)
-        except DriverError:
+        others = _not_ours(devices)
+        if len(others) < len(devices):
             return 0, {}
-        known = {"awake": _core.bytes_with_memory(set(devices))}
-        before = {}
-        if all(device in self._before for device in devices):
-            nccl = sum(min(self.by_communicators.get(device, 0), self._before[device]) for device in devices)
-            before = {"context": sum(self._before[device] for device in devices) - nccl, "nccl": nccl}
-        others = left_bytes - sum(known.values()) - sum(before.values())
-        if others >= 0:  # else other processes have less than they had
-            warm_up = sum(self._by_warm_up.get(device, 0) for device in devices)
+        items = {"awake": _core.bytes_with_memory(set(devices))}
+        left_bytes = sum(others.values()) + items["awake"]
+        noted = devices if all(device in self._before for device in devices) else ()
+        nccl = sum(min(self.by_communicators.get(device, 0), self._before[device]) for device in noted)
+        context = sum(self._before[device] for device in noted) - nccl
+        added = sum(others.values()) - nccl - context
+        if added >= 0:  # else other processes have less than they had
             # PyTorch's unused cache counts as part of the warm-up, and is gone when memory sleeps.
-            known |= {**before, "modules_and_graphs": min(warm_up, others)}
-        known = {name: nbytes for name, nbytes in known.items() if nbytes}
-        return left_bytes, {**known, "rest": max(0, left_bytes - sum(known.values()))} if known else {}
+            warm_up = min(added, sum(self._by_warm_up[device] for device in devices))
+            items |= {"context": context, "nccl": nccl, "modules_and_graphs": warm_up}
+        items = {name: nbytes for name, nbytes in items.items() if nbytes}
+        return left_bytes, {**items, "rest": left_bytes - sum(items.values())} if items else {}
 
 
-def _used(device: int) -> int:
-    free_bytes, total_bytes = _core.memory_info(device)
-    return total_bytes - free_bytes
-
-
-def _not_ours() -> dict[int, int]:
-    """For each device on which this layer has memory: the bytes in use that do not belong to its segments."""
-    devices = {segment.device for segment in _core.segments()}
-    try:
-        return {device: _used(device) - _core.bytes_with_memory({device}) for device in devices}
-    except CumemSleepError:
-        return {}
+def _not_ours(devices: Iterable[int] | None = None) -> dict[int, int]:
+    """By device (None: on which this layer has memory), bytes in use of others; of none if the driver does not say."""
+    used = {}
+    with suppress(CumemSleepError):
+        for device in {segment.device for segment in _core.segments()} if devices is None else devices:
+            free_bytes, total_bytes = _core.memory_info(device)
+            used[device] = total_bytes - free_bytes - _core.bytes_with_memory({device})
+    return used

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 from interrupts import Signals, assert_reached, choose, raises_exactly
-from support import AWAKE, DEVICE_BYTES, MIB, PAGE, forget_devices, in_thread
+from support import AWAKE, DEVICE_BYTES, DROPPED, MIB, PAGE, Memory, digest_by_the_kernel, forget_devices, in_thread
 
 from cumem_sleep import (
     CuMemAllocator,
@@ -28,8 +29,8 @@ from cumem_sleep.backups import kept as kept_module
 from cumem_sleep.backups.host import HostLane
 from cumem_sleep.backups.kept import ranges_to_keep
 from cumem_sleep.core.operation import Call
-
-pytestmark = pytest.mark.sim
+from cumem_sleep.digest.device import DigestRun
+from cumem_sleep.digest.reference import CHUNK_BYTES, digests_from, sums_of
 
 Ranges = npt.NDArray[np.int64]
 
@@ -148,6 +149,51 @@ def cache(allocator: CuMemAllocator) -> Cache:
 SETTINGS: list[dict[str, object]] = [{}, {"verify": "off"}, {"retain_backups": False}, {"poison": True}]
 
 
+class TestOnAnyDevice:
+    """On a GPU, too: what its kernels do is what the reference says."""
+
+    PAGES = 8
+
+    def ranges(self, random: np.random.Generator, block: int) -> Ranges:
+        blocks = np.sort(random.permutation(self.PAGES * PAGE // block)[:60])
+        return np.column_stack((blocks * block, np.full(len(blocks), block)))
+
+    @pytest.mark.parametrize("block", [16, 4096 + 16, 65536, 3 * 65536 + 48, PAGE])
+    def test_the_bytes_come_back(self, allocator: CuMemAllocator, memory: Memory, block: int) -> None:
+        weights = allocator.malloc(PAGE, "weights")
+        content = memory.fill_random(weights, PAGE)
+        addresses = [allocator.malloc(self.PAGES * PAGE, "kv_cache") for _ in range(3)]
+        contents = [memory.fill_random(address, self.PAGES * PAGE) for address in addresses]
+        random = np.random.default_rng(block)
+        keep = {address: random.permutation(self.ranges(random, block)) for address in addresses}
+        nbytes = sum(int(rows[:, 1].sum()) for rows in keep.values())
+        for _ in range(2):
+            report = allocator.sleep(keep=keep)
+            assert (report.kept_bytes, report.not_kept) == (nbytes, "")
+            report = allocator.wake_up()
+            assert (report.kept_bytes, report.not_kept) == (nbytes, "")
+            for address, before in zip(addresses, contents, strict=True):
+                now = memory.read(address, len(before))
+                for offset, size in keep[address].tolist():
+                    assert now[offset : offset + size] == before[offset : offset + size]
+        assert memory.read(weights, PAGE) == content
+
+    @pytest.mark.parametrize("block", [16, 4096 + 16, 65536, 3 * 65536 + 48, PAGE])
+    def test_the_digest_is_the_reference(self, allocator: CuMemAllocator, memory: Memory, block: int) -> None:
+        address = allocator.malloc(self.PAGES * PAGE, "kv_cache")
+        content = np.frombuffer(memory.fill_random(address, self.PAGES * PAGE), np.uint8)
+        (segment,) = _core.segments()
+        rows = self.ranges(np.random.default_rng(block), block)
+        total, first_chunk = np.zeros((1, 2), np.uint64), 0
+        for offset, size in rows.tolist():
+            total += np.array(sums_of(content[offset : offset + size], first_chunk), np.uint64)
+            first_chunk += -(-size // CHUNK_BYTES)
+        with DigestRun(allocator._digester, [segment], {segment.id: rows}) as run:
+            run.start([segment])
+            assert run.finish()[segment.id] == digests_from(total, [int(rows[:, 1].sum())])[0]
+
+
+@pytest.mark.sim
 class TestBytes:
     @pytest.mark.parametrize("devices", [1, 2])
     @pytest.mark.parametrize("seed", range(6))
@@ -169,6 +215,18 @@ class TestBytes:
             cache.check_kept(cache.sleep())
             assert bool(sim.stats().calls["cuLaunchKernel"]) == by_kernel
             cache.check_back()
+
+    @pytest.mark.parametrize("seed", range(3))
+    def test_come_back_with_digests_by_the_kernel(self, cache: Cache, seed: int) -> None:
+        digest_by_the_kernel(cache.allocator)
+        cache.check_kept(cache.sleep())
+        launches = sim.stats().calls["cuLaunchKernel"]
+        cache.check_back()
+        assert sim.stats().calls["cuLaunchKernel"] > launches
+        cache.sleep()
+        extents = cache.allocator._store.catalogue.kept._places[0].extents
+        np.frombuffer(memoryview(extents[-1]), np.uint8)[-1 - seed] ^= 1  # type: ignore[arg-type]
+        cache.check_lost("digest")
 
     def test_of_ranges_that_are_next_to_each_other(self, allocator: CuMemAllocator) -> None:
         cache = Cache(allocator, (2,))
@@ -205,6 +263,7 @@ class TestBytes:
         cache.check_back()
 
 
+@pytest.mark.sim
 class TestArguments:
     @pytest.mark.parametrize(
         "rows",
@@ -255,6 +314,7 @@ class TestArguments:
         cache.check_back()
 
 
+@pytest.mark.sim
 class TestGivenUp:
     """None of it is back then, and the reports say why."""
 
@@ -407,6 +467,7 @@ class TestGivenUp:
         assert cache.allocator.sleep(keep={cache.weights: np.array([(0, 4096)])}).kept_bytes == 4096
 
 
+@pytest.mark.sim
 class TestOtherCalls:
     def test_a_wake_by_tags_leaves_it(self, cache: Cache) -> None:
         cache.sleep()
@@ -476,6 +537,7 @@ class TestOtherCalls:
         assert totals["sleep"].bytes["kept"] == totals["wake"].bytes["kept"] == cache.bytes
 
 
+@pytest.mark.sim
 class TestFailures:
     def test_a_failed_sleep_keeps_nothing(self, cache: Cache) -> None:
         sim.fail("cuMemUnmap", error="CUDA_ERROR_UNKNOWN")
@@ -514,6 +576,23 @@ class TestFailures:
         assert cache.kept_bytes == cache.bytes
         monkeypatch.setattr(Call, "agree", agree)
         cache.check_back()
+
+    @pytest.mark.parametrize("error", [MemoryError(), DriverError("cuX", "CUDA_ERROR_UNKNOWN")], ids=str)
+    def test_errors_that_say_little(self, cache: Cache, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+        def refuse(*_: object, **__: object) -> None:
+            raise error
+
+        for place in ("_digests", "_copy"):
+            with monkeypatch.context() as patch:
+                patch.setattr(kept_module, place, refuse)
+                report = cache.sleep()
+            assert report.not_kept
+            assert report.kept_bytes == 0
+            cache.check_lost(report.not_kept)
+            cache.check_kept(cache.sleep())
+            with monkeypatch.context() as patch:
+                patch.setattr(kept_module, place, refuse)
+                cache.check_lost(report.not_kept)
 
     def calls_of(self, cache: Cache, work: Callable[[], object]) -> dict[str, int]:
         forget_devices()
@@ -626,3 +705,106 @@ class TestFailures:
                 assert cache.kept_bytes == 0
                 assert cache.is_all_there() if operation == "sleep" else cache.is_back()
         assert len(chosen) > 100
+
+
+@pytest.mark.sim
+class TestHistories:
+    """Whatever is done in whatever order: what is said to be back is, and what is not is said."""
+
+    CALLS = ("cuMemcpyDtoHAsync", "cuMemcpyHtoDAsync", "cuLaunchKernel", "cuMemHostRegister", "cuMemMap", "cuMemUnmap")
+
+    @pytest.mark.slow
+    @pytest.mark.usefixtures("by_kernel")
+    @pytest.mark.parametrize("seed", range(4))
+    def test_at_random(self, make_allocator: MakeAllocator, seed: int) -> None:
+        random = np.random.default_rng(seed)
+        self.allocator = make_allocator(host_budget_bytes=6 * PAGE, retain_backups=bool(seed % 2))
+        self.contents: dict[int, bytes] = {}
+        self.kept: dict[int, Ranges] = {}  # by the addresses of what sleeps
+        self.kept_ever = 0
+        for _ in range(3):
+            self.malloc(random)
+        acts = [self.sleep, self.sleep, self.wake, self.wake, self.malloc, self.free, self.damage, self.others]
+        for _ in range(150):
+            act = acts[random.integers(len(acts))]
+            if random.random() < 0.2:
+                sim.fail(str(random.choice(self.CALLS)), after=int(random.integers(8)), error="CUDA_ERROR_UNKNOWN")
+            act(random)
+            sim.reset()
+            for segment in _core.segments():
+                if segment.sleep == AWAKE:
+                    assert ctypes.string_at(segment.address, segment.bytes) == self.contents[segment.address]
+        assert self.kept_ever > 3
+
+    def malloc(self, random: np.random.Generator) -> None:
+        if len(self.contents) < 6:
+            pages, tag = int(random.integers(1, 3)), str(random.choice(["kv_cache", "kv_cache", "weights"]))
+            with contextlib.suppress(CumemSleepError):
+                address = self.allocator.malloc(pages * PAGE, tag)
+                self.fill([address], random)
+
+    def fill(self, addresses: Iterable[int], random: np.random.Generator) -> None:
+        for address in addresses:
+            (segment,) = (each for each in _core.segments() if each.address == address)
+            self.contents[address] = random.bytes(segment.bytes)
+            ctypes.memmove(address, self.contents[address], segment.bytes)
+
+    def free(self, random: np.random.Generator) -> None:
+        if self.contents:
+            address = int(random.choice([*self.contents]))
+            with contextlib.suppress(CumemSleepError):
+                self.allocator.free(address)
+                del self.contents[address]
+                self.kept.pop(address, None)
+
+    def sleep(self, random: np.random.Generator) -> None:
+        awake = [segment for segment in _core.segments() if segment.sleep == AWAKE]
+        keep = {}
+        for segment in awake:
+            blocks = random.permutation(segment.bytes // 4096)[: random.integers(300)] * 4096
+            keep[segment.address] = np.column_stack((blocks, np.full(len(blocks), 4096)))
+        try:
+            report = self.allocator.sleep(keep=keep)
+        except CumemSleepError:
+            assert all(segment.sleep == AWAKE for segment in awake)
+            return
+        if report.kept_bytes:
+            assert report.kept_bytes == sum(int(rows[:, 1].sum()) for rows in keep.values())
+            dropped = {segment.address for segment in awake if segment.tag == "kv_cache"}
+            self.kept.update((address, rows) for address, rows in keep.items() if address in dropped and len(rows))
+            self.kept_ever += 1
+
+    def wake(self, random: np.random.Generator) -> None:
+        tag = str(random.choice(["weights", "kv_cache", ""])) or None
+        dropped = [segment for segment in _core.segments() if segment.sleep == DROPPED]
+        with contextlib.suppress(CumemSleepError):
+            report = self.allocator.wake_up(tag)
+            woken = [segment for segment in dropped if segment.sleep == AWAKE]
+            mine = {segment.address: self.kept[segment.address] for segment in woken if segment.address in self.kept}
+            if report.not_kept:
+                assert report.kept_bytes == 0
+                self.kept.clear()
+            else:
+                assert report.kept_bytes == sum(int(rows[:, 1].sum()) for rows in mine.values())
+            for address, rows in mine.items() if not report.not_kept else ():
+                for offset, nbytes in rows.tolist():
+                    expected = self.contents[address][offset : offset + nbytes]
+                    assert ctypes.string_at(address + offset, nbytes) == expected, "a wrong byte, said to be kept"
+            self.kept = {address: rows for address, rows in self.kept.items() if address not in mine}
+            self.fill((segment.address for segment in woken), random)
+
+    def damage(self, random: np.random.Generator) -> None:
+        places = self.allocator._store.catalogue.kept._places
+        if places and random.random() < 0.3:
+            content = np.frombuffer(memoryview(places[0].extents[0]), np.uint8)  # type: ignore[arg-type]
+            content[random.integers(len(content))] ^= 1
+
+    def others(self, random: np.random.Generator) -> None:
+        with contextlib.suppress(CumemSleepError):
+            if random.random() < 0.2:
+                self.allocator.drop_kept()
+            elif random.random() < 0.5:
+                self.allocator.release_backups()
+            else:
+                self.allocator.usage()
+                assert self.allocator.kept_room() >= 0

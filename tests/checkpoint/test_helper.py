@@ -485,9 +485,7 @@ def test_a_checkpoint_after_which_nobody_tells_what_is_free(
         if request["do"] != "checkpoint":
             return answer
         return {
-            "call": "",
-            "error": "",
-            "detail": "NVML: Unknown Error",
+            "error": OSError("NVML: Unknown Error"),
             **{k: answer[k] for k in ("seconds", "state")},
         }
 

@@ -826,16 +826,15 @@ class TestRefused:
         self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Nobody would put it to sleep at level 3."""
-        ready = process.ProcessCheckpoint._ready_helper
+        ready = process._Helper.wait_until_ready
         taken = []
 
-        def slowly(checkpoint: process.ProcessCheckpoint) -> process._Helper:
-            helper = ready(checkpoint)
+        def slowly(helper: process._Helper) -> process._Helper:
             taken.append(hooks().cumem_sleep_malloc(PAGE, 0, None))
-            return helper
+            return ready(helper)
 
         with monkeypatch.context() as patch:
-            patch.setattr(process.ProcessCheckpoint, "_ready_helper", slowly)
+            patch.setattr(process._Helper, "wait_until_ready", slowly)
             assert "1 segment (tags default) still have device memory" in allocator.sleep(level=3).why_not_deeper
         assert not _core.driver_calls_suspended()
         assert allocator.sleep(level=3).why_not_deeper == ""

@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from ...core.scopes import scoped
 from ...errors import InvalidArgument
@@ -91,19 +92,16 @@ def _flag(environment: Mapping[str, str], name: str) -> bool:
 
 
 @scoped
-def configure_subprocess() -> Iterator[None]:
+def configure_subprocess(library: Path | None = None) -> Iterator[None]:
     """Processes that are started inside get the hook in front of cudaMalloc, before what LD_PRELOAD names already.
 
     Threads that are not inside start theirs with it, too, as long as one is.
+
+    Args:
+        library: instead of the hook; None: the hook.
     """
-    with preloaded(str(preload.library_path())):
-        yield
-
-
-@scoped
-def preloaded(library: str) -> Iterator[None]:
-    """LD_PRELOAD names this library inside, before what it names already."""
-    with changed("LD_PRELOAD", ":".join(filter(None, [library, os.environ.get("LD_PRELOAD", "")]))):
+    libraries = filter(None, [str(library or preload.library_path()), os.environ.get("LD_PRELOAD", "")])
+    with changed("LD_PRELOAD", ":".join(libraries)):
         yield
 
 

@@ -53,7 +53,7 @@ class TorchMemorySaver:
         check_backend(enable_cpu_backup, cpu_backup_backend)
         native, backup = self._initialized(), bool(enable_cpu_backup)
         with (
-            self._allocator().regions.use(tag, backup=backup),
+            CuMemAllocator.get_instance().regions.use(tag, backup=backup),
             native.backend(tag, cpu_backup_backend, backup=backup),
         ):
             yield
@@ -78,7 +78,7 @@ class TorchMemorySaver:
 
         check_backend(enable_cpu_backup, cpu_backup_backend)
         native = self._initialized()
-        allocator, backup = self._allocator(), bool(enable_cpu_backup)
+        allocator, backup = CuMemAllocator.get_instance(), bool(enable_cpu_backup)
         capture = {"stream": stream, "capture_error_mode": capture_error_mode}
         if preload.serve():
             labelled = allocator.regions.use_without_pool(tag, backup=backup)  # before the capture: it opens the driver
@@ -109,7 +109,7 @@ class TorchMemorySaver:
                 "disable() outside of a region: enter one first, or start the process with TMS_INIT_ENABLE=1 and the"
                 " hook in LD_PRELOAD"
             )
-        with self._allocator().regions.outside():
+        with CuMemAllocator.get_instance().regions.outside():
             yield
 
     def pause(self, tag: str | None = None) -> None:
@@ -118,7 +118,7 @@ class TorchMemorySaver:
         A tag that no region has is passed over, as in torch_memory_saver.
         """
         self._initialized()
-        regions = self._allocator().regions
+        regions = CuMemAllocator.get_instance().regions
         if not tag or regions.has(tag):
             regions.sleep(tag or None, with_left=log.tells_info())  # nobody else gets the report
 
@@ -129,7 +129,7 @@ class TorchMemorySaver:
         as in torch_memory_saver, and otherwise soon after.
         """
         native = self._initialized()
-        regions = self._allocator().regions
+        regions = CuMemAllocator.get_instance().regions
         if not tag or regions.has(tag):
             is_of_mmap = any(regions.has(each) for each in tuple(native.tags_of_mmap) if not tag or each == tag)
             regions.wake(
@@ -167,7 +167,7 @@ class TorchMemorySaver:
 
         if not x.nbytes:
             return torch.empty(x.shape, dtype=x.dtype)
-        content = self._allocator().read_backup(x.data_ptr(), x.nbytes, copy=not zero_copy)
+        content = CuMemAllocator.get_instance().read_backup(x.data_ptr(), x.nbytes, copy=not zero_copy)
         if content is None:
             return None
         with warnings.catch_warnings():
@@ -208,7 +208,7 @@ class TorchMemorySaver:
     @memory_margin_bytes.setter
     def memory_margin_bytes(self, value: int) -> None:
         self._initialized()
-        self._allocator().regions.set_margin_bytes(value)
+        CuMemAllocator.get_instance().regions.set_margin_bytes(value)
 
     # Its first use
 
@@ -232,20 +232,16 @@ class TorchMemorySaver:
             if self._impl is None:
                 environment = Environment.read()
                 if environment.enable:
-                    self._allocator().regions.use_for_process(backup=environment.enable_cpu_backup)
-                preload.serve()
+                    CuMemAllocator.get_instance().regions.use_for_process(backup=environment.enable_cpu_backup)
+                is_hooked = preload.serve()
                 preload.take_calls(self.pause, self.resume)
                 self._retain_cpu_backup = environment.retain_cpu_backup
                 self._impl = self._impl or Native(environment.cpu_backup_backend)
                 if environment.enable:
                     self._impl.note_region(DEFAULT_TAG, backup=environment.enable_cpu_backup)
-                log.info("cumem-sleep: torch_memory_saver is served by this layer (%s)", _what_serves(environment))
+                log.info(
+                    "cumem-sleep: torch_memory_saver is served by this layer (%s hook in front of cudaMalloc%s)",
+                    "with the" if is_hooked else "without a",
+                    ", the whole process is a region" if environment.enable else "",
+                )
             return self._impl
-
-    def _allocator(self) -> CuMemAllocator:
-        return CuMemAllocator.get_instance()
-
-
-def _what_serves(environment: Environment) -> str:
-    hook = "with the hook in front of cudaMalloc" if preload.serve() else "without a hook in front of cudaMalloc"
-    return hook + (", the whole process is a region" if environment.enable else "")

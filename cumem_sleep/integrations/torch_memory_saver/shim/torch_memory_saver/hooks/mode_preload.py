@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from cumem_sleep.core.scopes import scoped
-from cumem_sleep.integrations.torch_memory_saver.environment import preloaded
+from cumem_sleep.integrations.torch_memory_saver.environment import configure_subprocess as with_library
 
 from ..utils import get_binary_path_from_package
 
@@ -13,5 +13,5 @@ __all__ = ["configure_subprocess"]
 @scoped
 def configure_subprocess() -> Iterator[None]:
     """As that of the package; the library is the one that this module's `get_binary_path_from_package` gives."""
-    with preloaded(str(get_binary_path_from_package("torch_memory_saver_hook_mode_preload"))):
+    with with_library(get_binary_path_from_package("torch_memory_saver_hook_mode_preload")):
         yield
