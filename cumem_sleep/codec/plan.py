@@ -90,8 +90,12 @@ class Planner:
 class Plan:
     """How to encode some segments of one device. It is found in steps, between which the caller can do other work.
 
+    Attributes:
+        is_sampled: not all codes are known.
+
     Args:
-        sampled: those that may be encoded, at most `PLANNED_AT_ONCE`. Until `count`, no other plan may be begun.
+        known: those whose codes are known already.
+        sampled: the others that may be encoded, at most `PLANNED_AT_ONCE`. Until `count`, no other plan may be begun.
     """
 
     def __init__(
@@ -99,15 +103,19 @@ class Plan:
         planner: Planner,
         next_slot: Callable[[], Slot],
         segments: Sequence[_core.Segment],
+        known: Sequence[tuple[_core.Segment, Code]],
         sampled: Sequence[_core.Segment],
     ) -> None:
         self.segments = segments
+        self.is_sampled = bool(sampled)
         self._planner = planner
         self._next_slot = next_slot
         self._sampled = sampled
         self._encodings: dict[int, Encoding] = {}  # with the sizes that are being counted
         self._at_work: list[tuple[Slot, Integers]] = []
-        planner.sample(sampled)
+        self._count(known)
+        if sampled:
+            planner.sample(sampled)
 
     def count(self) -> None:
         """Wait for the samples, choose codes by them, and begin to count the encoded sizes; once is enough.
@@ -117,7 +125,10 @@ class Plan:
             CodecError: a kernel failed.
         """
         sampled, self._sampled = self._sampled, []
-        coded = self._planner.choose(sampled) if sampled else []
+        if sampled:
+            self._count(self._planner.choose(sampled))
+
+    def _count(self, coded: Sequence[tuple[_core.Segment, Code]]) -> None:
         for layout in dict.fromkeys(code.layout for _, code in coded):
             chosen = [(segment, code) for segment, code in coded if code.layout == layout]
             make_ready(self._planner.ready, layout, self._planner.device)

@@ -7,7 +7,7 @@ slots of device memory, each with its own stream, so that one slot's copies over
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 
 import numpy as np
@@ -19,7 +19,7 @@ from ..core.pinned import bounce_block, pinned_block
 from ..core.tuning import Tuning
 from . import codecs
 from .chunks import ChunkBatch, EncodedRun, Encoding, batches
-from .codec import CHUNK_BYTES, Layout
+from .codec import CHUNK_BYTES, Code, Layout
 from .memory import SegmentLoan, take_memory, workspace_bytes
 from .plan import PLANNED_AT_ONCE, SAMPLES_BYTES, Plan, Planner
 from .slots import Slot, head_bytes
@@ -99,15 +99,19 @@ class Workspace:
         """
         plans: list[Plan] = []
         for first in range(0, len(segments), PLANNED_AT_ONCE):  # while the GPU counts those before
-            plans.append(self.begin_plan(segments[first : first + PLANNED_AT_ONCE]))
+            plans.append(self.begin_plan(segments[first : first + PLANNED_AT_ONCE], {}))
             plans[-1].count()
         return {segment_id: encoding for plan in plans for segment_id, encoding in plan.finish().items()}
 
-    def begin_plan(self, segments: Sequence[_core.Segment]) -> Plan:
+    def begin_plan(self, segments: Sequence[_core.Segment], codes: Mapping[int, Code]) -> Plan:
         """Begin to plan how to encode `segments`; may be called between calls of `encode`, once the plan before counts.
+
+        Args:
+            codes: by id, where they are known. The other segments get theirs from samples.
 
         Raises:
             DriverError: the driver refused.
+            CodecError: a kernel failed.
         """
         if not self.has_memory and not self._warned:
             self._warned = True
@@ -115,8 +119,9 @@ class Workspace:
                 "device %d has no memory left for the codec to work in: its backups are stored uncompressed this time",
                 self._device,
             )
-        sampled = [s for s in segments if s.bytes % CHUNK_BYTES == 0] if self.has_memory else []
-        return Plan(self._planner, self.next_slot, segments, sampled)
+        coded = [s for s in segments if s.bytes % CHUNK_BYTES == 0] if self.has_memory else []
+        known = [(segment, codes[segment.id]) for segment in coded if segment.id in codes]
+        return Plan(self._planner, self.next_slot, segments, known, [s for s in coded if s.id not in codes])
 
     def encode(self, runs: Iterable[EncodedRun], transfers: Transfers) -> None:
         """Encode chunks and copy them to their places in the extents.

@@ -12,6 +12,7 @@ from functools import partial
 from .. import _core
 from ..backups.filling import Filling
 from ..codec.chunks import Encoding
+from ..codec.codec import Code
 from ..codec.plan import PLANNED_AT_ONCE, Plan
 from ..codec.workspace import Workspace, close_all
 from ..core import log
@@ -26,7 +27,6 @@ from ..report import PhaseTimer, SleepReport
 from .layer import Layer, quiesce
 
 _Sleep = _core.Segment.Sleep
-_PLANS_AHEAD = 3  # one is encoded next, the second is being counted, and the third sampled
 
 
 def sleep(
@@ -255,13 +255,17 @@ class _BackingUp:
         """The next segments that have changed, with memory for their backups; empty if there are no more.
 
         They are digested while copies of those before them are in flight. Likewise, while segments are encoded, the GPU
-        counts the sizes of the next ones, and copies samples of those after that to the host.
+        counts the sizes of the next ones, and copies samples of those after that to the host, unless their codes are
+        known.
         """
         if not workspaces:
-            part, encodings = [*self._unplanned] or self._next_changed(), {}
+            part = [*self._unplanned] or self._next_changed()
             self._unplanned.clear()
-        else:
-            while len(self._plans) < _PLANS_AHEAD:
+            self._store.room.take(part, self._segments, {})
+            return part
+        part = []
+        while not part:
+            while len(self._plans) < (3 if self._plans and self._plans[-1].is_sampled else 2):
                 if not self._unplanned:
                     self._unplanned.extend(self._next_changed())
                 following = _first_of(self._unplanned, self._tuning.count_part_bytes, PLANNED_AT_ONCE)
@@ -269,13 +273,30 @@ class _BackingUp:
                     plan.count()
                 if not following:
                     break
-                self._plans += [workspaces[device].begin_plan(mine) for device, mine in by_device(following).items()]
+                for device, mine in by_device(following).items():
+                    self._plans.append(workspaces[device].begin_plan(mine, self._codes(mine)))
             if not self._plans:
                 return []
             plan = self._plans.popleft()
-            part, encodings = [*plan.segments], plan.finish()
+            encodings = plan.finish()
+            part = self._fitting(plan.segments, encodings)
         self._store.room.take(part, self._segments, encodings)
         return part
+
+    def _codes(self, part: Iterable[_core.Segment]) -> dict[int, Code]:
+        """The codes of the encoded backups that segments of `part` have, by the segments' ids."""
+        return {segment.id: e.code for segment in part if (e := self._store.catalogue.encoding_of(segment))}
+
+    def _fitting(self, planned: Sequence[_core.Segment], encodings: Mapping[int, Encoding]) -> list[_core.Segment]:
+        """Without those whose values are so different that the codes of their backups do not suit them any more.
+
+        Their backups go: they are planned anew, by samples.
+        """
+        backups = [b for b in map(self._store.catalogue.of, planned) if b is not None and b.encoding]
+        unfit = {b.segment.id: b.segment for b in backups if not b.has_room_for(encodings.get(b.segment.id))}
+        self._store.catalogue.forget(unfit)
+        self._unplanned.extendleft(unfit.values())
+        return [segment for segment in planned if segment.id not in unfit]
 
     def _in_parts(self) -> list[_core.Segment]:
         """The segments whose backups need no memory, or of which the tier has enough free."""
