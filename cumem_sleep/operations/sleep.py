@@ -248,7 +248,8 @@ class _BackingUp:
                 return []
             plan = self._plans.popleft()
             part, encodings = [*plan.segments], plan.finish()
-        self._store.room.take(part, self._segments, encodings)
+        if part:
+            self._store.room.take(part, self._segments, encodings)
         return part
 
     def _in_parts(self) -> list[_core.Segment]:
