@@ -259,9 +259,9 @@ class _BackingUp:
         known.
         """
         if not workspaces:
-            part = [*self._unplanned] or self._next_changed()
-            self._unplanned.clear()
-            self._store.room.take(part, self._segments, {})
+            if part := [*self._unplanned] or self._next_changed():
+                self._unplanned.clear()
+                self._store.room.take(part, self._segments, {})
             return part
         part = []
         while not part:
