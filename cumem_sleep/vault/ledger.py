@@ -109,19 +109,18 @@ class Entry:
             offset, nbytes, at = offset + size, nbytes - size, at + 1
 
 
-@dataclass(frozen=True)
-class HeldBytes:
-    """What an owner, a GPU or the whole vault holds, in bytes.
+class HeldBytes(NamedTuple):
+    """What an owner, a GPU or the whole vault holds, as the status says it.
 
     Attributes:
-        needed: bytes of backups that are needed, as a rule because their segments sleep.
-        retained: bytes of the other backups, which may be evicted.
-        shared: how many of both are held by several processes.
+        asleep_bytes: of backups that are needed, as a rule because their segments sleep.
+        awake_bytes: of the other backups, which may be evicted.
+        shared_bytes: how many of both are held by several processes.
     """
 
-    needed: int = 0
-    retained: int = 0
-    shared: int = 0
+    asleep_bytes: int = 0
+    awake_bytes: int = 0
+    shared_bytes: int = 0
 
 
 @dataclass
@@ -399,8 +398,9 @@ class Ledger:
 
     def who_holds(self, names: Mapping[Hashable, str]) -> str:
         """Which of these owners hold most, and how much, in words."""
-        held = sorted(((self.held(owner), name) for owner, name in names.items()), key=lambda each: -each[0].needed)
-        said = [f"{name} holds {format_bytes(each.needed)}" for each, name in held[:_HOLDERS_NAMED] if each.needed]
+        held = [(self.held(owner).asleep_bytes, name) for owner, name in names.items()]
+        held.sort(key=lambda each: -each[0])
+        said = [f"{name} holds {format_bytes(nbytes)}" for nbytes, name in held[:_HOLDERS_NAMED] if nbytes]
         return ", ".join(said) or "nobody holds anything"
 
     def _new_hold(self, entry: Entry, owner: Hashable, gpu: str) -> Hold:

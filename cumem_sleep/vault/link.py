@@ -198,18 +198,18 @@ class VaultLink:
 
     def _choose(self, in_flight: deque[tuple[_core.CopyStream, Job, int]]) -> None:
         """How the next piece is copied: as the one before, until there are enough of them for a rate."""
-        is_over = self._batch_bytes >= self._most_bytes()
-        if is_over:
+        if self._batch_bytes >= self._most_bytes():
             if self._choice.alone:
                 self._finish_all(in_flight)
             self._count(0)
             seconds = max(self.copied.seconds - self._batch_began, 1e-9)
             self._pace.record(self._batch_bytes, seconds)
             self._choice = self._pace.next()
-        if is_over or not self._batch_bytes:
-            if self._choice.alone:
-                self._finish_all(in_flight)
-            self._begin_batch()
+        elif self._batch_bytes:
+            return
+        if self._choice.alone:
+            self._finish_all(in_flight)
+        self._begin_batch()
 
     def _most_bytes(self) -> int:
         """Of this batch: while the engine is slow, a trial of it takes longer than a copy by the kernel."""
@@ -242,8 +242,7 @@ class VaultLink:
     def _has_turn(self, wait: bool) -> bool:
         """Whether there is a job to go on with; if this is to wait, it says no only at the end."""
         with self._changed:
-            while wait and not self._turns and not self._stopping:
-                self._changed.wait()
+            self._changed.wait_for(lambda: not wait or self._turns or self._stopping)
             return bool(self._turns)
 
     def _take(self) -> tuple[Job, LinkPiece | None]:

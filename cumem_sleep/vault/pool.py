@@ -85,8 +85,7 @@ class VaultPool:
         self._last_slab = 0
         self._taker = ThreadPoolExecutor(1, "vault-memory")
         self._is_taking = self.is_stopped = self._is_finished = False
-        self._try_again = 0.0
-        self._is_short_said = False
+        self._try_again = 0.0  # when, while the host has too little
         self._reserved_are_left = host.reserved_huge_pages
         self._tenths_said = 0
 
@@ -157,13 +156,12 @@ class VaultPool:
         try:
             slab = future.result()
         except Exception as error:  # whatever it is, what is there can be used
-            self.short, self._try_again = str(error), time.monotonic() + self._host.try_again_s
-            if not self._is_short_said:
+            if not self._try_again:
                 self._host.say(f"has {self._of_all()}, and cannot take more now: {error}")
-            self._is_short_said = True
+            self.short, self._try_again = str(error), time.monotonic() + self._host.try_again_s
             self._changed()
             return
-        self._is_short_said = False
+        self._try_again = 0.0
         if self.is_stopped or slab.nbytes > self.bytes_to_come():  # something was adopted meanwhile
             self._give_back(slab)
         else:

@@ -155,7 +155,7 @@ class Vault:
     def _may_end(self) -> bool:
         if not self._stopping:
             return False
-        needed = self._pool.ledger.held().needed
+        needed = self._pool.ledger.held().asleep_bytes
         if not self._pool.is_stopped:
             self._service.take_no_more()
             if needed:
@@ -163,7 +163,7 @@ class Vault:
         return self._stopping == "now" or not needed
 
     def _sleepers(self) -> str:
-        held = [(session, self._pool.ledger.held(session.owner).needed) for session in self._sessions]
+        held = [(session, self._pool.ledger.held(session.owner).asleep_bytes) for session in self._sessions]
         return ", ".join(f"{session} {format_bytes(needed)}" for session, needed in held if needed)
 
     def _tick(self, now: float) -> None:
@@ -286,7 +286,7 @@ class Vault:
 
     def _end(self, session: Session) -> None:
         """It has gone, or is to go: whatever it has comes back."""
-        if not session.is_open:
+        if session.channel.fileno() < 0:  # it has ended already
             return
         self._sessions.remove(session)
         self._unregister(session.channel)

@@ -394,8 +394,7 @@ class Service:
         for device, some in by_device.items():
             if device not in self._givers:
                 self._givers[device] = ThreadPoolExecutor(1, f"vault-give-back-{device}")
-            future = self._givers[device].submit(_close_all, some)
-            future.add_done_callback(lambda _: self._post(self._returned))
+            self._givers[device].submit(_close_all, some).add_done_callback(lambda _: self._post(self._returned))
 
     def _returned(self) -> None:
         """Some of what was lent is not here any more: answer whoever waits for that, once it is all of theirs."""
@@ -540,7 +539,7 @@ class Service:
             "short": self._pool.short,
             "free_bytes": ledger.free_bytes,
             "left_bytes": ledger.available_bytes() + self._pool.bytes_to_come(),
-            **_held(ledger.held()),
+            **ledger.held()._asdict(),
             "saved_bytes": ledger.saved_bytes,
             "evicted_bytes": ledger.evicted_bytes,
             "waiting": len(self._waiting),
@@ -560,7 +559,7 @@ class Service:
             "uuid": gpu.uuid,
             "ordinal": gpu.ordinal,
             "name": gpu.name,
-            **_held(held),
+            **held._asdict(),
         }
         for direction, to_host in (("out", True), ("in", False)):
             link = self._links.get((gpu.uuid, to_host))
@@ -576,9 +575,9 @@ class Service:
             "pid": session.pid,
             "name": session.name,
             "connected_s": time.monotonic() - session.since,
-            **_held(held),
+            **held._asdict(),
             "gpus": [
-                {"uuid": uuid, **_held(on_gpu)}
+                {"uuid": uuid, **on_gpu._asdict()}
                 for uuid in self._gpus
                 if (on_gpu := self._pool.ledger.held(session.owner, uuid)) != HeldBytes()
             ],
@@ -623,11 +622,6 @@ def _is_lost(gpu: VaultGpu) -> bool:
         _core.memory_info(gpu.ordinal)
         return False
     return True
-
-
-def _held(held: HeldBytes) -> dict[str, int]:
-    """As the status says it."""
-    return {"asleep_bytes": held.needed, "awake_bytes": held.retained, "shared_bytes": held.shared}
 
 
 def _key(body: Mapping[str, Any]) -> Key:

@@ -25,7 +25,6 @@ class Session:
         since: when it came, by the monotonic clock.
         is_greeted: it has said hello.
         identity: the same for all connections of one client, of which each takes over from those before.
-        is_open: it is connected; no more after `Vault` has ended the session.
         owner: what the ledger knows it by. A later connection of the same client takes it over.
         is_cut_off: nothing more is done for it. It keeps its backups until it ends the connection.
         lent: its memory that may be mapped here, by its own numbers.
@@ -41,7 +40,6 @@ class Session:
         self.name = self.identity = ""
         self.since = now
         self.is_greeted = False
-        self.is_open = True
         self.is_cut_off = False
         self.open_requests = 0
         self.owner = object()
@@ -69,7 +67,7 @@ class Session:
     @property
     def is_served(self) -> bool:
         """Whether it is there, and was not cut off."""
-        return self.is_open and not self.is_cut_off
+        return self.channel.fileno() >= 0 and not self.is_cut_off
 
     def send(self, body: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
         """Say it, if there is still somebody. That the connection has ended is found by who reads it."""
@@ -90,6 +88,5 @@ class Session:
 
     def close(self) -> None:
         """End the connection."""
-        self.is_open = False
         self.channel.close()
         protocol.close_all([self.process])

@@ -556,7 +556,7 @@ class LedgerMachine(stateful.RuleBasedStateMachine):
         check(self.books)
         assert {hold.number: hold.owner for hold in holds_of(self.books).values()} == self.mine
         held = self.books.held()
-        assert held.needed + held.retained + self.books.free_bytes == self.books.own_bytes
+        assert held.asleep_bytes + held.awake_bytes + self.books.free_bytes == self.books.own_bytes
 
 
 TestLedgerMachine = LedgerMachine.TestCase
