@@ -364,6 +364,21 @@ class GateSettings(_FromEnvironment):
         "With it, whatever changes the server's state (sleep, wake, pause, reload, weight updates, adapters, …) needs"
         " `Authorization: Bearer <token>`; otherwise it gets 401. [Every route](vllm-routes.md).",
     )
+    idle_s: float | None = _setting(
+        _seconds(1, is_optional=True),
+        None,
+        "After how many seconds without a request the model sleeps by itself; with `wait` or `wake` alone.",
+    )
+    idle_level: int = _setting(
+        _whole(1, 2), 1, "The level of that sleep; `CUMEM_SLEEP_DEEP_AFTER_S` takes it to level 3 later."
+    )
+    idle_awake_s: float = _setting(
+        _seconds(0),
+        0.0,
+        "How long a model that was woken stays awake at least, in seconds, if that is longer than"
+        " `CUMEM_SLEEP_IDLE_S`.",
+        "`0`",
+    )
     admin: str | None = _setting(
         _ADDRESS,
         None,
@@ -382,6 +397,11 @@ class GateSettings(_FromEnvironment):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.idle_s is not None and self.on_request == "reject":
+            raise InvalidArgument(
+                f"{PREFIX}IDLE_S={self.idle_s:g}: requests would be refused as soon as the model sleeps by itself:"
+                f" expected {PREFIX}ON_REQUEST=wake, or wait, too"
+            )
         if self.admin is not None and not self.admin.startswith("unix:") and self.admin_token is None:
             raise InvalidArgument(
                 f"{PREFIX}ADMIN={self.admin!r}: anybody on this host could put the model to sleep there: expected"

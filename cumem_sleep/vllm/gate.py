@@ -17,7 +17,7 @@ from typing import Any
 from urllib.parse import urlencode
 
 from ..core.misspelt import warn_of_misspelt
-from ..errors import counted
+from ..errors import InvalidArgument, counted
 from ..http.asgi import (
     App,
     ClientGone,
@@ -40,11 +40,12 @@ from ..http.asgi import (
     within,
 )
 from ..settings import GateSettings
-from . import control_routes, events, metrics, parameters, refused_anyway, worker_methods
+from . import control_routes, data_parallel, events, metrics, parameters, refused_anyway, worker_methods
 from .admin_listener import FROM_LISTENER, AdminListener, bound
 from .conductor import Conductor
 from .control_routes import CONTROLS
 from .engine_door import LEASE, EngineDoor, RequestLease
+from .idle import IdleSleep
 from .routes import GUARDED, OWN, RELOAD, RESET, WAKE, RouteKind, Routes, Taken, kind_of, route_path
 from .siblings import BETWEEN_S, Busy
 from .sleeping_model import TAGS, GatePhase, RequestDecision, why_left_out
@@ -113,6 +114,7 @@ class SleepGate:
         self.conductor = Conductor(settings, self._status)
         self.model = self.conductor.model
         self._door = EngineDoor(self._admit)
+        self._idle = IdleSleep(settings, self.conductor, lambda: self._door.unfinished, lambda: self._is_clear(0))
         self._routes = Routes({(method, path) for path, method in CONTROLS.items()} if self._has_controls else OWN)
         self._is_scraped = metrics.register(self._status, self._outcomes)
         hold = "" if settings.on_request == "reject" else f" (at most {settings.request_deadline_s:g} s)"
@@ -128,8 +130,8 @@ class SleepGate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Decide about one request: ASGI."""
-        if scope["type"] == "lifespan" and self._settings.admin is not None:
-            return await self._live_with_listener(self._settings.admin, scope, receive, send)
+        if scope["type"] == "lifespan" and (self._settings.admin is not None or self._settings.idle_s is not None):
+            return await self._live(scope, receive, send)
         if scope["type"] not in ("http", "websocket"):
             return await self._app(scope, receive, send)
         engine = self._attach(scope)
@@ -148,30 +150,36 @@ class SleepGate:
         if self.conductor.engine is not engine and engine is not None:
             self.conductor.engine, self.conductor.several_servers = engine, _several_servers(state)
             self._door.attach(engine)
+            self._idle.start()
         return engine
 
-    async def _live_with_listener(self, address: str, scope: Scope, receive: Receive, send: Send) -> None:
-        """The server's life. Of several API servers the first that takes the address listens there, for all of them.
-
-        An error here would pass for "no lifespan", and the server begin without the listener.
-        """
-        self._attach(scope)
+    async def _live(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The server's life. An error would pass for "no lifespan" here, and the server begin all the same."""
         listener = None
         try:
-            listener = await self._listener(address, scope)
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE or not self.conductor.several_servers:
-                await receive()
-                why = f"cannot listen at {address} (CUMEM_SLEEP_ADMIN): {error.strerror or error}"
-                return await send({"type": "lifespan.startup.failed", "message": why})
-            logger.info("cumem-sleep gate: at %s another API server listens already", address)
+            parallel = getattr(getattr(self._attach(scope), "vllm_config", None), "parallel_config", None)
+            if self._settings.idle_s is not None and data_parallel.sleeps_with_others(parallel):
+                raise InvalidArgument(
+                    "CUMEM_SLEEP_IDLE_S: expected none where other servers have some of the engines that step together"
+                )
+            if self._settings.admin is not None:
+                listener = await self._listener(self._settings.admin, scope)
+        except (InvalidArgument, OSError) as error:
+            await receive()
+            return await send({"type": "lifespan.startup.failed", "message": str(error)})
         try:
             await self._app(scope, receive, send)
         finally:
+            self._idle.stop()
             if listener is not None:
                 listener.close()
 
-    async def _listener(self, address: str, scope: Scope) -> AdminListener:
+    async def _listener(self, address: str, scope: Scope) -> AdminListener | None:
+        """Of several API servers the first that takes the address listens there, for all of them.
+
+        Raises:
+            OSError: nobody of them can.
+        """
         while True:
             try:
                 async with self.conductor.alone():  # or two would find a socket left over, and both replace it
@@ -179,6 +187,11 @@ class SleepGate:
                 break
             except Busy:
                 continue
+            except OSError as error:
+                if error.errno == errno.EADDRINUSE and self.conductor.several_servers:
+                    logger.info("cumem-sleep gate: at %s another API server listens already", address)
+                    return None
+                raise OSError(f"cannot listen at {address} (CUMEM_SLEEP_ADMIN): {error.strerror or error}") from None
         listener = AdminListener(self, scope.get("app"), address, socket)
         await listener.start()
         return listener
@@ -217,7 +230,10 @@ class SleepGate:
         if taken.kind in (RouteKind.RUNS, RouteKind.ADAPTS, RouteKind.UNKNOWN):
             if taken.redirects:  # which needs no memory
                 return await self._pass(scope, inbox, send)
-            return await self._run_model(taken, scope, inbox, send)
+            if _lacks_api_key(scope):  # vLLM will refuse it
+                return await self._run_model(taken, scope, inbox, send)
+            with self._idle.request():
+                return await self._run_model(taken, scope, inbox, send)
         is_control = taken.kind in (RouteKind.CHANGES, RouteKind.WRITES, RouteKind.CALLS)
         is_control = is_control or (self._has_controls and taken.template == RESET)
         if is_control and self._is_open and not taken.redirects:
