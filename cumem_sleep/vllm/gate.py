@@ -157,11 +157,9 @@ class SleepGate:
         """The server's life. An error would pass for "no lifespan" here, and the server begin all the same."""
         listener = None
         try:
-            parallel = getattr(getattr(self._attach(scope), "vllm_config", None), "parallel_config", None)
-            if self._settings.idle_s is not None and data_parallel.sleeps_with_others(parallel):
-                raise InvalidArgument(
-                    "CUMEM_SLEEP_IDLE_S: expected none where other servers have some of the engines that step together"
-                )
+            config = getattr(self._attach(scope), "vllm_config", None)
+            if self._settings.idle_s is not None:
+                _check_that_it_may_sleep(config)
             if self._settings.admin is not None:
                 listener = await self._listener(self._settings.admin, scope)
         except (InvalidArgument, OSError) as error:
@@ -775,6 +773,16 @@ class SleepGate:
             body["why"] = model.why_disagrees
         headers = {"Retry-After": str(self._settings.retry_after_s)} if code == 503 else {}
         await deliver(scope, inbox, send, response(code, body, headers))
+
+
+def _check_that_it_may_sleep(config: Any) -> None:
+    """Raises InvalidArgument if a vLLM of this configuration cannot sleep by itself."""
+    if data_parallel.sleeps_with_others(getattr(config, "parallel_config", None)):
+        raise InvalidArgument(
+            "CUMEM_SLEEP_IDLE_S: expected none where other servers have some of the engines that step together"
+        )
+    if not getattr(getattr(config, "model_config", None), "enable_sleep_mode", True):
+        raise InvalidArgument("CUMEM_SLEEP_IDLE_S: expected --enable-sleep-mode, too")
 
 
 def _several_servers(state: Any) -> bool:

@@ -94,8 +94,6 @@ class IdleSleep:
             except Exception as error:
                 logger.warning("cumem-sleep gate: the model did not fall asleep by itself: %s", error)
                 self._postpone(AGAIN_AFTER_S)
-                if self._conductor.model.may_be_woken:  # its scheduler has stopped
-                    await self._conductor.wake()
 
     async def _look(self, idle_s: float) -> None:
         model = self._conductor.model
@@ -108,22 +106,27 @@ class IdleSleep:
         if self._is_kept_awake() or not (model.serves or model.phase is GatePhase.UNKNOWN):
             return
         await self._conductor.look()
-        if model.serves and self._served and not self._is_kept_awake():
-            await self._sleep(idle_s)
+        if not (model.serves and self._served) or self._is_kept_awake():
+            return
+        if why := await self._sleep():
+            if model.may_be_woken:  # its scheduler has stopped
+                await self._conductor.wake()
+            raise RuntimeError(why)
 
-    async def _sleep(self, idle_s: float) -> None:
+    async def _sleep(self) -> str:
+        """Why it failed, in words, or ""."""
         conductor, level = self._conductor, self._settings.idle_level
         async with conductor.change():  # nothing is let through to the engine meanwhile, by no API server
             if self._is_kept_awake() or not conductor.model.may_rest or not await self._is_clear():
-                return
+                return ""
             if await within(ASK_WITHIN_S, data_parallel.is_any_sleeping(conductor.engine)):
-                return  # somebody has paused it
+                return ""  # somebody has paused it
             try:
                 await conductor.engine.sleep(level)
-            except Exception:
+                why = await conductor.slept(level, kept=False)
+            except Exception as error:
                 await conductor.sleep_failed()
-                raise
-            why = await conductor.slept(level, kept=False)
-        if why:
-            raise RuntimeError(why)
-        logger.info("cumem-sleep gate: asleep at level %d after %g s without a request", level, idle_s)
+                why = str(error) or type(error).__name__
+        if not why:
+            logger.info("cumem-sleep gate: asleep at level %d, since nobody asked", level)
+        return why

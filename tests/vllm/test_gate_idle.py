@@ -153,8 +153,9 @@ def test_a_woken_model_stays_awake_for_a_while(serve: Serve) -> None:
     run(scenario())
 
 
+@pytest.mark.parametrize("fails", ["", "look"])
 @pytest.mark.parametrize("by", ["/pause", "somebody else", "/start_weight_update", "/sleep?level=0", "/sleep?level=2"])
-def test_what_somebody_has_begun_is_left_alone(serve: Serve, by: str) -> None:
+def test_what_somebody_has_begun_is_left_alone(serve: Serve, by: str, fails: str) -> None:
     async def scenario() -> None:
         client = serve(**IDLE)
         clock = Clock(client)
@@ -166,8 +167,12 @@ def test_what_somebody_has_begun_is_left_alone(serve: Serve, by: str) -> None:
         before = len(sleeps(client))
         if by == "/sleep?level=2":
             await client.post("/wake?tags=weights")  # and loads them
+        woken = client.engine.count("wake_up")
+        if fails:
+            client.engine.fails["is_sleeping"] = [RuntimeError("no answer")] * 3
         await clock.go_on(1000)
         assert len(sleeps(client)) == before
+        assert client.engine.count("wake_up") == woken
 
     run(scenario())
 
@@ -200,6 +205,29 @@ def test_a_request_that_comes_as_it_falls_asleep_is_answered(serve: Serve) -> No
         request = client.begin("POST", "/v1/completions")
         await until_idle()
         client.engine.waits["sleep"].set()
+        assert (await request.response()).body == {"text": "good"}
+
+    run(scenario())
+
+
+def test_a_request_that_comes_before_the_sleep_has_its_turn_prevents_it(serve: Serve) -> None:
+    async def scenario() -> None:
+        client = serve(**IDLE)
+        clock = Clock(client)
+        await client.ask()
+        client.engine.waits["refit"] = asyncio.Event()
+        write = client.begin("POST", "/collective_rpc", b'{"method": "refit"}')
+        await client.engine.entered["refit"].wait()
+        await clock.go_on(11)
+        client.engine.waits["generate"] = asyncio.Event()
+        client.engine.entered["generate"].clear()
+        request = client.begin("POST", "/v1/completions")
+        await client.engine.entered["generate"].wait()
+        client.engine.waits["refit"].set()
+        assert (await write.response()).code == 200
+        await clock.go_on(0)
+        assert sleeps(client) == []
+        client.engine.waits["generate"].set()
         assert (await request.response()).body == {"text": "good"}
 
     run(scenario())
@@ -242,6 +270,25 @@ def test_several_api_servers_agree(serve: Serve) -> None:
     run(scenario())
 
 
+def test_a_server_that_is_too_busy_to_look_is_not_taken_for_idle(serve: Serve) -> None:
+    async def scenario() -> None:
+        first, second = two_servers(serve, **IDLE)
+        clock = Clock(first, second)
+        assert (await first.ask()).code == (await second.ask()).code == 200
+        await clock.go_on(0)
+        second.gate._idle.stop()
+        first.engine.waits["generate"] = asyncio.Event()
+        first.engine.entered["generate"].clear()
+        running = second.begin("POST", "/v1/completions")
+        await first.engine.entered["generate"].wait()
+        await clock.go_on(1000)
+        assert sleeps(first) == []
+        first.engine.waits["generate"].set()
+        assert (await running.response()).code == 200
+
+    run(scenario())
+
+
 def test_without_the_setting_nothing_watches(serve: Serve) -> None:
     async def scenario() -> None:
         client = serve(on_request="wake")
@@ -260,12 +307,13 @@ def test_a_model_that_would_refuse_requests_does_not_sleep_by_itself() -> None:
     assert GateSettings.from_environment({"CUMEM_SLEEP_IDLE_S": "60", "CUMEM_SLEEP_ON_REQUEST": "wait"}).idle_s == 60
 
 
-@pytest.mark.parametrize("balances", ["external", "hybrid", "internal"])
-def test_a_server_of_some_engines_that_step_together_does_not_begin(serve: Serve, balances: str) -> None:
+@pytest.mark.parametrize("has", ["external", "hybrid", "internal", "no sleep mode"])
+def test_a_server_that_cannot_sleep_alone_does_not_begin(serve: Serve, has: str) -> None:
     async def scenario() -> None:
         client = serve(**IDLE)
-        parallel = SimpleNamespace(data_parallel_size=2, **{f"data_parallel_{balances}_lb": True})
-        client.engine.vllm_config = SimpleNamespace(parallel_config=parallel)
+        parallel = SimpleNamespace(data_parallel_size=2, **{f"data_parallel_{has}_lb": True})
+        model = SimpleNamespace(enable_sleep_mode=has != "no sleep mode")
+        client.engine.vllm_config = SimpleNamespace(parallel_config=parallel, model_config=model)
         said: list[Any] = []
         to_server: asyncio.Queue[Any] = asyncio.Queue()
         to_server.put_nowait({"type": "lifespan.startup"})
@@ -274,7 +322,7 @@ def test_a_server_of_some_engines_that_step_together_does_not_begin(serve: Serve
             said.append(message)
 
         await client.gate({"type": "lifespan", "app": client.vllm}, to_server.get, send)
-        if balances == "internal":
+        if has == "internal":
             assert (said, client.vllm.seen) == ([], ["lifespan"])
         else:
             assert (said[0]["type"], client.vllm.seen) == ("lifespan.startup.failed", [])
