@@ -638,6 +638,7 @@ async def run(seeds: Callable[[], int | None], servers: int, report: Callable[[s
         import watched_server
 
         watched_server.prepare_process(pathlib.Path(name))
+        os.environ["WATCHED_WORKER_UNGUARDED"] = "1"
         async with AsyncExitStack() as stack:
             world = await World.make(pathlib.Path(name), stack)
             while (seed := seeds()) is not None:
