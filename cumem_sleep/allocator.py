@@ -467,6 +467,20 @@ class CuMemAllocator:
         """Whether the process is at level 3, or may go there by itself at any time."""
         return self._cuda.may_deepen
 
+    @property
+    def may_be_asleep(self) -> bool:
+        """False: nothing is asleep. It costs nothing to ask."""
+        return self._operations.may_be_asleep
+
+    @property
+    def asleep_tags(self) -> frozenset[str]:
+        """The tags of which something is asleep in pools."""
+        self._operations.may_be_asleep = False  # an operation that ends meanwhile says so after it has changed them
+        awake = _core.Segment.Sleep.AWAKE
+        asleep = frozenset(each.tag for each in _core.segments_in(False, None) if each.sleep != awake)
+        self._operations.may_be_asleep |= bool(asleep)
+        return asleep
+
     def stay_at_level_1(self, why: str) -> None:
         """From now on this process does not go deeper; it says why. vLLM's plugin calls this for ranks."""
         self._cuda.why_not = why

@@ -6,6 +6,7 @@ environment follows below them. `--help`, the doctor and the page of the docs ar
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -170,6 +171,25 @@ _TOKEN = SettingKind(  # what HTTP's headers take
     lambda token: token != "" and all("!" <= letter <= "~" for letter in token),
     is_optional=True,
     is_secret=True,
+)
+
+
+def _is_address(address: str) -> bool:
+    if address.startswith("unix:/"):
+        return "\0" not in address and len(os.fsencode(address)) - len("unix:") <= 107
+    host, _, port = address.rpartition(":")
+    try:
+        ipaddress.ip_address(host[1:-1] if host.startswith("[") and host.endswith("]") else host)
+    except ValueError:
+        return False
+    return port.isascii() and port.isdigit() and 0 < int(port) < 1 << 16 and (":" not in host or host[0] == "[")
+
+
+_ADDRESS = SettingKind(
+    (str,),
+    "unix:/PATH of at most 107 bytes, or an IP address and port as 127.0.0.1:9001",
+    _is_address,
+    is_optional=True,
 )
 
 
@@ -344,6 +364,27 @@ class GateSettings(_FromEnvironment):
         "With it, whatever changes the server's state (sleep, wake, pause, reload, weight updates, adapters, …) needs"
         " `Authorization: Bearer <token>`; otherwise it gets 401. [Every route](vllm-routes.md).",
     )
+    idle_s: float | None = _setting(
+        _seconds(1, is_optional=True),
+        None,
+        "After how many seconds without a request the model sleeps by itself; with `wait` or `wake` alone.",
+    )
+    idle_level: int = _setting(
+        _whole(1, 2), 1, "The level of that sleep; `CUMEM_SLEEP_DEEP_AFTER_S` takes it to level 3 later."
+    )
+    idle_awake_s: float = _setting(
+        _seconds(0),
+        0.0,
+        "How long a model that was woken stays awake at least, in seconds, if that is longer than"
+        " `CUMEM_SLEEP_IDLE_S`.",
+        "`0`",
+    )
+    admin: str | None = _setting(
+        _ADDRESS,
+        None,
+        "Where the gate alone listens for sleep, wake, reload, pause and resume, so that the public port answers 404:"
+        " `unix:/PATH`, which only this user can open, or `127.0.0.1:9001`, which needs the token.",
+    )
     max_held_requests: int = _setting(
         _whole(0, MOST_BYTES), 4096, "How many requests `wait` and `wake` hold at once. Beyond that they get 503."
     )
@@ -353,6 +394,19 @@ class GateSettings(_FromEnvironment):
         (),
         "A trainer's own worker methods that load all weights when `/collective_rpc` calls them, separated by commas.",
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.idle_s is not None and self.on_request == "reject":
+            raise InvalidArgument(
+                f"{PREFIX}IDLE_S={self.idle_s:g}: requests would be refused as soon as the model sleeps by itself:"
+                f" expected {PREFIX}ON_REQUEST=wake, or wait, too"
+            )
+        if self.admin is not None and not self.admin.startswith("unix:") and self.admin_token is None:
+            raise InvalidArgument(
+                f"{PREFIX}ADMIN={self.admin!r}: anybody on this host could put the model to sleep there: expected"
+                f" {PREFIX}ADMIN_TOKEN, too, or unix:/PATH"
+            )
 
 
 _OTHERS: dict[Reader, tuple[tuple[str, str, str], ...]] = {

@@ -153,6 +153,8 @@ class Operation(Generic[_Result]):
                     self.call.refuse(error)  # with the lock held still: no other operation comes between
                     self.shared.count_failure(self.counts_as)
                 raise
+            finally:
+                self.shared.may_be_asleep |= bool(self.counts_as)
 
     def _come_back(self) -> None:
         try:
@@ -194,6 +196,7 @@ class Operations:
         has_slept: called after a sleep with the bytes that it freed, unless the process is at level 3.
         totals: what was done so far, by operation.
         retired: a newer allocator has taken this one's place.
+        may_be_asleep: something has slept or woken since nothing was seen asleep.
     """
 
     settings: Settings
@@ -208,6 +211,7 @@ class Operations:
     has_slept: Callable[[int], None]
     totals: dict[str, OperationTotals] = field(default_factory=dict)
     retired: bool = False
+    may_be_asleep: bool = False
     _driver_checked: bool = False
 
     def open(self) -> None:

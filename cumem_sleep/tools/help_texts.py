@@ -24,9 +24,7 @@ several models behind one port:
   cumem-sleep status                   who is awake
 
 with vLLM:
-  vllm serve MODEL --enable-sleep-mode   installing this package is enough
-  curl -X POST localhost:8000/sleep      give the memory back (needs VLLM_SERVER_DEV_MODE=1)
-  curl -X POST localhost:8000/wake_up    take it again
+  vllm serve MODEL --enable-sleep-mode   installing this package is enough; over HTTP, see docs/vllm.md
 
 exit codes:
   0  everything is fine

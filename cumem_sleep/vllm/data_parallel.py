@@ -19,6 +19,12 @@ async def is_any_sleeping(engine: Any) -> bool:
     return any(await _each(engine, engine.is_sleeping, "is_sleeping"))
 
 
+def sleeps_with_others(parallel: Any) -> bool:
+    """Whether this server has only some of the engines that step together, and others of this deployment the rest."""
+    has_others = any(getattr(parallel, f"data_parallel_{name}_lb", False) for name in ("external", "hybrid"))
+    return has_others and getattr(parallel, "data_parallel_size", 1) > 1
+
+
 async def call_workers(engine: Any, method: str) -> list[list[Any]]:
     """The answers of each engine's workers to a method of theirs.
 

@@ -17,6 +17,7 @@ from .. import _core
 from ..allocator import CuMemAllocator
 from ..errors import CumemSleepError
 from ..operations.deepen import why_not_for_ranks
+from . import guard
 
 logger = logging.getLogger("cumem_sleep")
 
@@ -26,7 +27,7 @@ _last_memory: dict[int, tuple[int, int]] = {}
 
 
 class WorkerOfWrapper:
-    """The attribute `worker` of `WorkerWrapperBase`: the worker itself, or at level 3 what comes back before a call."""
+    """The attribute `worker` of `WorkerWrapperBase`: the worker itself, or, asleep, what refuses or comes back."""
 
     def __get__(self, wrapper: Any, owner: type | None = None) -> Any:
         if wrapper is None:
@@ -34,7 +35,9 @@ class WorkerOfWrapper:
         if "worker" not in vars(wrapper):
             raise AttributeError("worker")
         worker, allocator = vars(wrapper)["worker"], CuMemAllocator.instance
-        if worker is None or allocator is None or not allocator.may_deepen:
+        if worker is None or allocator is None or not (allocator.may_be_asleep or allocator.may_deepen):
+            return worker
+        if not (allocator.asleep_tags or allocator.may_deepen):
             return worker
         return _SleepingWorker(worker, allocator)
 
@@ -46,14 +49,16 @@ WORKER = WorkerOfWrapper()
 
 
 class _SleepingWorker:
-    """A worker at level 3, or on its way there."""
+    """A worker whose memory sleeps, perhaps at level 3, or on its way there."""
 
     def __init__(self, worker: Any, allocator: CuMemAllocator) -> None:
         self.__dict__.update(_worker=worker, _allocator=allocator)
 
     def __getattr__(self, name: str) -> Any:
         worker, allocator = self._worker, self._allocator
-        if name in _CALLS_NO_CUDA:
+        if why := guard.why_not(name, allocator):
+            return partial(guard.refuse, worker, name, why)
+        if name in _CALLS_NO_CUDA or not allocator.may_deepen:
             return getattr(worker, name)
         if name == "shutdown":
             return partial(_shut_down, allocator, worker.shutdown)

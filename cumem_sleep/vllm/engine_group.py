@@ -81,13 +81,18 @@ def told_once(worker: Any, call: Callable[[], Any]) -> Any:
 
 
 def _is_told_by_another(worker: Any, error: CumemSleepError) -> bool:
+    by_all = error.rank is not None or (isinstance(error, RankFailed) and not error.undecided)
+    return by_all and is_told_by_last(worker)
+
+
+def is_told_by_last(worker: Any) -> bool:
+    """Whether an error that all workers have is for the last one to raise, and this is another one."""
     agreement = getattr(CuMemAllocator.instance, "agreement", None)
     parallel = getattr(getattr(worker, "vllm_config", None), "parallel_config", None)
     if agreement is None or getattr(parallel, "distributed_executor_backend", None) == "external_launcher":
         return False  # an engine of its own reads this answer
-    by_all = error.rank is not None or (isinstance(error, RankFailed) and not error.undecided)
     last = agreement.mesh.size - 1
-    return by_all and agreement.mesh.rank < last and last not in agreement.mesh.gone
+    return agreement.mesh.rank < last and last not in agreement.mesh.gone
 
 
 def _address() -> str:

@@ -6,6 +6,7 @@ vLLM adds it last, so it is the outermost middleware: before CORS and before the
 from __future__ import annotations
 
 import asyncio
+import errno
 import inspect
 import logging
 import math
@@ -16,7 +17,7 @@ from typing import Any
 from urllib.parse import urlencode
 
 from ..core.misspelt import warn_of_misspelt
-from ..errors import counted
+from ..errors import InvalidArgument, counted
 from ..http.asgi import (
     App,
     ClientGone,
@@ -39,10 +40,13 @@ from ..http.asgi import (
     within,
 )
 from ..settings import GateSettings
-from . import events, metrics, parameters, refused_anyway, worker_methods
+from . import control_routes, data_parallel, events, metrics, parameters, refused_anyway, worker_methods
+from .admin_listener import FROM_LISTENER, AdminListener, bound
 from .conductor import Conductor
+from .control_routes import CONTROLS
 from .engine_door import LEASE, EngineDoor, RequestLease
-from .routes import GUARDED, RELOAD, WAKE, RouteKind, Routes, Taken, kind_of, route_path
+from .idle import IdleSleep
+from .routes import GUARDED, OWN, RELOAD, RESET, WAKE, RouteKind, Routes, Taken, kind_of, route_path
 from .siblings import BETWEEN_S, Busy
 from .sleeping_model import TAGS, GatePhase, RequestDecision, why_left_out
 from .worker_methods import Effect
@@ -58,7 +62,9 @@ WRITING_ROUTES = {
     "/finish_weight_update": Effect.FINISHES,
     "/weight_checker": Effect.WRITES,
 }
+_HAVE_SWITCHES = {"/pause": "pause_generation", RESET: "reset_prefix_cache"}  # which differ by version
 WEIGHTS_ASLEEP = "weights are asleep: POST /wake_up?tags=weights first"
+_OPENS = "CUMEM_SLEEP_ADMIN_TOKEN or CUMEM_SLEEP_ADMIN opens them"
 KEYED = ("/v1", "/v2", "/inference", "/cohere")  # where any version of vLLM wants an API key
 
 HEALTH_WITHIN_S = 1.0
@@ -101,11 +107,15 @@ class SleepGate:
         self._lease_ended = asyncio.Event()
         self._held = HeldRequests(settings.max_held_bytes)
         self._watch: asyncio.Task[None] | None = None
-        self._dev_mode = os.environ.get("VLLM_SERVER_DEV_MODE", "0").strip() not in ("", "0")
+        dev_mode = os.environ.get("VLLM_SERVER_DEV_MODE", "0").strip() not in ("", "0")
+        self._has_controls = not dev_mode and bool(settings.admin_token or settings.admin)  # vLLM itself has none
+        self._is_open = dev_mode or self._has_controls
+        self._controls: App = control_routes.answer if self._has_controls else app
         self.conductor = Conductor(settings, self._status)
         self.model = self.conductor.model
         self._door = EngineDoor(self._admit)
-        self._routes = Routes()
+        self._idle = IdleSleep(settings, self.conductor, lambda: self._door.unfinished, lambda: self._is_clear(0))
+        self._routes = Routes({(method, path) for path, method in CONTROLS.items()} if self._has_controls else OWN)
         self._is_scraped = metrics.register(self._status, self._outcomes)
         hold = "" if settings.on_request == "reject" else f" (at most {settings.request_deadline_s:g} s)"
         logger.info(
@@ -115,18 +125,16 @@ class SleepGate:
             hold,
             self._health_code(),
             "needed" if settings.admin_token else "none",
-            "open (VLLM_SERVER_DEV_MODE)" if self._dev_mode else "closed (VLLM_SERVER_DEV_MODE=1 opens them)",
+            f"at {settings.admin}" if settings.admin else "open" if self._is_open else f"closed ({_OPENS})",
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Decide about one request: ASGI."""
+        if scope["type"] == "lifespan" and (self._settings.admin is not None or self._settings.idle_s is not None):
+            return await self._live(scope, receive, send)
         if scope["type"] not in ("http", "websocket"):
             return await self._app(scope, receive, send)
-        state: Any = getattr(scope.get("app"), "state", None)
-        engine = getattr(state, "engine_client", None)
-        if self.conductor.engine is not engine and engine is not None:
-            self.conductor.engine, self.conductor.several_servers = engine, _several_servers(state)
-            self._door.attach(engine)
+        engine = self._attach(scope)
         inbox = Inbox(receive, self._held)
         try:
             await self._decide(scope, engine, inbox, send)
@@ -135,10 +143,73 @@ class SleepGate:
         finally:
             inbox.close()
 
+    def _attach(self, scope: Scope) -> Any:
+        """The engine that answers, which the gate gets to know by its first request."""
+        state: Any = getattr(scope.get("app"), "state", None)
+        engine = getattr(state, "engine_client", None)
+        if self.conductor.engine is not engine and engine is not None:
+            self.conductor.engine, self.conductor.several_servers = engine, _several_servers(state)
+            self._door.attach(engine)
+            self._idle.start()
+        return engine
+
+    async def _live(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The server's life. An error would pass for "no lifespan" here, and the server begin all the same."""
+        listener = None
+        try:
+            config = getattr(self._attach(scope), "vllm_config", None)
+            if self._settings.idle_s is not None:
+                _check_that_it_may_sleep(config)
+            if self._settings.admin is not None:
+                listener = await self._listener(self._settings.admin, scope)
+        except (InvalidArgument, OSError) as error:
+            await receive()
+            return await send({"type": "lifespan.startup.failed", "message": str(error)})
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._idle.stop()
+            if listener is not None:
+                listener.close()
+
+    async def _listener(self, address: str, scope: Scope) -> AdminListener | None:
+        """Of several API servers the first that takes the address listens there, for all of them.
+
+        Raises:
+            OSError: nobody of them can.
+        """
+        while True:
+            try:
+                async with self.conductor.alone():  # or two would find a socket left over, and both replace it
+                    socket = bound(address)
+                break
+            except Busy:
+                continue
+            except OSError as error:
+                if error.errno == errno.EADDRINUSE and self.conductor.several_servers:
+                    logger.info("cumem-sleep gate: at %s another API server listens already", address)
+                    return None
+                raise OSError(f"cannot listen at {address} (CUMEM_SLEEP_ADMIN): {error.strerror or error}") from None
+        listener = AdminListener(self, scope.get("app"), address, socket)
+        await listener.start()
+        return listener
+
+    def _is_elsewhere(self, scope: Scope, taken: Taken, engine: Any) -> bool:
+        """Whether a request is none for where it came to: calls for sleep come to the listener alone, if there is one,
+        and nothing else does.
+        """
+        if self._settings.admin is None:
+            return False
+        if not scope.get(FROM_LISTENER):
+            return route_path(scope).rstrip("/") in CONTROLS
+        return engine is None or taken.kind is RouteKind.NOTHING or taken.template not in CONTROLS
+
     async def _decide(self, scope: Scope, engine: Any, inbox: Inbox, send: Send) -> None:
         if fault := not_canonical(scope):
             return await self._answer(scope, inbox, send, refusal(400, f"the path {fault}"), fault)
         taken = self._routes.take(scope.get("app"), scope)
+        if self._is_elsewhere(scope, taken, engine):
+            return await self._answer(scope, inbox, send, response(404, {"detail": "Not Found"}), "Not Found")
         token = self._settings.admin_token
         if token and self._is_guarded(scope, taken):
             if not bears(scope, [token]):
@@ -157,12 +228,13 @@ class SleepGate:
         if taken.kind in (RouteKind.RUNS, RouteKind.ADAPTS, RouteKind.UNKNOWN):
             if taken.redirects:  # which needs no memory
                 return await self._pass(scope, inbox, send)
-            return await self._run_model(taken, scope, inbox, send)
-        if (
-            taken.kind in (RouteKind.CHANGES, RouteKind.WRITES, RouteKind.CALLS)
-            and self._dev_mode
-            and not taken.redirects
-        ):
+            if _lacks_api_key(scope):  # vLLM will refuse it
+                return await self._run_model(taken, scope, inbox, send)
+            with self._idle.request():
+                return await self._run_model(taken, scope, inbox, send)
+        is_control = taken.kind in (RouteKind.CHANGES, RouteKind.WRITES, RouteKind.CALLS)
+        is_control = is_control or (self._has_controls and taken.template == RESET)
+        if is_control and self._is_open and not taken.redirects:
             return await deliver(scope, inbox, send, await self._control(taken, scope, inbox))
         if taken.template.startswith("/metrics") and self._is_scraped and self.model.phase is not GatePhase.CHANGING:
             await self._status.fresh(self.conductor.engine)
@@ -416,17 +488,19 @@ class SleepGate:
         """The answer is returned only when the new state is known, because the next request may follow at once."""
         gone = None
         try:
-            if taken.kind is not RouteKind.CHANGES:
+            if taken.kind in (RouteKind.WRITES, RouteKind.CALLS):
                 return await self._write(taken, scope, inbox)
             body = await inbox.body(parameters.MOST_BYTES)
             if body is None:
                 return refusal(413, f"expected a body of at most {parameters.MOST_BYTES >> 10} KiB")
-            is_pause = taken.template == "/pause"
-            pause = inspect.signature(self.conductor.engine.pause_generation).parameters if is_pause else ()
-            query = parameters.read(taken.template, scope.get("query_string", b""), body, pause)
+            call = getattr(self.conductor.engine, _HAVE_SWITCHES.get(taken.template, ""), None)
+            names = () if call is None else inspect.signature(call).parameters
+            query = parameters.read(taken.template, scope.get("query_string", b""), body, names)
             scope = {**scope, "query_string": urlencode(query, doseq=True).encode()}  # vLLM reads no body
             gone = asyncio.ensure_future(inbox.until_gone())
-            if is_pause:
+            if taken.template == RESET:
+                return await _called(self._controls, scope, inbox, gone)
+            if taken.template == "/pause":
                 return await self._pause(scope, inbox, gone)
             if taken.template == "/sleep":
                 return await self._sleep(scope, query, inbox, gone)
@@ -441,7 +515,7 @@ class SleepGate:
 
     async def _pause(self, scope: Scope, inbox: Inbox, gone: asyncio.Future[None]) -> list[Message]:
         async with self.conductor.alone(gone):
-            answer = await _called(self._app, scope, inbox, gone)
+            answer = await _called(self._controls, scope, inbox, gone)
             if status_of(answer) < 300:
                 self.conductor.handle(events.Paused())
             return answer
@@ -472,7 +546,7 @@ class SleepGate:
                 return refusal(503, f"{model.why_disagrees or 'nothing has changed'}: {error}")
             code = 500
             try:
-                answer = await _called(self._app, scope, inbox, gone)
+                answer = await _called(self._controls, scope, inbox, gone)
                 code = status_of(answer)
             finally:
                 if code >= 500:
@@ -527,7 +601,7 @@ class SleepGate:
             await conductor.mend()
             if path in WAKES:
                 return await self._wake(frozenset(query.get("tags", ())), {**scope, **WAKE_UP}, inbox, gone)
-            answer = await _called(self._app, scope, inbox, gone)
+            answer = await _called(self._controls, scope, inbox, gone)
             if status_of(answer) < 300 and path == "/release_kv_cache_memory":
                 conductor.handle(events.Released())
             return answer
@@ -542,7 +616,7 @@ class SleepGate:
             await conductor.flush()
         code = 500
         try:
-            answer = await _called(self._app, scope, inbox, gone)
+            answer = await _called(self._controls, scope, inbox, gone)
             code = status_of(answer)
         finally:
             if code >= 500:
@@ -663,7 +737,7 @@ class SleepGate:
         if self.model.phase is GatePhase.DISAGREEING:
             headers = {"Retry-After": str(self._settings.retry_after_s)}
             return await deliver(scope, inbox, send, refusal(503, self.model.why_disagrees, headers))
-        return await self._app(scope, inbox, send)
+        return await self._controls(scope, inbox, send)
 
     def _health_code(self) -> int:
         setting = self._settings.health
@@ -699,6 +773,16 @@ class SleepGate:
             body["why"] = model.why_disagrees
         headers = {"Retry-After": str(self._settings.retry_after_s)} if code == 503 else {}
         await deliver(scope, inbox, send, response(code, body, headers))
+
+
+def _check_that_it_may_sleep(config: Any) -> None:
+    """Raises InvalidArgument if a vLLM of this configuration cannot sleep by itself."""
+    if data_parallel.sleeps_with_others(getattr(config, "parallel_config", None)):
+        raise InvalidArgument(
+            "CUMEM_SLEEP_IDLE_S: expected none where other servers have some of the engines that step together"
+        )
+    if not getattr(getattr(config, "model_config", None), "enable_sleep_mode", True):
+        raise InvalidArgument("CUMEM_SLEEP_IDLE_S: expected --enable-sleep-mode, too")
 
 
 def _several_servers(state: Any) -> bool:

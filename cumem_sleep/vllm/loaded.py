@@ -102,7 +102,7 @@ def _byte(allocator: CuMemAllocator) -> int:
 def _places(worker: Any) -> list[ParameterPlace]:
     """Of all parameters, of the model and of one that drafts for it."""
     found: dict[int, ParameterPlace] = {}
-    for prefix, model in _models(worker):
+    for prefix, model in models(worker):
         try:
             for name, parameter in model.named_parameters():
                 place = _place(prefix + name, parameter)
@@ -113,7 +113,7 @@ def _places(worker: Any) -> list[ParameterPlace]:
     return list(found.values())
 
 
-def _models(worker: Any) -> Iterator[tuple[str, Any]]:
+def models(worker: Any) -> Iterator[tuple[str, Any]]:
     """The worker's model, and the one that drafts for it, in whichever way this vLLM keeps them."""
     runner = getattr(worker, "model_runner", None)
     main = getattr(runner, "model", None)

@@ -9,6 +9,8 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from urllib.parse import parse_qs
 
+from .routes import RESET
+
 ParameterValues = tuple[str, ...]
 
 LEVELS = ("0", "1", "2", "3")
@@ -22,19 +24,19 @@ class BadParameter(Exception):
     """A call is answered with 400; the text names the parameter and the value, and says what is allowed."""
 
 
-def read(path: str, query: bytes, body: bytes, pause: Iterable[str] = ()) -> dict[str, ParameterValues]:
+def read(path: str, query: bytes, body: bytes, call: Iterable[str] = ()) -> dict[str, ParameterValues]:
     """The parameters of a call, as vLLM's query spells them.
 
     Args:
         path: of the gate's routes that change the sleep.
         query: the query string.
         body: empty, or a JSON object.
-        pause: the parameters of this vLLM's `pause_generation`.
+        call: the parameters of this vLLM's `pause_generation` or `reset_prefix_cache`.
 
     Raises:
         BadParameter: one is unknown or has a bad value, or two places disagree.
     """
-    known = _known(path, pause)
+    known = _known(path, call)
     found: dict[str, ParameterValues] = {}
     queried = parse_qs(query.decode("latin-1"), keep_blank_values=True)
     for name, value in [*queried.items(), *_members(path, body)]:
@@ -49,14 +51,16 @@ def read(path: str, query: bytes, body: bytes, pause: Iterable[str] = ()) -> dic
     return found
 
 
-def _known(path: str, pause: Iterable[str]) -> Mapping[str, Callable[[str, object], ParameterValues]]:
+def _known(path: str, call: Iterable[str]) -> Mapping[str, Callable[[str, object], ParameterValues]]:
     if path == "/sleep":
         return {"level": _level, "mode": _mode}
     if path in ("/wake_up", "/wake"):
         return {"tags": _tags}
     if path == "/pause":
-        switches = [name for name in ("wait_for_inflight_requests", "clear_cache") if name in pause]
+        switches = [name for name in ("wait_for_inflight_requests", "clear_cache") if name in call]
         return {"mode": _mode, **dict.fromkeys(switches, _boolean)}
+    if path == RESET:
+        return dict.fromkeys([name for name in ("reset_running_requests", "reset_external") if name in call], _boolean)
     return {}
 
 

@@ -19,7 +19,7 @@ from ..allocator import CuMemAllocator
 from ..core.levels import is_deep
 from ..errors import CumemSleepError, InvalidState
 from ..settings import PREFIX, Settings, parse_bool
-from . import communicators, compatibility, deep_worker, engine_group, loaded
+from . import communicators, compatibility, deep_worker, engine_group, guard, loaded
 from .undone import undone_if_it_fails
 
 logger = logging.getLogger("cumem_sleep")
@@ -144,7 +144,10 @@ def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
     """The worker's own, inside the pool for weights."""
     worker = deep_worker.of(self)
     with compatibility.weights_pool(worker):
-        return worker.load_model(*args, **kwargs)
+        result = worker.load_model(*args, **kwargs)
+    for _, model in loaded.models(worker):
+        guard.watch(model)
+    return result
 
 
 def compile_or_warm_up_model(self: Any, *args: Any, **kwargs: Any) -> Any:

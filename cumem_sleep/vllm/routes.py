@@ -5,7 +5,7 @@ The gate asks the server's own router, so both always read a path in the same wa
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -38,6 +38,8 @@ GUARDED = frozenset(
 )
 # The gate's own routes.
 WAKE, RELOAD = "/wake", "/reload_weights"
+RESET = "/reset_prefix_cache"
+OWN = frozenset((("POST", WAKE), ("POST", RELOAD)))
 
 _POSTS = {
     RouteKind.CHANGES: ("/sleep", "/wake_up", WAKE, RELOAD, "/release_kv_cache_memory", "/pause", "/resume"),
@@ -49,7 +51,7 @@ _POSTS = {
     RouteKind.ADAPTS: ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/adapters", "/scale_elastic_ep"),
     RouteKind.ADMINISTERS: (
         *("/abort_requests", "/inference/v1/abort_requests", "/fault_tolerance/apply"),
-        *("/start_profile", "/stop_profile", "/reset_prefix_cache", "/reset_mm_cache", "/reset_encoder_cache"),
+        *("/start_profile", "/stop_profile", RESET, "/reset_mm_cache", "/reset_encoder_cache"),
         *("/init_weight_transfer_engine", "/shutdown_weight_transfer_engine", "/update_weight_version"),
     ),
     RouteKind.RUNS: RUNS_MODEL,
@@ -84,9 +86,13 @@ class Taken:
 
 
 class Routes:
-    """Finds the route that a request takes, and remembers what it found for the last paths."""
+    """Finds the route that a request takes, and remembers what it found for the last paths.
 
-    def __init__(self) -> None:
+    `own`: methods and paths that the gate serves where the server has no route.
+    """
+
+    def __init__(self, own: Collection[tuple[str, str]] = OWN) -> None:
+        self._own = own
         self._known: dict[tuple[object, ...], Taken] = {}
 
     def take(self, app: Any, scope: Scope) -> Taken:
@@ -98,7 +104,7 @@ class Routes:
         if key not in self._known:
             if len(self._known) >= MOST_KNOWN:
                 self._known.clear()
-            self._known[key] = _take(app, scope)
+            self._known[key] = _take(app, scope, self._own)
         return self._known[key]
 
 
@@ -155,7 +161,7 @@ def _template(route: Any) -> str:
     return str(getattr(route, "path_format", None) or getattr(route, "path", ""))
 
 
-def _take(app: Any, scope: Scope) -> Taken:
+def _take(app: Any, scope: Scope, own: Collection[tuple[str, str]]) -> Taken:
     method = str(scope.get("method", "WEBSOCKET"))
     router = getattr(app, "router", None)
     if router is None:
@@ -163,12 +169,12 @@ def _take(app: Any, scope: Scope) -> Taken:
     found = _find(router.routes, scope)
     if found is not None:
         return Taken(found[0], kind_of(method, found[0]) if found[1] else RouteKind.NOTHING)
-    own = route_path(scope).rstrip("/")
-    if method == "POST" and own in (WAKE, RELOAD):
-        return Taken(own, RouteKind.CHANGES)
+    path = route_path(scope).rstrip("/")
+    if (method, path) in own:
+        return Taken(path, kind_of(method, path))
     if scope["type"] == "http" and getattr(router, "redirect_slashes", False):
-        path = str(scope["path"])
-        found = _find(router.routes, {**scope, "path": path.rstrip("/") if path.endswith("/") else path + "/"})
+        whole = str(scope["path"])
+        found = _find(router.routes, {**scope, "path": whole.rstrip("/") if whole.endswith("/") else whole + "/"})
         if found is not None and found[1]:
             return Taken(found[0], kind_of(method, found[0]), redirects=True)
     return Taken("", RouteKind.NOTHING)

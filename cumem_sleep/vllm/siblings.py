@@ -14,12 +14,14 @@ import fcntl
 import json
 import os
 import pathlib
+import struct
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 TRIES, BETWEEN_S = 20, 0.01  # a sibling that only reads has the lock for a moment
+_FLOCK = "hhqqi4x"  # struct flock
 
 
 class Busy(Exception):
@@ -31,8 +33,6 @@ class Siblings:
 
     A server that changes the model's sleep has the lock exclusively, and writes the facts. A server whose requests are
     on their way to the engine, or that reads the facts, shares it. Nobody waits for a shared lock.
-
-    They are children of one process, after which the file is named.
     """
 
     def __init__(self) -> None:
@@ -105,10 +105,54 @@ class Siblings:
 
     def _opened(self) -> int:
         if self._file < 0:
-            path = os.path.join(tempfile.gettempdir(), f"cumem-sleep-{os.getuid()}-{_parent()}.lock")
-            self._file = os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-            atexit.register(_remove, path)  # all of them end together
+            self._file = _shared_file("lock")
         return self._file
+
+
+class Resting:
+    """A file by which API servers know whether any of them has requests, and until when the model stays awake.
+
+    Who has requests has a lock on it, of an open file description (fcntl(2)), which others see without taking one.
+    """
+
+    def __init__(self) -> None:
+        self._file = -1
+
+    def lock(self, has_requests: bool) -> None:
+        """Let the others see whether this server has requests."""
+        fcntl.fcntl(self._opened(), fcntl.F_OFD_SETLK, _ofd(fcntl.F_RDLCK if has_requests else fcntl.F_UNLCK))
+
+    def others_have_requests(self) -> bool:
+        """Whether another server has locked the file."""
+        found = fcntl.fcntl(self._opened(), fcntl.F_OFD_GETLK, _ofd(fcntl.F_WRLCK))
+        return bool(struct.unpack(_FLOCK, found)[0] != fcntl.F_UNLCK)
+
+    @property
+    def until(self) -> float:
+        """By `time.monotonic`, which is the same in all processes of a host."""
+        content = os.pread(self._opened(), 8, 0)
+        return float(struct.unpack("d", content)[0]) if content else 0.0
+
+    def postpone(self, until: float) -> None:
+        """Keep the model awake at least until then."""
+        if until > self.until:
+            os.pwrite(self._opened(), struct.pack("d", until), 0)
+
+    def _opened(self) -> int:
+        if self._file < 0:
+            self._file = _shared_file("rest")
+        return self._file
+
+
+def _ofd(kind: int) -> bytes:
+    return struct.pack(_FLOCK, kind, os.SEEK_SET, 0, 0, 0)
+
+
+def _shared_file(suffix: str) -> int:
+    """A file of the API servers of one vLLM, open: they are children of one process, after which it is named."""
+    path = os.path.join(tempfile.gettempdir(), f"cumem-sleep-{os.getuid()}-{_parent()}.{suffix}")
+    atexit.register(_remove, path)  # all of them end together
+    return os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
 
 
 def _parent() -> str:

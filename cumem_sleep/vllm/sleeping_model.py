@@ -166,6 +166,12 @@ class SleepingModel:
         return self.phase is GatePhase.AWAKE and self.state.weights is Weights.LOADED
 
     @property
+    def may_rest(self) -> bool:
+        """Whether nobody has stopped the scheduler, or is writing weights, and all memory and weights are there."""
+        state = self.state
+        return not (self.lacks_memory or state.disagrees or state.stopped) and state.update is Update.NONE
+
+    @property
     def lacks_memory(self) -> bool:
         """Whether memory may be asleep or weights were not reloaded, as far as is known."""
         return bool(self.asleep or self.state.engine_asleep) or self.state.weights is not Weights.LOADED

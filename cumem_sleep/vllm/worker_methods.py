@@ -49,6 +49,14 @@ _METHODS = {
     ),
 }
 _EFFECTS = {name: effect for effect, names in _METHODS.items() for name in names}
+# What `guard` lets nobody call while weights sleep, and what the engine itself calls, to run the model.
+TOUCHES_WEIGHTS = frozenset(
+    (
+        *("update_weights", "start_weight_update", "start_draft_weight_update", "finish_weight_update"),
+        *("reload_weights", "load_weights", "save_sharded_state", "save_tensorized_model", "compute_weight_checksums"),
+    )
+)
+CALLS_BY_ENGINE = frozenset(("execute_model", "execute_dummy_batch", "sample_tokens"))
 
 
 def effect_of(method: str, loading: tuple[str, ...] = ()) -> Effect:

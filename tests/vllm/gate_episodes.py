@@ -397,7 +397,7 @@ def _routes(routes: Any) -> Any:
 class Server:
     """Uvicorn on a loopback socket, as vLLM runs it."""
 
-    def __init__(self, app: Any) -> None:
+    def __init__(self, app: Any, lifespan: str = "off") -> None:
         import socket
 
         import uvicorn
@@ -405,7 +405,7 @@ class Server:
         self._socket = socket.create_server(("127.0.0.1", 0), backlog=512)
         self.port = int(self._socket.getsockname()[1])
         config = uvicorn.Config(
-            app, lifespan="off", log_level="critical", access_log=False, timeout_graceful_shutdown=5
+            app, lifespan=lifespan, log_level="critical", access_log=False, timeout_graceful_shutdown=5
         )
         self._server = uvicorn.Server(config)
 
@@ -638,6 +638,7 @@ async def run(seeds: Callable[[], int | None], servers: int, report: Callable[[s
         import watched_server
 
         watched_server.prepare_process(pathlib.Path(name))
+        os.environ["WATCHED_WORKER_UNGUARDED"] = "1"
         async with AsyncExitStack() as stack:
             world = await World.make(pathlib.Path(name), stack)
             while (seed := seeds()) is not None:

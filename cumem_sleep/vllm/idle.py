@@ -1,0 +1,132 @@
+"""Sleep when nobody has asked for a while. Each API server watches, and what any of them has to do prevents it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+
+from ..http.asgi import within
+from ..settings import GateSettings
+from . import data_parallel
+from .conductor import ASK_WITHIN_S, Conductor
+from .siblings import Busy, Resting
+from .sleeping_model import GatePhase
+
+logger = logging.getLogger("cumem_sleep")
+
+LOOK_EVERY_S = 0.25
+AGAIN_AFTER_S = 60.0  # after a sleep that failed
+
+
+class IdleSleep:
+    """Puts a model to sleep that has had no request for `GateSettings.idle_s`; does nothing where that is None.
+
+    `unfinished` says how many requests vLLM's frontend knows of: some go on after their answer. `is_clear` says whether
+    vLLM may be told to sleep.
+    """
+
+    def __init__(
+        self,
+        settings: GateSettings,
+        conductor: Conductor,
+        unfinished: Callable[[], int],
+        is_clear: Callable[[], Awaitable[bool]],
+    ) -> None:
+        self._settings, self._conductor = settings, conductor
+        self._unfinished, self._is_clear = unfinished, is_clear
+        self._requests = 0  # that are held here, or answered
+        self._until = 0.0  # the model stays awake, as far as this server knows
+        self._served = False
+        self._resting = Resting()
+        self._watch: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin to watch, once."""
+        if self._settings.idle_s is not None and self._watch is None:
+            self._watch = asyncio.create_task(self._look_always(self._settings.idle_s))
+
+    def stop(self) -> None:
+        """The server ends."""
+        if self._watch is not None:
+            self._watch.cancel()
+
+    @contextmanager
+    def request(self) -> Iterator[None]:
+        """A request for the model, from when it comes until it is answered."""
+        self._requests += 1
+        try:
+            self._tell()
+            yield
+        finally:
+            self._requests -= 1
+            self._postpone(self._settings.idle_s or 0)
+
+    def _postpone(self, seconds: float) -> None:
+        self._until = max(self._until, self._conductor.clock() + seconds)
+
+    def _has_requests(self) -> bool:
+        return self._requests > 0 or self._unfinished() > 0
+
+    def _tell(self) -> None:
+        """Tell the other API servers."""
+        if self._settings.idle_s is not None and self._conductor.several_servers:
+            self._resting.postpone(self._until)
+            self._resting.lock(self._has_requests())
+
+    def _is_kept_awake(self) -> bool:
+        """Whether any API server has requests, or had some not long ago."""
+        until = self._until
+        if self._conductor.several_servers:
+            until = max(until, self._resting.until)
+            if self._resting.others_have_requests():
+                return True
+        return self._has_requests() or self._conductor.clock() < until
+
+    async def _look_always(self, idle_s: float) -> None:
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            try:
+                await self._look(idle_s)
+            except Busy:
+                pass  # another API server changes something
+            except Exception as error:
+                logger.warning("cumem-sleep gate: the model did not fall asleep by itself: %s", error)
+                self._postpone(AGAIN_AFTER_S)
+
+    async def _look(self, idle_s: float) -> None:
+        model = self._conductor.model
+        if self._has_requests():
+            self._postpone(idle_s)
+        if model.serves and not self._served:  # it was woken
+            self._postpone(max(idle_s, self._settings.idle_awake_s))
+        self._served = model.serves
+        self._tell()
+        if self._is_kept_awake() or not (model.serves or model.phase is GatePhase.UNKNOWN):
+            return
+        await self._conductor.look()
+        if not (model.serves and self._served) or self._is_kept_awake():
+            return
+        if why := await self._sleep():
+            if model.may_be_woken:  # its scheduler has stopped
+                await self._conductor.wake()
+            raise RuntimeError(why)
+
+    async def _sleep(self) -> str:
+        """Why it failed, in words, or ""."""
+        conductor, level = self._conductor, self._settings.idle_level
+        async with conductor.change():  # nothing is let through to the engine meanwhile, by no API server
+            if self._is_kept_awake() or not conductor.model.may_rest or not await self._is_clear():
+                return ""
+            if await within(ASK_WITHIN_S, data_parallel.is_any_sleeping(conductor.engine)):
+                return ""  # somebody has paused it
+            try:
+                await conductor.engine.sleep(level)
+                why = await conductor.slept(level, kept=False)
+            except Exception as error:
+                await conductor.sleep_failed()
+                why = str(error) or type(error).__name__
+        if not why:
+            logger.info("cumem-sleep gate: asleep at level %d, since nobody asked", level)
+        return why

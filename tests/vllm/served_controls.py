@@ -1,0 +1,158 @@
+"""A real vLLM server without development mode, whose gate answers the calls for sleep: a program that checks it.
+
+    python tests/vllm/served_controls.py --servers 2        two API servers, and one listener for both
+
+Only the worker is not vLLM's: `watched_worker` records each touch of memory that sleeps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import pathlib
+import tempfile
+from contextlib import AsyncExitStack
+from typing import Any
+
+import raw_http
+from gate_episodes import COMPLETIONS, Server, World
+from raw_http import Request
+
+TOKEN = "token-of-the-operator"
+METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT", "BREW")
+CONTROLS = (
+    "/sleep",
+    "/wake",
+    "/wake_up",
+    "/is_sleeping",
+    "/reload_weights",
+    "/reset_prefix_cache",
+    "/pause",
+    "/resume",
+)
+OTHERS = (
+    *("/collective_rpc", "/update_weights", "/start_weight_update", "/finish_weight_update", "/abort_requests"),
+    *("/start_draft_weight_update", "/init_weight_transfer_engine", "/shutdown_weight_transfer_engine"),
+    *("/release_kv_cache_memory", "/update_weight_version", "/weight_checker", "/weight_info", "/get_world_size"),
+    *("/server_info", "/reset_mm_cache", "/reset_encoder_cache", "/is_paused", "/start_profile", "/stop_profile"),
+    *("/sleep/", "/wake_up/", "/fault_tolerance/apply", "/inference/v1/abort_requests"),
+)
+GOOD = json.dumps({"model": "model", "prompt": "hello", "max_tokens": 3, "ignore_eos": True}).encode()
+JSON = {"Content-Type": "application/json"}
+
+
+class Checked:
+    """The servers of one vLLM, and what is asked of them."""
+
+    def __init__(self, world: World, ports: list[int], admin: str) -> None:
+        self.world, self.ports, self.admin = world, ports, admin
+
+    async def complete(self, port: int) -> raw_http.Answer:
+        return await raw_http.send(port, Request("POST", COMPLETIONS, GOOD, JSON))
+
+    async def control(self, target: str, body: Any = None, method: str = "POST", token: str = TOKEN) -> raw_http.Answer:
+        """A call where these are served: on the listener if there is one, else on the first port."""
+        content = b"" if body is None else json.dumps(body).encode()
+        request = Request(method, target, content, {"Authorization": f"Bearer {token}"} if token else {})
+        if not self.admin:
+            return await raw_http.send(self.ports[0], request)
+        reader, writer = await asyncio.open_unix_connection(self.admin)
+        writer.write(request.head() + content)
+        try:
+            return raw_http.parse(await reader.read(-1))
+        finally:
+            writer.close()
+
+    async def asleep(self) -> set[str]:
+        return set((await self.world.state())["asleep"])
+
+
+async def check_that_the_port_gives_nothing(checked: Checked) -> None:
+    """30 paths by 10 methods, without the token, and with it where there is a listener."""
+    assert len({*CONTROLS, *OTHERS}) >= 30
+    before = await checked.world.state()
+    for path in (*CONTROLS, *OTHERS):
+        for method in METHODS:
+            for token in ({}, {"Authorization": f"Bearer {TOKEN}"})[: 2 if checked.admin else 1]:
+                answer = await raw_http.send(checked.ports[-1], Request(method, path, b"{}", {**JSON, **token}))
+                is_question = path == "/is_sleeping" and method == "GET" and not checked.admin
+                assert answer.code in ((200,) if is_question else (400, 401, 403, 404, 405)), (method, path, answer)
+                if checked.admin and path in CONTROLS and method not in ("CONNECT", "BREW"):  # uvicorn takes neither
+                    assert answer.code == 404, (method, path, answer)
+    assert await checked.world.state() == before
+    assert (await checked.complete(checked.ports[0])).code == 200
+
+
+async def check_sleeps(checked: Checked) -> None:
+    for level in (1, 2, 0):
+        slept = await checked.control("/sleep", {"level": level})
+        assert (slept.code, slept.json) == (200, {"status": "sleeping", "level": level}), slept
+        assert (await checked.asleep() == {"weights", "kv_cache"}) is (level > 0)
+        assert (await checked.control("/is_sleeping", method="GET")).json == {"is_sleeping": True}
+        for port in checked.ports:
+            assert (await checked.complete(port)).code == 503
+        assert (await checked.control("/resume")).code == (409 if level else 200)
+        if level == 2:
+            assert (await checked.control("/reload_weights")).code == 409
+            woken = await checked.control("/wake?tags=weights")
+            assert woken.json == {"status": "sleeping", "tags": ["weights"]}
+            assert (await checked.control("/reload_weights")).code == 200
+        assert (await checked.control("/wake_up")).json == {"status": "awake", "tags": None}
+        for port in checked.ports:
+            answer = await checked.complete(port)
+            assert answer.code == 200, answer
+            assert b"good good good" in answer.body, answer
+
+
+async def check_the_rest(checked: Checked) -> None:
+    assert (await checked.control("/pause", {"mode": "abort"})).json == {"status": "paused"}
+    assert (await checked.control("/resume")).json == {"status": "resumed"}
+    assert (await checked.control("/reset_prefix_cache?reset_running_requests=true")).json == {"success": True}
+    assert (await checked.control("/reset_prefix_cache", {"all": True})).code == 400
+    assert (await checked.control("/sleep", {"level": 7})).code == 400
+    assert (await checked.control("/sleep", token="wrong")).code == 401
+    assert (await checked.control("/sleep", token="")).code == 401
+    assert (await checked.control("/collective_rpc", {"method": "sleep"})).code == 404
+    for port in checked.ports:
+        assert (await checked.complete(port)).code == 200
+
+
+async def check(world: World, servers: int, folder: pathlib.Path) -> None:
+    import gate_episodes
+
+    for admin in (str(folder / "admin"), ""):
+        os.environ.update(CUMEM_SLEEP_ADMIN_TOKEN=TOKEN, CUMEM_SLEEP_ADMIN=admin and f"unix:{admin}")
+        plan = gate_episodes.Plan(0, policy="reject", token=True, key=False, plugin=True, servers=servers, root_path="")
+        world = await World.around(world.client, folder)  # at its end a server forgets its engine
+        await world.reset(plan)
+        found: list[str] = []
+        async with AsyncExitStack() as stack:
+            ports = []
+            for number in range(servers):
+                app = world.gated(plan, number, found, gate_episodes.Counter())
+                ports.append((await stack.enter_async_context(Server(app, lifespan="on"))).port)
+            checked = Checked(world, ports, admin)
+            for each in (check_that_the_port_gives_nothing, check_sleeps, check_the_rest):
+                await each(checked)
+                print(f"{each.__name__}, {servers} servers, {'with' if admin else 'without'} a listener", flush=True)
+        assert not found, found
+        assert not world.touches(), world.touches()
+        assert not admin or not os.path.exists(admin)
+
+
+async def main(servers: int) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        import watched_server
+
+        watched_server.prepare_process(pathlib.Path(name))
+        os.environ["VLLM_SERVER_DEV_MODE"] = "0"
+        async with AsyncExitStack() as stack:
+            await check(await World.make(pathlib.Path(name), stack), servers, pathlib.Path(name))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--servers", type=int, choices=(1, 2), default=1, help="API servers of one vLLM")
+    asyncio.run(main(parser.parse_args().servers))

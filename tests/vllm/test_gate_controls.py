@@ -1,0 +1,371 @@
+"""Sleep without development mode: what the gate answers itself, with a token or on a listener of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import pathlib
+import socket
+import stat
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from fake_vllm import DEV, AnotherClient, Client, FakeEngine, FakeVllm, until_idle
+from gate_client import TOKEN, Serve, run
+
+from cumem_sleep import InvalidArgument
+from cumem_sleep.settings import GateSettings
+from cumem_sleep.vllm import SleepGate, admin_listener
+from cumem_sleep.vllm.control_routes import CONTROLS
+
+PATHS = (*CONTROLS, *(path for path in DEV if path not in CONTROLS), "/server_info", "/is_paused")
+PATHS += (
+    "/shutdown_weight_transfer_engine",
+    "/reset_mm_cache",
+    "/reset_encoder_cache",
+    "/get_world_size",
+    "/weight_info",
+)
+PATHS += ("/shutdown", "/sleep/", "/wake_up/x", "/is_sleeping/", "/load_weights")
+METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT", "BREW")
+
+
+@pytest.fixture(autouse=True)
+def no_development_mode(gate_environment: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_SERVER_DEV_MODE")
+
+    async def reset(self: Any, reset_running_requests: bool = False, reset_external: bool = False) -> bool:
+        self.calls.append(("reset_prefix_cache", reset_running_requests, reset_external))
+        return True
+
+    monkeypatch.setattr(FakeEngine, "reset_prefix_cache", reset, raising=False)
+
+
+def test_with_a_token_the_gate_answers_itself(serve: Serve) -> None:
+    async def scenario() -> None:
+        client = serve(FakeVllm(dev_mode=False), admin_token=TOKEN)
+        assert (await client.post("/sleep?level=2", key=TOKEN)).body == {"status": "sleeping", "level": 2}
+        assert (await client.get("/is_sleeping")).body == {"is_sleeping": True}
+        assert (await client.ask()).code == 503
+        assert (await client.post("/reload_weights", key=TOKEN)).code == 409
+        woken = await client.post("/wake", b'{"tags": ["weights"]}', key=TOKEN)
+        assert woken.body == {"status": "sleeping", "tags": ["weights"]}
+        assert (await client.post("/reload_weights", key=TOKEN)).body == {"status": "weights reloaded"}
+        assert (await client.post("/wake_up/", key=TOKEN)).body == {"status": "awake", "tags": None}
+        assert (await client.ask()).body == {"text": "good"}
+        assert (await client.post("/pause?mode=keep&clear_cache=0", key=TOKEN)).body == {"status": "paused"}
+        assert (await client.post("/resume", key=TOKEN)).body == {"status": "resumed"}
+        assert (await client.post("/reset_prefix_cache", b'{"reset_external": true}', key=TOKEN)).body == {
+            "success": True
+        }
+        assert client.engine.calls[-1] == ("reset_prefix_cache", False, True)
+        assert (await client.post("/reset_prefix_cache?all=1", key=TOKEN)).code == 400
+        assert not [each for each in client.vllm.seen if each.split()[1] in CONTROLS]
+
+    run(scenario())
+
+
+def test_an_error_of_the_engine_is_a_typed_answer(serve: Serve) -> None:
+    async def scenario() -> None:
+        client = serve(FakeVllm(dev_mode=False), admin_token=TOKEN)
+        client.engine.fails["sleep"] = [RuntimeError("no host memory")]
+        failed = await client.post("/sleep", key=TOKEN)
+        assert (failed.code, failed.error["message"]) == (500, "/sleep failed: no host memory")
+        assert (await client.post("/wake", key=TOKEN)).code == 200
+        assert (await client.ask()).code == 200
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("listens", [False, True])
+def test_the_public_port_gives_nothing(serve: Serve, tmp_path: pathlib.Path, listens: bool) -> None:
+    async def scenario() -> None:
+        settings = {"admin": f"unix:{tmp_path}/admin"} if listens else {"admin_token": TOKEN}
+        client = serve(FakeVllm(dev_mode=False), on_request="wake", **settings)
+        assert len(set(PATHS)) >= 30
+        for path in PATHS:
+            for method in METHODS:
+                for key in ("", "wrong") if not listens else ("", TOKEN):
+                    answer = await client.request(method, path, b'{"method": "sleep"}', key=key)
+                    is_read = method in ("GET", "HEAD", "OPTIONS")  # /server_info is vLLM's here, and there is none
+                    if not (is_read and path.rstrip("/") in ("/server_info", "/is_sleeping")):
+                        assert answer.code in (307, 401, 404, 405) or (is_read and answer.body == {"path": path})
+                    if listens and path.rstrip("/") in CONTROLS:
+                        assert (answer.code, answer.body) == (404, {"detail": "Not Found"})
+        assert set(client.engine.calls) <= {"is_sleeping"}
+        assert client.engine.asleep == set()
+
+    run(scenario())
+
+
+# The listener
+
+
+@asynccontextmanager
+async def living(client: Client) -> AsyncIterator[list[dict[str, Any]]]:
+    """A server's life; what it said of its start."""
+    to_server: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+    to_server.put_nowait({"type": "lifespan.startup"})
+    said: list[dict[str, Any]] = []
+    ended, is_up = asyncio.Event(), asyncio.Event()
+
+    async def lifespan(*_: Any) -> None:
+        is_up.set()
+        await ended.wait()
+
+    async def send(message: Any) -> None:
+        said.append(message)
+
+    client.gate._app, vllm = lifespan, client.gate._app
+    task = asyncio.ensure_future(client.gate({"type": "lifespan", "app": client.vllm}, to_server.get, send))
+    await asyncio.wait({task, asyncio.ensure_future(is_up.wait())}, return_when=asyncio.FIRST_COMPLETED)
+    client.gate._app = vllm
+    try:
+        yield said
+    finally:
+        ended.set()
+        await task
+
+
+async def ask(address: str, raw: bytes) -> bytes:
+    if address.startswith("unix:"):
+        reader, writer = await asyncio.open_unix_connection(address[len("unix:") :])
+    else:
+        reader, writer = await asyncio.open_connection(*address.split(":"))
+    with contextlib.suppress(ConnectionError):
+        writer.write(raw)
+        await writer.drain()
+    answer = b""
+    with contextlib.suppress(ConnectionError):
+        while part := await reader.read(1 << 16):
+            answer += part
+    writer.close()
+    return answer
+
+
+def request(target: str, method: str = "POST", key: str = "", body: bytes = b"", more: str = "") -> bytes:
+    token = f"Authorization: Bearer {key}\r\n" if key else ""
+    length = f"Content-Length: {len(body)}\r\n" if body else ""
+    return f"{method} {target} HTTP/1.1\r\nHost: x\r\n{token}{length}{more}\r\n".encode() + body
+
+
+def code(answer: bytes) -> int:
+    return int(answer.split()[1])
+
+
+@pytest.fixture
+def place(tmp_path: pathlib.Path) -> str:
+    return f"unix:{tmp_path}/admin"
+
+
+def test_a_socket_of_this_user_alone_needs_no_token(serve: Serve, place: str) -> None:
+    async def scenario() -> None:
+        client = serve(FakeVllm(dev_mode=False), admin=place)
+        async with living(client) as said:
+            assert stat.S_IMODE(os.stat(place[5:]).st_mode) == 0o600
+            answer = await ask(place, request("/sleep?level=1"))
+            assert code(answer) == 200
+            assert answer.endswith(b'{"status": "sleeping", "level": 1}')
+            assert (await client.ask()).code == 503
+            assert b'{"is_sleeping": true}' in await ask(place, request("/is_sleeping", "GET"))
+            assert code(await ask(place, request("/wake", body=b'{"tags": ["all"]}'))) == 400
+            assert code(await ask(place, request("/wake", more="Connection: keep-alive\r\n"))) == 200
+            assert (await client.ask()).code == 200
+        assert said == []
+        assert not os.path.exists(place[5:])
+
+    run(scenario())
+
+
+def test_in_development_mode_it_is_the_only_way_as_well(
+    serve: Serve, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        client = serve(admin=place, admin_token=TOKEN)
+        async with living(client):
+            assert (await client.post("/sleep", key=TOKEN)).code == 404
+            assert code(await ask(place, request("/sleep"))) == 401
+            assert code(await ask(place, request("/sleep", key=TOKEN))) == 200
+            assert client.vllm.seen == ["POST /sleep"], "vLLM's own answer"
+            assert code(await ask(place, request("/collective_rpc", key=TOKEN, body=b'{"method": "x"}'))) == 404
+            assert (await client.post("/collective_rpc", b'{"method": "check_health"}', key=TOKEN)).code == 200
+
+    monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
+    run(scenario())
+
+
+CHUNKED = "Transfer-Encoding: chunked\r\n"
+BAD = {
+    "another path": (request("/v1/completions", body=b"{}"), 404),
+    "another method": (request("/sleep", "GET"), 404),
+    "a path of two readings": (request("//sleep"), 400),
+    "a target with a host": (request("http://x/sleep"), 400),
+    "no HTTP": (b"\x16\x03\x01\x00\r\n\r\n", 400),
+    "a long head": (request("/sleep", more=f"X: {'x' * 70_000}\r\n"), 431),
+    "many headers": (request("/sleep", more="X: y\r\n" * 9_000), 431),
+    "a long body": (request("/sleep", body=b"x" * 70_000), 413),
+    "long chunks": (
+        request("/sleep", more=CHUNKED) + b"8000\r\n" + b"x" * 0x8000 + b"\r\n",
+        0,
+    ),
+    "two lengths": (request("/sleep", more="Content-Length: 1\r\nContent-Length: 2\r\n"), 400),
+    "a bad level": (request("/sleep?level=9"), 400),
+    "no JSON": (request("/sleep", body=b"{"), 400),
+    "a websocket": (request("/sleep", "GET", more="Upgrade: websocket\r\nConnection: Upgrade\r\n"), 404),
+    "half a body": (request("/sleep", more="Content-Length: 9\r\n") + b"{", 408),
+    "half a head": (b"POST /sleep HTTP/1.1\r\nHost: x\r\n", 408),
+    "silence": (b"", 408),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_what_it_refuses_is_answered_in_time_and_changes_nothing(
+    serve: Serve, place: str, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raw, expected = BAD[what]
+
+    async def scenario() -> None:
+        client = serve(FakeVllm(dev_mode=False), admin=place)
+        async with living(client):
+            answer = await ask(place, raw)
+            assert code(answer) == (expected or 408), answer
+            assert b"application/json" in answer
+            assert client.engine.asleep == set()
+            assert client.vllm.seen == []
+            assert code(await ask(place, request("/sleep"))) == 200
+
+    monkeypatch.setattr(admin_listener, "REQUEST_WITHIN_S", 0.3)
+    run(scenario())
+
+
+def test_a_client_that_sends_for_ever_is_not_read_for_ever(serve: Serve, place: str) -> None:
+    async def scenario() -> None:
+        client = serve(FakeVllm(dev_mode=False), admin=place)
+        async with living(client):
+            _, writer = await asyncio.open_unix_connection(place[5:])
+            writer.write(request("/sleep", more=CHUNKED))
+            sent = 0
+            with contextlib.suppress(ConnectionError):
+                while sent < 64 << 20:
+                    writer.write(b"1000\r\n" + b"x" * 0x1000 + b"\r\n")
+                    await writer.drain()
+                    sent += 0x1000
+            assert sent < 4 << 20, "what lies in buffers"
+            writer.close()
+            assert code(await ask(place, request("/sleep"))) == 200
+
+    run(scenario())
+
+
+def test_beyond_a_number_of_connections_it_says_so(serve: Serve, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        client = serve(FakeVllm(dev_mode=False), admin=place)
+        async with living(client):
+            silent = [await asyncio.open_unix_connection(place[5:]) for _ in range(3)]
+            assert code(await ask(place, request("/sleep"))) == 503
+            for _, writer in silent:
+                writer.close()
+            await until_idle()
+            while code(await ask(place, request("/sleep"))) != 200:
+                await asyncio.sleep(0.01)
+
+    monkeypatch.setattr(admin_listener, "MOST_CONNECTIONS", 3)
+    run(scenario())
+
+
+def test_a_client_that_leaves_before_its_turn_changes_nothing(serve: Serve, place: str) -> None:
+    async def scenario() -> None:
+        client = serve(FakeVllm(dev_mode=False), admin=place)
+        client.engine.waits["sleep"] = asyncio.Event()
+        async with living(client):
+            first = asyncio.ensure_future(ask(place, request("/sleep")))
+            await client.engine.entered["sleep"].wait()
+            _, writer = await asyncio.open_unix_connection(place[5:])
+            writer.write(request("/wake"))
+            await asyncio.sleep(0.05)
+            writer.close()
+            await asyncio.sleep(0.05)
+            client.engine.waits["sleep"].set()
+            assert code(await first) == 200
+            assert client.engine.count("wake_up") == 0
+
+    run(scenario())
+
+
+def test_the_socket_of_a_killed_server_is_replaced_and_that_of_a_living_one_is_not(serve: Serve, place: str) -> None:
+    async def scenario() -> None:
+        with socket.socket(socket.AF_UNIX) as dead:
+            dead.bind(place[5:])
+        client = serve(FakeVllm(dev_mode=False), admin=place)
+        async with living(client):
+            assert code(await ask(place, request("/sleep"))) == 200
+            other = Client(SleepGate(FakeVllm(dev_mode=False)), client.vllm)
+            async with living(other) as said:
+                assert said[0]["type"] == "lifespan.startup.failed"
+                assert f"cannot listen at {place} (CUMEM_SLEEP_ADMIN)" in said[0]["message"]
+            assert code(await ask(place, request("/wake"))) == 200
+
+    run(scenario())
+
+
+def test_a_file_that_is_no_socket_stays(serve: Serve, place: str) -> None:
+    async def scenario() -> None:
+        pathlib.Path(place[5:]).write_text("mine")
+        async with living(serve(FakeVllm(dev_mode=False), admin=place)) as said:
+            assert said[0]["type"] == "lifespan.startup.failed"
+        assert pathlib.Path(place[5:]).read_text() == "mine"
+
+    run(scenario())
+
+
+def test_of_several_api_servers_one_listens_for_all(serve: Serve) -> None:
+    async def scenario() -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            address = f"127.0.0.1:{free.getsockname()[1]}"
+        engine = FakeEngine()
+        servers = [FakeVllm(each, dev_mode=False) for each in (engine, AnotherClient(engine))]
+        for server in servers:
+            server.state.args.api_server_count = 2
+        clients = [serve(server, admin=address, admin_token=TOKEN) for server in servers]
+        async with living(clients[0]) as first, living(clients[1]) as second:
+            assert first == second == []
+            assert code(await ask(address, request("/sleep"))) == 401
+            for _ in range(2):
+                assert code(await ask(address, request("/sleep?level=2", key=TOKEN))) == 200
+                assert [(await client.ask()).code for client in clients] == [503, 503]
+                for path in ("/wake?tags=weights", "/reload_weights", "/wake"):
+                    assert code(await ask(address, request(path, key=TOKEN))) == 200
+                assert [(await client.ask()).code for client in clients] == [200, 200]
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "9001",
+        "localhost:9001",
+        "127.0.0.1:0",
+        "127.0.0.1:70000",
+        "unix:admin",
+        "unix:/" + "x" * 107,
+        "::1:9001",
+        "/run",
+    ],
+)
+def test_an_address_is_a_path_or_a_number_and_a_port(address: str) -> None:
+    with pytest.raises(InvalidArgument, match="CUMEM_SLEEP_ADMIN="):
+        GateSettings.from_environment({"CUMEM_SLEEP_ADMIN": address, "CUMEM_SLEEP_ADMIN_TOKEN": TOKEN})
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:9001", "[::1]:9001", "unix:/" + "x" * 106])
+def test_a_port_needs_the_token(address: str) -> None:
+    environment = {"CUMEM_SLEEP_ADMIN": address}
+    assert GateSettings.from_environment({**environment, "CUMEM_SLEEP_ADMIN_TOKEN": TOKEN}).admin == address
+    if not address.startswith("unix:"):
+        with pytest.raises(InvalidArgument, match="CUMEM_SLEEP_ADMIN_TOKEN, too"):
+            GateSettings.from_environment(environment)

@@ -1,0 +1,34 @@
+"""Random traffic at the real server of this vLLM, which sleeps by itself: see `idle_episodes`.
+
+CUMEM_SLEEP_TEST_GATE_SECONDS says for how long new episodes begin, and CUMEM_SLEEP_TEST_GATE_SEED which is the first.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import pathlib
+
+import pytest
+from environment import skip_unless_vllm
+from ready_process import ReadyProcess
+
+skip_unless_vllm()
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("servers", [1, 2])
+def test_it_sleeps_in_time_and_under_no_request(
+    ready_process: ReadyProcess, servers: int, tmp_path: pathlib.Path
+) -> None:
+    if tuple(map(int, importlib.metadata.version("vllm").split(".")[:2])) < (0, 18):
+        pytest.skip("`WatchedWorker` is for vLLM from 0.18 on")
+    program, log = pathlib.Path(__file__).with_name("idle_episodes.py"), tmp_path / "episodes.txt"
+    options = ["--servers", str(servers), "--seconds", os.environ.get("CUMEM_SLEEP_TEST_GATE_SECONDS", "20")]
+    options += ["--seed", os.environ.get("CUMEM_SLEEP_TEST_GATE_SEED", "300")]
+    episodes = ready_process.run(program, *options, log=log)
+    try:
+        assert episodes.wait(880) == 0, log.read_text()[-40_000:]
+    finally:
+        episodes.end()
+    print(log.read_text())
