@@ -42,7 +42,6 @@ def small_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CuMemAllocator.tuning, "lent_slot_bytes", 2 * MIB)
     monkeypatch.setattr(CuMemAllocator.tuning, "worth_compiling_bytes", 0)
     monkeypatch.setattr(CuMemAllocator.tuning, "prepare_piece_bytes", PAGE)  # is decoded in a slot
-    monkeypatch.setattr(CuMemAllocator.tuning, "slab_bytes", PAGE)
     monkeypatch.setattr("cumem_sleep.digest.device.sums_of", quick_sums)  # what it tells apart is not the question here
     monkeypatch.setattr(host_facts, "mem_available_bytes", lambda enough=None: None)  # reads hundreds of files
 
