@@ -42,8 +42,11 @@ def cgroup_available_bytes(root: Path = Path("/")) -> int | None:
 
     As in the kernel's own `MemAvailable`, what it can drop without writing anything counts as available.
     """
-    limits = [(limit, usage, group) for limit, usage, group in _cgroup_limits(root) if usage is not None]
-    left = (max(0, limit - max(0, usage - _droppable_bytes(group))) for limit, usage, group in limits)
+    left = (
+        max(0, limit - max(0, usage - _droppable_bytes(group)))
+        for limit, usage, group in _cgroup_limits(root)
+        if usage is not None
+    )
     return min(left, default=None)
 
 

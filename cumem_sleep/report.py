@@ -115,15 +115,14 @@ class SleepReport:
     def __str__(self) -> str:
         if self.note:
             return f"{_prefix(self.simulated)}{self.operation}: {self.note}"
-        copy_s = self.phases.get("copy", 0.0)
-        rate = f" at {rate_gbps(self.copied_bytes, copy_s):.1f} GB/s" if self.copied_bytes else ""
         found = f", of which {format_bytes(self.found_bytes)} found in the vault" if self.found_bytes else ""
         taken = f", checkpointed {format_bytes(self.checkpointed_bytes)}" if self.checkpointed_bytes else ""
         stayed = f", stays at level 1: {self.why_not_deeper}" if self.why_not_deeper else ""
         left = f", {format_bytes(self.left_bytes)} left on the GPU{_items(self.left)}" if self.left_bytes else ""
         return (
             f"{_prefix(self.simulated)}{self.operation}: freed {format_bytes(self.freed_bytes)} in {self.seconds:.3f} s"
-            f" (copied {format_bytes(self.copied_bytes)}{rate}{_stored('as', self.stored_bytes, self.copied_bytes)},"
+            f" (copied {format_bytes(self.copied_bytes)}{_rate(self.copied_bytes, self.phases)}"
+            f"{_stored('as', self.stored_bytes, self.copied_bytes)},"
             f" unchanged {format_bytes(self.clean_bytes)}{found},"
             f" dropped {format_bytes(self.dropped_bytes)}{_kept(self.kept_bytes, self.not_kept)})"
             f"{_in(self.place, self.copied_bytes + self.clean_bytes)}{taken}{stayed}{left}{_phases(self.phases)}"
@@ -167,14 +166,9 @@ class WakeReport:
     def __str__(self) -> str:
         if self.note:
             return f"{_prefix(self.simulated)}wake: {self.note}"
-        rate = (
-            f" at {rate_gbps(self.restored_bytes, self.phases.get('copy', 0.0)):.1f} GB/s"
-            if self.restored_bytes
-            else ""
-        )
         return (
             f"{_prefix(self.simulated)}wake: mapped {format_bytes(self.mapped_bytes)} in {self.seconds:.3f} s"
-            f" (restored {format_bytes(self.restored_bytes)}{rate}"
+            f" (restored {format_bytes(self.restored_bytes)}{_rate(self.restored_bytes, self.phases)}"
             f"{_stored('from', self.stored_bytes, self.restored_bytes)}, verified {format_bytes(self.verified_bytes)}"
             f"{_kept(self.kept_bytes, self.not_kept)})"
             f"{_in(self.place, self.restored_bytes)}{_phases(self.phases)}"
@@ -248,6 +242,10 @@ class OperationTotals:
 
 def _prefix(simulated: bool) -> str:
     return "[simulated] " if simulated else ""
+
+
+def _rate(nbytes: int, phases: Mapping[str, float]) -> str:
+    return f" at {rate_gbps(nbytes, phases.get('copy', 0.0)):.1f} GB/s" if nbytes else ""
 
 
 def _stored(preposition: str, stored_bytes: int, nbytes: int) -> str:

@@ -101,6 +101,7 @@ class Mesh:
         self._ready = selectors.PollSelector()
         for number, connection in peers.items():
             connection.setblocking(False)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._ready.register(connection, selectors.EVENT_READ, number)
         _meshes.add(self)
 
@@ -186,7 +187,6 @@ def connect(group: RankGroup, timeout_s: float) -> Mesh:
 def _call(rank: int, other: int, address: str, door: _Door, timeout_s: float) -> socket.socket:
     try:
         connection = socket.create_connection((address, door.port), timeout_s)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.sendall(door.token + rank.to_bytes(4, "little"))
         if connection.recv(1) != b"\n":
             raise OSError("it closed the connection")
@@ -206,7 +206,6 @@ def _answer(
         connection, _ = listener.accept()
         try:
             connection.settimeout(max(min(left_s, 5.0), 0.1))
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             hello = bytearray()
             while len(hello) < _HELLO_BYTES and (content := connection.recv(_HELLO_BYTES - len(hello))):
                 hello += content

@@ -221,9 +221,6 @@ class TorchMemorySaver:
             if Environment.read().enable and preload.serve():
                 self._initialized()
 
-    def _ensure_initialized(self) -> None:
-        self._initialized()
-
     def _initialized(self) -> Native:
         """Read the environment, at the first use: then, and not on import, the layer is opened."""
         if self._impl is not None:
@@ -245,3 +242,5 @@ class TorchMemorySaver:
                     ", the whole process is a region" if environment.enable else "",
                 )
             return self._impl
+
+    _ensure_initialized = _initialized  # as trainers call it
