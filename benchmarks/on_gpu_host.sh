@@ -6,7 +6,7 @@
 #   tests [400]  or its halves tests_1, tests_2;  vault_tests [15] belongs to it;  sanitizer [240]
 #   tests_1+tests_2 two_gpu_tests [~250]  the same on two GPUs at once
 #   bench [100]  small [60]  beside [50 a turn; $TURNS (2)]  level_3 [25]  decoder [100]  compressed [280]  codec [200]
-#   host_memory [120]  vault [~300]  vault_small [~80]  vault_kills [140]  first_clients [~180, several GPUs]
+#   host_memory [120]  kept_ranges [~60]  vault [~300]  vault_small [~80]  vault_kills [140]  first_clients [~180, several GPUs]
 #   peers [500]  saver [~420]  saver_30 [~150]  saver_tests [~240]
 # With vLLM, from .gpu/1/*.tar.xz and .gpu/2/*.tar.xz, unless it is installed:
 #   serve [240]  serve_vault [~180]  switching [540]  switching_fp8 [300]  switching_vault [~200]
@@ -219,6 +219,7 @@ part() {
     compressed) measure 280 compressed compressed "${checkpoint[@]}" ;;
     codec) measure 200 codec codec "${checkpoint[@]}" ;;
     host_memory) measure 200 host_memory host_memory ;;
+    kept_ranges) measure 200 kept_ranges kept_ranges ;;
     bench) timeout 280 python3 -m cumem_sleep bench --weights 62488MiB --kv 54.63GiB --json >"$out/bench.json" ;;
     small)
         timeout 200 python3 -m cumem_sleep bench --weights 8000MiB --segment-size 2MiB --kv 20GiB --json \

@@ -20,7 +20,7 @@ from world import Phase, World, begin_anew
 
 from cumem_sleep import _core, report
 from cumem_sleep import allocator as allocator_module
-from cumem_sleep.backups import backup, catalogue, filling, host, room, turns
+from cumem_sleep.backups import backup, catalogue, filling, host, kept, room, turns
 from cumem_sleep.codec import chunks, compressor, kernels, memory, plan, slots, workspace
 from cumem_sleep.core import cuda_state, operation, pinned
 from cumem_sleep.digest import device as digest_device
@@ -35,7 +35,7 @@ WAKE = (*_OPERATION, wake, copiers, link, engine_or_kernel, transfer)
 PREPARE = (allocator_module, operation, prepare, host, catalogue, room, turns, compressor)
 MALLOC = (allocator_module, operation, cuda_state)
 CODEC = (compressor, chunks, kernels, memory, plan, slots, workspace)
-_TRACED_FILES = {str(module.__file__) for module in (*SLEEP, *WAKE, *PREPARE, *MALLOC, *CODEC)}
+_TRACED_FILES = {str(module.__file__) for module in (*SLEEP, *WAKE, *PREPARE, *MALLOC, *CODEC, kept)}
 Place = types.ModuleType | Callable[..., object]
 Position = tuple[str, int, str]  # file and function, line, event
 # What the handlers raise, one after the other, at one place; and what the caller is to get.

@@ -227,6 +227,8 @@ def digest_of(data: npt.ArrayLike) -> Digest:
 
 def quick_sums(content: npt.NDArray[np.uint8], first_chunk: int = 0) -> tuple[int, int]:
     """In place of `digest.sums_of`, where what it tells apart is not the question."""
+    if padding := -content.size % CHUNK_BYTES:
+        content = np.concatenate((content, np.zeros(padding, np.uint8)))
     chunks = content.view(np.uint64).reshape(-1, CHUNK_BYTES // 8).sum(axis=1, dtype=np.uint64)
     numbers = np.arange(first_chunk, first_chunk + len(chunks), dtype=np.uint64)
     high, low = (chunks * (2 * numbers + np.uint64(odd)) for odd in (1, 3))

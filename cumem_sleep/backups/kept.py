@@ -7,7 +7,7 @@ nothing else is kept either: whoever asked for it (vLLM's prefix cache) would ha
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
@@ -59,13 +59,13 @@ class _Kept:
 
     segment: _core.Segment
     ranges: RangeTable
-    place: _Place
-    first: int
     digest: Digest | None = None
-    nbytes: int = field(init=False)
+    place: _Place = field(init=False)
+    first: int = 0
 
-    def __post_init__(self) -> None:
-        self.nbytes = int(self.ranges[:, 1].sum())
+    @property
+    def nbytes(self) -> int:
+        return int(self.ranges[:, 1].sum())
 
 
 class KeptRanges:
@@ -77,6 +77,7 @@ class KeptRanges:
 
     def __init__(self, retain: bool) -> None:
         self._retain = retain
+        self._begun: list[_Kept] = []  # by this sleep
         self._kept: dict[int, _Kept] = {}  # by the segments' ids
         self._lost: dict[int, tuple[_core.Segment, str]] = {}  # asleep, but not kept any more, and why
         self._places: list[_Place] = []  # those that nothing kept lies in any more are spare
@@ -96,55 +97,56 @@ class KeptRanges:
         mine = [p for p in self._places if next((s.id for s in p.segments if not s.freed), None) in ids]
         return sum(extent.bytes for place in mine for extent in place.extents)
 
-    def keep(
-        self,
-        tier: Tier,
-        segments: Sequence[_core.Segment],
-        ranges: Mapping[int, RangeTable],
-        digester: DeviceDigester | None,
+    def begin(
+        self, segments: Sequence[_core.Segment], ranges: Mapping[int, RangeTable], digester: DeviceDigester | None
     ) -> str:
-        """Copy these ranges, by the segments' ids, of memory that is about to be dropped. Nobody writes to it any more.
+        """Note which ranges are to be kept, by the segments' ids, and their digests: before the codec borrows memory.
 
         Args:
             digester: for digests, with which a wake compares; None: it does not.
 
         Returns:
-            "", or why none of them is kept.
+            "", or why none of them is kept. As of `keep`, which follows otherwise.
+        """
+        self._begun = [_Kept(segment, ranges[segment.id]) for segment in segments]
+        return self._unless_refused(lambda: self._digest(digester))
+
+    def keep(self, tier: Tier) -> str:
+        """Copy what `begin` has noted. Nobody writes to it any more.
 
         Raises:
             OperationStopped: some may be kept, until `prune`.
         """
+        return self._unless_refused(lambda: self._keep(tier))
+
+    def _unless_refused(self, work: Callable[[], None]) -> str:
         try:
-            self._keep(tier, segments, ranges, digester)
+            work()
         except (CumemSleepError, MemoryError) as error:
-            self._lost.update((segment.id, (segment, str(error))) for segment in segments)
+            why = _in_words(error)
+            self._lost.update((kept.segment.id, (kept.segment, why)) for kept in self._begun)
             self.release_spare()
-            return str(error)
+            return why
         return ""
 
-    def _keep(
-        self,
-        tier: Tier,
-        segments: Sequence[_core.Segment],
-        ranges: Mapping[int, RangeTable],
-        digester: DeviceDigester | None,
-    ) -> None:
-        if not tier.keeps_ranges:
+    def _digest(self, digester: DeviceDigester | None) -> None:
+        digests = {} if digester is None else _digests(digester, self._begun)
+        for kept in self._begun:
+            kept.digest = digests.get(kept.segment.id)
+
+    def _keep(self, tier: Tier) -> None:
+        if self._begun and not tier.keeps_ranges:
             raise InvalidState("backups lie in a vault, which keeps no ranges")
-        new: list[_Kept] = []
-        for device, mine in by_device(segments).items():
-            place, first = _Place(tier, device, mine), 0
-            for segment in mine:
-                segment.note_backup()
-                new.append(_Kept(segment, ranges[segment.id], place, first))
-                first += new[-1].nbytes
-            self._reserve(place, first)
-        if digester is not None:
-            digests = _digests(digester, new)
-            for kept in new:
-                kept.digest = digests[kept.segment.id]
-        _copy(new, out=True)
-        self._kept.update((kept.segment.id, kept) for kept in new)
+        for device, segments in by_device(kept.segment for kept in self._begun).items():
+            place, nbytes = _Place(tier, device, segments), 0
+            for kept in self._begun:
+                if kept.segment.device == device:
+                    kept.segment.note_backup()
+                    kept.place, kept.first = place, nbytes
+                    nbytes += kept.nbytes
+            self._reserve(place, nbytes)
+        _copy(self._begun, out=True)
+        self._kept.update((kept.segment.id, kept) for kept in self._begun)
 
     def _reserve(self, place: _Place, nbytes: int) -> None:
         """Extents for so much: spare ones, and more if the limits leave it, because no backup gives way to this.
@@ -197,6 +199,7 @@ class KeptRanges:
 
     def prune(self) -> None:
         """Release what nobody needs: that of segments that are awake, or were freed."""
+        self._begun = []
         self._kept = {key: kept for key, kept in self._kept.items() if _is_asleep(kept.segment)}
         self._lost = {key: lost for key, lost in self._lost.items() if _is_asleep(lost[0])}
         for place in self._spare():
@@ -251,17 +254,17 @@ def ranges_to_keep(keep: Mapping[int, npt.ArrayLike], segments: Iterable[_core.S
         if int(table.min()) < -offset or table[:, 1].min() < 0 or int(table.max()) > segment.bytes:
             raise InvalidArgument(f"keep[0x{address:x}]: a range is not in {describe(segment)}")
         table = table.astype(np.int64) + np.array((offset, 0))
-        if (table[:, 0] < 0).any() or (table.sum(axis=1) > segment.bytes).any():
+        if (table[:, 0] < 0).any() or (table[:, 0] + table[:, 1] > segment.bytes).any():
             raise InvalidArgument(f"keep[0x{address:x}]: a range is not in {describe(segment)}")
-        if (table % _ALIGNMENT).any():
+        if (table & (_ALIGNMENT - 1)).any():
             raise InvalidArgument(f"keep[0x{address:x}]: expected addresses and bytes that are multiples of 16")
         found.setdefault(segment.id, []).append(table[table[:, 1] > 0])
     return {key: _joined(np.concatenate(tables)) for key, tables in found.items() if any(map(len, tables))}
 
 
 def _joined(table: RangeTable) -> RangeTable:
-    table = table[np.argsort(table[:, 0])]
-    ends = table.sum(axis=1)
+    table = table[np.argsort(table[:, 0], kind="stable")]
+    ends = table[:, 0] + table[:, 1]
     if (table[1:, 0] < ends[:-1]).any():
         raise InvalidArgument("keep: ranges overlap")
     first = np.flatnonzero(np.concatenate(([True], table[1:, 0] != ends[:-1])))
@@ -278,9 +281,14 @@ def _brought_back(kept: Sequence[_Kept], digester: DeviceDigester | None) -> str
         _copy(kept, out=False)
         digests = {} if digester is None else _digests(digester, kept)
     except (CumemSleepError, MemoryError) as error:
-        return str(error)
+        return _in_words(error)
     changed = [each for each in kept if each.digest != digests.get(each.segment.id)]
     return f"the digest of what was kept of {describe(changed[0].segment)} differs" if changed else ""
+
+
+def _in_words(error: Exception) -> str:
+    """Never "", which would say that all is well."""
+    return str(error) or type(error).__name__
 
 
 def _digests(digester: DeviceDigester, kept: Sequence[_Kept]) -> dict[int, Digest]:
@@ -313,22 +321,20 @@ def _copy(kept: Sequence[_Kept], *, out: bool) -> None:
 
 
 def _by_extent(place: _Place, kept: Sequence[_Kept]) -> Iterator[tuple[Extent, PieceTable]]:
-    """The pieces of each extent."""
+    """The pieces of each extent in order, each in one range."""
     extent_bytes = place.extents[0].bytes
-    pieces = np.concatenate([_pieces(each, extent_bytes) for each in kept])
-    numbers, offsets = np.divmod(pieces[:, 1], extent_bytes)
-    pieces[:, 1] = offsets
-    for number in np.unique(numbers).tolist():
-        yield place.extents[number], pieces[numbers == number]
+    address, start, nbytes = np.concatenate([_rows(each) for each in sorted(kept, key=lambda each: each.first)]).T
+    counts = (start + nbytes - 1) // extent_bytes - start // extent_bytes + 1  # extents that a range lies in
+    of = np.repeat(np.arange(len(counts)), counts)
+    number = (start // extent_bytes)[of] + np.arange(len(of)) - (np.cumsum(counts) - counts)[of]
+    begin = np.maximum(start[of], number * extent_bytes)
+    end = np.minimum((start + nbytes)[of], (number + 1) * extent_bytes)
+    pieces = np.column_stack(((address - start)[of] + begin, begin - number * extent_bytes, end - begin))
+    for some in np.split(np.arange(len(of)), np.flatnonzero(np.diff(number)) + 1):
+        yield place.extents[number[some[0]]], pieces[some[0] : some[-1] + 1]
 
 
-def _pieces(kept: _Kept, extent_bytes: int) -> PieceTable:
-    """Rows of the device's address, the offset in the place and bytes, each in one range and one extent."""
-    ends = kept.first + np.cumsum(kept.ranges[:, 1])
-    last = int(ends[-1])
-    edges = np.arange(-(-(kept.first + 1) // extent_bytes), -(-last // extent_bytes)) * extent_bytes
-    cuts = np.union1d(ends, edges)
-    starts = np.concatenate(([kept.first], cuts[:-1]))
-    of = np.searchsorted(ends, starts, side="right")
-    addresses = kept.segment.address + kept.ranges[of, 0] + kept.ranges[of, 1] - (ends[of] - starts)
-    return np.column_stack((addresses, starts, cuts - starts))
+def _rows(kept: _Kept) -> npt.NDArray[np.int64]:
+    """Of each range the device's address, where it lies in the place, and its bytes."""
+    nbytes = kept.ranges[:, 1]
+    return np.column_stack((kept.segment.address + kept.ranges[:, 0], kept.first + np.cumsum(nbytes) - nbytes, nbytes))

@@ -71,13 +71,13 @@ def sleep(
         backed_up = [segment for segment in held if not is_dropped(segment)]
         with timer("quiesce"):
             quiesce(held)
+        not_kept = _begin_to_keep(layer, keep, backed_up, dropped, timer) if keep else ""
         copied, found = [], []
         if backed_up:
             layer.store.catalogue.claim(backed_up)
             with DigestRun(layer.digester, backed_up) as run:
                 digests = _Digests(_to_be_digested(layer, backed_up), run, layer.tuning.idle_s)
-                lending = [segment for segment in dropped if segment.id not in (keep or {})]
-                backing_up = _BackingUp(layer, backed_up, lending, digests, timer)
+                backing_up = _BackingUp(layer, backed_up, dropped, digests, timer)
                 while not backing_up.attempt(copying):
                     pass
                 copied, found = backing_up.copied, [*backing_up.found.values()]
@@ -85,7 +85,9 @@ def sleep(
                     if copied:
                         _check_unchanged(layer, backed_up, copied, digests)
                     layer.store.catalogue.require(backed_up, digests.taken)
-        kept_bytes, not_kept = _keep(layer, keep, backed_up, dropped, timer) if keep else (0, "")
+        if keep and not not_kept:
+            with timer("keep"):
+                not_kept = layer.store.catalogue.kept.keep(layer.store.room.tier)
         with timer("release"):
             # Unmaps all, calls `_agree`, and maps all again if that raises (`csrc/transitions.cpp`).
             freed_bytes = _core.put_to_sleep(backed_up, dropped, partial(_agree, call, timer, copying))
@@ -99,7 +101,7 @@ def sleep(
         clean_bytes=total_bytes(backed_up) - copied_bytes,
         found_bytes=total_bytes(found),
         dropped_bytes=total_bytes(dropped),
-        kept_bytes=kept_bytes,
+        kept_bytes=0 if not_kept else sum(int(ranges[:, 1].sum()) for ranges in (keep or {}).values()),
         not_kept=not_kept,
         left_bytes=left_bytes,
         left=left,
@@ -109,21 +111,19 @@ def sleep(
     )
 
 
-def _keep(
+def _begin_to_keep(
     layer: Layer,
     keep: Mapping[int, RangeTable],
     backed_up: Sequence[_core.Segment],
     dropped: Sequence[_core.Segment],
     timer: PhaseTimer,
-) -> tuple[int, str]:
-    """How many of the bytes to keep are kept, and why not, if none are. What is backed up is kept anyway."""
+) -> str:
+    """Note what is to be kept of `dropped`; returns "", or why none of it is. What is backed up is kept anyway."""
+    mine = [segment for segment in dropped if segment.id in keep and segment.sleep == _Sleep.AWAKE]
+    if len(mine) + sum(segment.id in keep for segment in backed_up) < len(keep):
+        return "some of this memory was asleep or freed when the sleep began"
     with timer("keep"):
-        mine = [segment for segment in dropped if segment.id in keep and segment.sleep == _Sleep.AWAKE]
-        if len(mine) + sum(segment.id in keep for segment in backed_up) < len(keep):
-            return 0, "some of this memory was asleep or freed when the sleep began"
-        tier, kept = layer.store.room.tier, layer.store.catalogue.kept
-        why_not = kept.keep(tier, mine, keep, layer.prover) if mine else ""
-        return 0 if why_not else sum(int(ranges[:, 1].sum()) for ranges in keep.values()), why_not
+        return layer.store.catalogue.kept.begin(mine, keep, layer.prover)
 
 
 def _agree(call: Call, timer: PhaseTimer, copying: ExitStack) -> None:
@@ -142,7 +142,7 @@ class _BackingUp:
     codec failed: then with less retained, or uncompressed.
 
     Args:
-        lending: segments whose memory the codec may borrow, if the device has none left.
+        dropped: segments whose memory the codec may borrow, if the device has none left.
 
     Attributes:
         copied: what was copied. Until a check shows that nobody wrote meanwhile, these backups are incomplete.
@@ -153,7 +153,7 @@ class _BackingUp:
         self,
         layer: Layer,
         segments: Sequence[_core.Segment],
-        lending: Sequence[_core.Segment],
+        dropped: Sequence[_core.Segment],
         digests: _Digests,
         timer: PhaseTimer,
     ) -> None:
@@ -161,7 +161,7 @@ class _BackingUp:
         self._compressor = layer.compressor
         self._tuning = layer.tuning
         self._segments = segments
-        self._lending = lending
+        self._lending = dropped
         self._digests = digests
         self._timer = timer
         self.copied: list[_core.Segment] = []

@@ -2,89 +2,809 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import itertools
+from collections.abc import Callable, Iterable
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 import pytest
-from support import MIB, PAGE, Memory
+from interrupts import Signals, assert_reached, choose, raises_exactly
+from support import AWAKE, DEVICE_BYTES, DROPPED, MIB, PAGE, Memory, digest_by_the_kernel, forget_devices, in_thread
 
-from cumem_sleep import CuMemAllocator
+from cumem_sleep import (
+    CuMemAllocator,
+    CumemSleepError,
+    DriverError,
+    InvalidArgument,
+    OutOfDeviceMemory,
+    SleepReport,
+    WakeReport,
+    _core,
+    sim,
+)
+from cumem_sleep.backups import kept as kept_module
+from cumem_sleep.backups.host import HostLane
+from cumem_sleep.backups.kept import ranges_to_keep
+from cumem_sleep.core.operation import Call
+from cumem_sleep.digest.device import DigestRun
+from cumem_sleep.digest.reference import CHUNK_BYTES, digests_from, sums_of
 
 Ranges = npt.NDArray[np.int64]
 
 
+MakeAllocator = Callable[..., CuMemAllocator]
+
+
 class Cache:
-    """Segments of `kv_cache` with random bytes, and random ranges of each that are to be kept."""
+    """Segments of `kv_cache` with random bytes, some weights, and ranges of the first that are to be kept.
+
+    Bytes are read and written at their addresses, which the simulated driver allows, so that no call is made for it.
+    """
 
     def __init__(
-        self,
-        allocator: CuMemAllocator,
-        memory: Memory,
-        pages: tuple[int, ...] = (2, 3, 1),
-        devices: int = 1,
-        seed: int = 1,
+        self, allocator: CuMemAllocator, pages: tuple[int, ...] = (2, 3, 1), devices: int = 1, seed: int = 1
     ) -> None:
-        self.allocator, self.memory = allocator, memory
-        self.devices = [number % devices for number in range(len(pages))]
+        self.allocator = allocator
+        sim.configure(devices=devices, device_bytes=DEVICE_BYTES)
+        self.weights = allocator.malloc(PAGE, "weights")
         self.addresses = [
-            allocator.malloc(count * PAGE, "kv_cache", device)
-            for count, device in zip(pages, self.devices, strict=True)
+            allocator.malloc(count * PAGE, "kv_cache", number % devices) for number, count in enumerate(pages)
         ]
-        self.contents = [
-            memory.fill_random(address, count * PAGE, device)
-            for address, count, device in zip(self.addresses, pages, self.devices, strict=True)
-        ]
-        self.keep = self.chosen(np.random.default_rng(seed))
-
-    def chosen(self, random: np.random.Generator) -> dict[int, Ranges]:
-        """Blocks of one size, in any order, some of them next to each other; every second address is inside."""
-        keep = {}
-        for number, (address, content) in enumerate(zip(self.addresses, self.contents, strict=True)):
+        self.contents: dict[int, bytes] = {}
+        random = np.random.default_rng(seed)
+        for address, count in zip((self.weights, *self.addresses), (1, *pages), strict=True):
+            self.contents[address] = random.bytes(count * PAGE)
+        self.fill()
+        self.keep = {}
+        for number, address in enumerate(self.addresses):
             block = int(random.choice([16, 4096, 65536, 3 * 65536 + 16]))
-            blocks = random.permutation(len(content) // block)[: random.integers(1, 40)]
-            inside = (number % 2) * 4096
-            keep[address + inside] = np.column_stack((blocks * block - inside, np.full(len(blocks), block)))
-        return keep
+            blocks = random.permutation(len(self.contents[address]) // block)[: random.integers(1, 40)]
+            inside = (number % 2) * 4096  # an address in the middle serves as well
+            self.keep[address + inside] = np.column_stack((blocks * block - inside, np.full(len(blocks), block)))
 
     @property
     def bytes(self) -> int:
         return sum(int(rows[:, 1].sum()) for rows in self.keep.values())
 
+    @property
+    def host_bytes(self) -> int:
+        return self.allocator.usage()["kv_cache"].host_bytes
+
+    @property
+    def kept_bytes(self) -> int:
+        return self.allocator.usage()["kv_cache"].kept_bytes
+
+    def fill(self) -> None:
+        """All is as it was at first."""
+        for address, content in self.contents.items():
+            ctypes.memmove(address, content, len(content))
+
     def is_back(self) -> bool:
-        """Whether all of it is on the devices."""
+        """Whether the ranges have their bytes."""
         for address, rows in self.keep.items():
-            number = max(n for n, start in enumerate(self.addresses) if start <= address)
-            start, content = self.addresses[number], self.contents[number]
-            now = self.memory.read(start, len(content), self.devices[number])
+            start = max(each for each in self.addresses if each <= address)
             for offset, nbytes in (rows + np.array((address - start, 0))).tolist():
-                if now[offset : offset + nbytes] != content[offset : offset + nbytes]:
+                if ctypes.string_at(start + offset, nbytes) != self.contents[start][offset : offset + nbytes]:
                     return False
         return True
 
-    def write_elsewhere(self) -> None:
-        """As the next user of the device's memory would."""
-        for address, content, device in zip(self.addresses, self.contents, self.devices, strict=True):
-            self.memory.write(address, bytes(len(content)), device)
+    def is_all_there(self) -> bool:
+        """Whether nothing at all was lost."""
+        return all(ctypes.string_at(at, len(content)) == content for at, content in self.contents.items())
+
+    def sleep(self, **arguments: Any) -> SleepReport:
+        return self.allocator.sleep(keep=self.keep, **arguments)
+
+    def check_kept(self, report: SleepReport) -> None:
+        """After a sleep: all of it is kept."""
+        assert (report.kept_bytes, report.not_kept) == (self.bytes, "")
+        assert self.kept_bytes == self.bytes
+
+    def wake(self) -> WakeReport:
+        """Weights are right, and what is reported to be back is. What is not is computed anew."""
+        report = self.allocator.wake_up()
+        assert ctypes.string_at(self.weights, PAGE) == self.contents[self.weights]
+        assert report.kept_bytes in (0, self.bytes)
+        assert not (report.kept_bytes and report.not_kept)
+        assert not report.kept_bytes or self.is_back(), "a wrong byte, said to be kept"
+        assert self.kept_bytes == 0
+        if not report.kept_bytes:
+            self.fill()
+        return report
+
+    def check_back(self) -> None:
+        """Wake, and all of it is back."""
+        report = self.wake()
+        assert (report.kept_bytes, report.not_kept) == (self.bytes, "")
+
+    def check_lost(self, why: str) -> None:
+        """Wake, and none of it is back, because of that."""
+        report = self.wake()
+        assert report.kept_bytes == 0
+        assert why in report.not_kept
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def small_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that ranges lie in several extents."""
     monkeypatch.setattr(CuMemAllocator.tuning, "slab_bytes", MIB)
 
 
-@pytest.mark.usefixtures("small_slabs")
-@pytest.mark.parametrize("seed", range(8))
-def test_the_bytes_come_back(allocator: CuMemAllocator, memory: Memory, seed: int) -> None:
-    weights = allocator.malloc(PAGE, "weights")
-    content = memory.fill_random(weights, PAGE)
-    cache = Cache(allocator, memory, seed=seed)
-    for _ in range(2):
-        report = allocator.sleep(keep=cache.keep)
-        assert (report.kept_bytes, report.not_kept) == (cache.bytes, "")
-        assert allocator.usage()["kv_cache"].kept_bytes == cache.bytes
-        report = allocator.wake_up()
-        assert (report.kept_bytes, report.not_kept) == (cache.bytes, "")
-        assert cache.is_back()
+@pytest.fixture(params=[True, False], ids=["by kernel", "by engine"])
+def by_kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether kernels reach pinned host memory by its address."""
+    if not request.param:
+        monkeypatch.setattr(HostLane, "_by_kernel", lambda *_, **__: False)
+    return bool(request.param)
+
+
+@pytest.fixture
+def cache(allocator: CuMemAllocator) -> Cache:
+    return Cache(allocator)
+
+
+SETTINGS: list[dict[str, object]] = [{}, {"verify": "off"}, {"retain_backups": False}, {"poison": True}]
+
+
+class TestOnAnyDevice:
+    """On a GPU, too: what its kernels do is what the reference says."""
+
+    PAGES = 8
+
+    def ranges(self, random: np.random.Generator, block: int) -> Ranges:
+        blocks = np.sort(random.permutation(self.PAGES * PAGE // block)[:60])
+        return np.column_stack((blocks * block, np.full(len(blocks), block)))
+
+    @pytest.mark.parametrize("block", [16, 4096 + 16, 65536, 3 * 65536 + 48, PAGE])
+    def test_the_bytes_come_back(self, allocator: CuMemAllocator, memory: Memory, block: int) -> None:
+        weights = allocator.malloc(PAGE, "weights")
+        content = memory.fill_random(weights, PAGE)
+        addresses = [allocator.malloc(self.PAGES * PAGE, "kv_cache") for _ in range(3)]
+        contents = [memory.fill_random(address, self.PAGES * PAGE) for address in addresses]
+        random = np.random.default_rng(block)
+        keep = {address: random.permutation(self.ranges(random, block)) for address in addresses}
+        nbytes = sum(int(rows[:, 1].sum()) for rows in keep.values())
+        for _ in range(2):
+            report = allocator.sleep(keep=keep)
+            assert (report.kept_bytes, report.not_kept) == (nbytes, "")
+            report = allocator.wake_up()
+            assert (report.kept_bytes, report.not_kept) == (nbytes, "")
+            for address, before in zip(addresses, contents, strict=True):
+                now = memory.read(address, len(before))
+                for offset, size in keep[address].tolist():
+                    assert now[offset : offset + size] == before[offset : offset + size]
         assert memory.read(weights, PAGE) == content
-        assert allocator.usage()["kv_cache"].kept_bytes == 0
-    allocator.sleep()
-    assert allocator.wake_up().not_kept == ""
+
+    @pytest.mark.parametrize("block", [16, 4096 + 16, 65536, 3 * 65536 + 48, PAGE])
+    def test_the_digest_is_the_reference(self, allocator: CuMemAllocator, memory: Memory, block: int) -> None:
+        address = allocator.malloc(self.PAGES * PAGE, "kv_cache")
+        content = np.frombuffer(memory.fill_random(address, self.PAGES * PAGE), np.uint8)
+        (segment,) = _core.segments()
+        rows = self.ranges(np.random.default_rng(block), block)
+        total, first_chunk = np.zeros((1, 2), np.uint64), 0
+        for offset, size in rows.tolist():
+            total += np.array(sums_of(content[offset : offset + size], first_chunk), np.uint64)
+            first_chunk += -(-size // CHUNK_BYTES)
+        with DigestRun(allocator._digester, [segment], {segment.id: rows}) as run:
+            run.start([segment])
+            assert run.finish()[segment.id] == digests_from(total, [int(rows[:, 1].sum())])[0]
+
+
+@pytest.mark.sim
+class TestBytes:
+    @pytest.mark.parametrize("devices", [1, 2])
+    @pytest.mark.parametrize("seed", range(6))
+    def test_come_back(self, allocator: CuMemAllocator, seed: int, devices: int) -> None:
+        cache = Cache(allocator, (2, 3, 1, 2), devices=devices, seed=seed)
+        for _ in range(3):
+            cache.check_kept(cache.sleep())
+            cache.check_back()
+        allocator.sleep()
+        report = allocator.wake_up()
+        assert (report.kept_bytes, report.not_kept) == (0, ""), "what was kept before is not asked for again"
+
+    @pytest.mark.parametrize("settings", SETTINGS, ids=str)
+    def test_come_back_whatever_copies(
+        self, make_allocator: MakeAllocator, settings: dict[str, object], by_kernel: bool
+    ) -> None:
+        cache = Cache(make_allocator(**settings))
+        for _ in range(2):
+            cache.check_kept(cache.sleep())
+            assert bool(sim.stats().calls["cuLaunchKernel"]) == by_kernel
+            cache.check_back()
+
+    @pytest.mark.parametrize("seed", range(3))
+    def test_come_back_with_digests_by_the_kernel(self, cache: Cache, seed: int) -> None:
+        digest_by_the_kernel(cache.allocator)
+        cache.check_kept(cache.sleep())
+        launches = sim.stats().calls["cuLaunchKernel"]
+        cache.check_back()
+        assert sim.stats().calls["cuLaunchKernel"] > launches
+        cache.sleep()
+        extents = cache.allocator._store.catalogue.kept._places[0].extents
+        np.frombuffer(memoryview(extents[-1]), np.uint8)[-1 - seed] ^= 1  # type: ignore[arg-type]
+        cache.check_lost("digest")
+
+    def test_of_ranges_that_are_next_to_each_other(self, allocator: CuMemAllocator) -> None:
+        cache = Cache(allocator, (2,))
+        (address,) = cache.addresses
+        cache.keep = {address: np.array([(32, 16), (0, 16), (64, PAGE), (48, 16)]), address + PAGE + 64: [(0, 4096)]}  # type: ignore[dict-item]
+        (segment,) = (each for each in _core.segments() if each.address == address)
+        assert ranges_to_keep(cache.keep, [segment])[segment.id].tolist() == [[0, 16], [32, PAGE + 4096 + 32]]
+        cache.keep = {address: np.array([(0, 16), (32, PAGE + 4096 + 32)])}
+        cache.check_kept(cache.sleep())
+        cache.check_back()
+
+    def test_of_what_is_backed_up_count_as_kept(self, cache: Cache) -> None:
+        keep = {**cache.keep, cache.weights: np.array([(0, 4096)])}
+        report = cache.allocator.sleep(keep=keep)
+        assert (report.kept_bytes, report.not_kept) == (cache.bytes + 4096, "")
+        assert cache.kept_bytes == cache.bytes
+        cache.check_back()
+        assert cache.allocator.sleep(keep={cache.weights: np.array([(0, 4096)])}).kept_bytes == 4096
+
+    def test_nothing_to_keep(self, cache: Cache) -> None:
+        for keep in (None, {}, {cache.addresses[0]: []}, {cache.addresses[0]: np.zeros((0, 2), np.int64)}):
+            report = cache.allocator.sleep(keep=keep)  # type: ignore[arg-type]
+            assert (report.kept_bytes, report.not_kept) == (0, "")
+            assert "keep" not in report.phases
+            cache.check_lost("")
+
+    def test_are_those_at_the_sleep(self, cache: Cache) -> None:
+        """And not of the sleep before."""
+        cache.sleep()
+        cache.wake()
+        cache.contents = {address: content[::-1] for address, content in cache.contents.items()}
+        cache.fill()
+        cache.check_kept(cache.sleep())
+        cache.check_back()
+
+
+@pytest.mark.sim
+class TestArguments:
+    @pytest.mark.parametrize(
+        "rows",
+        [
+            [(0, 16), (8, 16)],
+            [(0, 8)],
+            [(0, 32), (16, 16)],
+            [(0, 32), (0, 32)],
+            [(0, -16)],
+            [(-16, 16)],
+            [(PAGE - 16, 32)],
+            [(PAGE, 16)],
+            [(0, PAGE + 16)],
+            [(1 << 62, 1 << 62)],
+            [((1 << 64) - 16, 16)],
+            [(0.0, 16.0)],
+            [0, 16],
+            [(0, 16, 32)],
+            [("0", "16")],
+            [(1 << 70, 16)],
+            "none",
+        ],
+        ids=str,
+    )
+    def test_nonsense_is_refused_before_anything_is_done(self, cache: Cache, rows: Any) -> None:
+        with pytest.raises(InvalidArgument, match="keep"):
+            cache.allocator.sleep(keep={cache.addresses[-1]: rows})
+        assert {segment.sleep for segment in _core.segments()} == {AWAKE}
+        assert sim.stats().calls["cuMemUnmap"] == 0
+
+    @pytest.mark.parametrize("keep", [5, [(0, 16)], {"a": [(0, 16)]}, {-1: [(0, 16)]}, {16: [(0, 16)]}], ids=str)
+    def test_addresses_of_nobody_are_refused(self, cache: Cache, keep: Any) -> None:
+        with pytest.raises(InvalidArgument, match="keep"):
+            cache.allocator.sleep(keep=keep)
+        with cache.allocator.regions.use("a", backup=True):
+            address = cache.allocator.malloc(PAGE)
+        with pytest.raises(InvalidArgument, match="pools"):
+            cache.allocator.sleep(keep={address: [(0, 16)]})
+
+    @pytest.mark.parametrize("level", [0, 2])
+    def test_levels_that_keep_nothing(self, cache: Cache, level: int) -> None:
+        with pytest.raises(InvalidArgument, match=f"level={level}"):
+            cache.sleep(level=level)
+        assert {segment.sleep for segment in _core.segments()} == {AWAKE}
+
+    def test_by_tags(self, cache: Cache) -> None:
+        cache.check_kept(cache.sleep(offload_tags=("weights",)))
+        cache.check_back()
+
+
+@pytest.mark.sim
+class TestGivenUp:
+    """None of it is back then, and the reports say why."""
+
+    def test_too_little_host_memory(self, make_allocator: MakeAllocator) -> None:
+        cache = Cache(make_allocator(host_budget_bytes=PAGE + 4096))
+        assert cache.allocator.kept_room() == 4096
+        report = cache.sleep()
+        assert report.kept_bytes == 0
+        assert "limit: budget" in report.not_kept
+        assert report.not_kept in str(report)
+        assert (cache.host_bytes, cache.kept_bytes) == (0, 0)
+        cache.check_lost("limit: budget")
+        cache.keep = {cache.addresses[0]: np.array([(0, 4096)])}
+        cache.check_kept(cache.sleep())
+        cache.check_back()
+
+    def test_no_backup_gives_way(self, make_allocator: MakeAllocator) -> None:
+        """Not even one that is merely retained."""
+        cache = Cache(make_allocator(host_budget_bytes=2 * PAGE))
+        cache.keep = {cache.addresses[0]: np.array([(0, PAGE + 16)])}
+        cache.allocator.sleep()
+        cache.wake()
+        assert cache.allocator.kept_room() == PAGE
+        assert "budget" in cache.sleep().not_kept
+        assert cache.allocator.usage()["weights"].host_bytes == PAGE
+        cache.wake()
+
+    def test_it_gives_way_to_backups(self, make_allocator: MakeAllocator) -> None:
+        cache = Cache(make_allocator(host_budget_bytes=2 * PAGE))
+        cache.keep = {cache.addresses[0]: np.array([(0, 4096)]), cache.addresses[1]: np.array([(0, 16)])}
+        cache.check_kept(cache.sleep())
+        cache.allocator.wake_up("weights")
+        assert cache.kept_bytes == cache.bytes
+        extra = cache.allocator.malloc(PAGE, "weights")
+        report = cache.allocator.sleep()
+        assert report.copied_bytes == PAGE
+        assert cache.kept_bytes == cache.host_bytes == 0
+        cache.check_lost("backups needed the host memory")
+        cache.allocator.free(extra)
+
+    def test_it_gives_way_before_backups_that_are_retained(self, make_allocator: MakeAllocator) -> None:
+        cache = Cache(make_allocator(host_budget_bytes=3 * PAGE))
+        cache.keep = {cache.addresses[0]: np.array([(0, 2 * PAGE)])}
+        cache.check_kept(cache.sleep())
+        cache.allocator.wake_up("weights")
+        with cache.allocator.regions.use("a", backup=True):
+            region = cache.allocator.malloc(PAGE)
+        cache.allocator.regions.sleep("a")
+        assert (cache.allocator.usage()["weights"].host_bytes, cache.host_bytes) == (PAGE, 0)
+        cache.allocator.regions.wake("a")
+        cache.check_lost("backups needed the host memory")
+        cache.allocator.free(region)
+
+    def test_it_gives_way_to_what_cannot_be_pinned(self, cache: Cache) -> None:
+        cache.check_kept(cache.sleep())
+        cache.allocator.wake_up("weights")
+        extra = cache.allocator.malloc(PAGE, "weights")
+        sim.fail("cuMemHostRegister", after=1, error="CUDA_ERROR_OUT_OF_MEMORY")
+        assert cache.allocator.sleep().copied_bytes == PAGE
+        sim.reset()
+        cache.check_lost("backups needed the host memory")
+        cache.allocator.free(extra)
+
+    def test_memory_left_for_the_next_sleep_gives_way(self, make_allocator: MakeAllocator) -> None:
+        cache = Cache(make_allocator(host_budget_bytes=3 * PAGE))
+        cache.keep = {cache.addresses[0]: np.array([(0, PAGE)])}
+        cache.check_kept(cache.sleep())
+        cache.check_back()
+        assert (cache.host_bytes, cache.kept_bytes) == (PAGE, 0)
+        assert cache.allocator.kept_room() == 2 * PAGE
+        extra = cache.allocator.malloc(2 * PAGE, "weights")
+        assert cache.allocator.kept_room() == 0
+        assert "budget" in cache.sleep().not_kept
+        assert cache.host_bytes == 0
+        cache.check_lost("budget")
+        cache.allocator.free(extra)
+
+    @pytest.mark.parametrize("release", ["release_backups", "drop_kept", "close"])
+    def test_memory_left_for_the_next_sleep_can_be_released(self, cache: Cache, release: str) -> None:
+        cache.keep = {cache.addresses[0]: np.array([(0, PAGE)])}
+        cache.sleep()
+        cache.wake()
+        registered = sim.stats().registered_bytes
+        assert cache.host_bytes == PAGE
+        cache.sleep()
+        cache.wake()
+        assert sim.stats().registered_bytes == registered, "the same serves again"
+        assert getattr(cache.allocator, release)() in (None, 0, 2 * PAGE)
+        assert cache.host_bytes == 0
+
+    def test_dropped_on_demand(self, cache: Cache) -> None:
+        cache.sleep()
+        assert cache.allocator.drop_kept() == cache.bytes
+        assert cache.allocator.drop_kept() == 0
+        assert cache.host_bytes == 0
+        cache.check_lost("drop_kept")
+        assert cache.allocator.drop_kept() == 0
+        cache.check_kept(cache.sleep())
+        cache.check_back()
+
+    @pytest.mark.parametrize("place", range(4))
+    def test_damaged_bytes(self, cache: Cache, place: int) -> None:
+        cache.sleep()
+        extents = cache.allocator._store.catalogue.kept._places[0].extents
+        content = np.frombuffer(memoryview(extents[place % len(extents)]), np.uint8)  # type: ignore[arg-type]
+        content[place * 16] ^= 4
+        cache.check_lost("digest")
+        assert cache.host_bytes == 0
+        cache.fill()
+        cache.check_kept(cache.sleep())
+        cache.check_back()
+
+    def test_two_ranges_in_each_others_place(self, cache: Cache) -> None:
+        """Ranges of one size, whose sums alone would not tell them apart."""
+        cache.keep = {cache.addresses[0]: np.array([(0, 4096), (8192, 4096)])}
+        cache.sleep()
+        (extent,) = cache.allocator._store.catalogue.kept._places[0].extents
+        content = np.frombuffer(memoryview(extent), np.uint8)  # type: ignore[arg-type]
+        content[:] = np.concatenate((content[4096:], content[:4096]))
+        cache.check_lost("digest")
+
+    def test_once_something_is_lost_all_is(self, cache: Cache) -> None:
+        """Of what wakes later, too; that of another sleep included."""
+        cache.sleep()
+        cache.allocator.wake_up("weights")
+        more = Cache(cache.allocator, (1,), seed=2)
+        assert more.sleep().kept_bytes == more.bytes
+        extent = cache.allocator._store.catalogue.kept._places[0].extents[0]
+        np.frombuffer(memoryview(extent), np.uint8)[0] ^= 1  # type: ignore[arg-type]
+        report = cache.allocator.wake_up("kv_cache")
+        assert "digest" in report.not_kept
+        assert report.kept_bytes == cache.host_bytes == 0
+
+    def test_memory_that_sleeps_already(self, cache: Cache) -> None:
+        cache.check_kept(cache.sleep())
+        report = cache.sleep()
+        assert report.note
+        assert report.not_kept == report.note
+        cache.allocator.wake_up("weights")
+        report = cache.sleep()
+        assert "asleep" in report.not_kept
+        assert report.kept_bytes == 0
+        cache.check_back()
+
+    def test_with_a_vault(self, cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(cache.allocator._store.room.tier, "keeps_ranges", False)
+        assert cache.allocator.kept_room() == 0
+        assert "vault" in cache.sleep().not_kept
+        cache.check_lost("vault")
+        assert cache.allocator.sleep(keep={cache.weights: np.array([(0, 4096)])}).kept_bytes == 4096
+
+
+@pytest.mark.sim
+class TestOtherCalls:
+    def test_a_wake_by_tags_leaves_it(self, cache: Cache) -> None:
+        cache.sleep()
+        report = cache.allocator.wake_up("weights")
+        assert (report.kept_bytes, report.not_kept) == (0, "")
+        assert cache.kept_bytes == cache.bytes
+        cache.allocator.sleep()
+        assert cache.kept_bytes == cache.bytes
+        cache.check_back()
+
+    def test_freeing_some_of_it_asleep(self, cache: Cache) -> None:
+        cache.sleep()
+        freed = cache.addresses.pop(0)
+        cache.allocator.free(freed)
+        del cache.keep[freed], cache.contents[freed]
+        assert cache.kept_bytes == cache.bytes
+        cache.check_back()
+
+    @pytest.mark.parametrize("asleep", [True, False])
+    def test_freeing_all_of_it(self, cache: Cache, asleep: bool) -> None:
+        cache.keep = {cache.addresses[0]: np.array([(0, PAGE)]), cache.addresses[1]: np.array([(0, PAGE)])}
+        cache.sleep()
+        if not asleep:
+            cache.wake()
+        for address in cache.addresses:
+            cache.allocator.free(address)
+        assert cache.allocator._store.room.bytes == PAGE
+
+    def test_discard_leaves_what_sleeps(self, cache: Cache) -> None:
+        cache.sleep()
+        cache.allocator.discard("kv_cache")
+        cache.check_back()
+        cache.allocator.discard("kv_cache")
+        cache.check_lost("")
+
+    def test_level_3(self, cache: Cache) -> None:
+        cache.sleep()
+        cache.wake()
+        cache.allocator.release_backups()
+        registered_bytes = sim.stats().registered_bytes  # small tables are kept
+        report = cache.sleep(level=3)
+        assert not report.why_not_deeper
+        assert (report.kept_bytes, report.not_kept) == (cache.bytes, "")
+        assert cache.kept_bytes == cache.bytes
+        assert sim.stats().registered_bytes == registered_bytes
+        cache.check_back()
+        cache.sleep(level=3)
+        assert cache.allocator.drop_kept() == cache.bytes
+        cache.check_lost("drop_kept")
+
+    def test_the_room_is_what_the_weights_leave(self, make_allocator: MakeAllocator) -> None:
+        cache = Cache(make_allocator(host_budget_bytes=5 * PAGE))
+        assert cache.allocator.kept_room() == 4 * PAGE
+        cache.allocator.sleep()
+        assert cache.allocator.kept_room() == 4 * PAGE
+        cache.wake()
+        assert cache.allocator.kept_room() == 4 * PAGE
+        cache.keep = {cache.addresses[0]: np.array([(0, 2 * PAGE)]), cache.addresses[1]: np.array([(0, 2 * PAGE)])}
+        cache.check_kept(cache.sleep())
+        assert cache.allocator.kept_room() == 4 * PAGE
+        cache.check_back()
+
+    def test_totals_count_it(self, cache: Cache) -> None:
+        cache.sleep()
+        cache.wake()
+        totals = cache.allocator.totals()
+        assert totals["sleep"].bytes["kept"] == totals["wake"].bytes["kept"] == cache.bytes
+
+
+@pytest.mark.sim
+class TestFailures:
+    def test_a_failed_sleep_keeps_nothing(self, cache: Cache) -> None:
+        sim.fail("cuMemUnmap", error="CUDA_ERROR_UNKNOWN")
+        with pytest.raises(DriverError):
+            cache.sleep()
+        sim.reset()
+        assert cache.is_all_there()
+        assert (cache.kept_bytes, cache.allocator.drop_kept()) == (0, 0)
+        cache.allocator.sleep()
+        cache.check_lost("")
+
+    def test_a_failed_wake_keeps_it(self, cache: Cache) -> None:
+        cache.sleep()
+        sim.fail("cuMemCreate", after=2)
+        with pytest.raises(OutOfDeviceMemory):
+            cache.allocator.wake_up()
+        sim.reset()
+        assert cache.kept_bytes == cache.bytes
+        cache.check_back()
+
+    def test_a_wake_that_other_ranks_refuse_keeps_it(self, cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+        def refuse(*_: object) -> None:
+            raise DriverError("agree", "CUDA_ERROR_UNKNOWN")
+
+        agree = Call.agree
+        monkeypatch.setattr(Call, "agree", refuse)
+        with pytest.raises(DriverError):
+            cache.sleep()
+        assert cache.is_all_there()
+        assert cache.kept_bytes == 0
+        monkeypatch.setattr(Call, "agree", agree)
+        cache.check_kept(cache.sleep())
+        monkeypatch.setattr(Call, "agree", refuse)
+        with pytest.raises(DriverError):
+            cache.allocator.wake_up()
+        assert cache.kept_bytes == cache.bytes
+        monkeypatch.setattr(Call, "agree", agree)
+        cache.check_back()
+
+    @pytest.mark.parametrize("error", [MemoryError(), DriverError("cuX", "CUDA_ERROR_UNKNOWN")], ids=str)
+    def test_errors_that_say_little(self, cache: Cache, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+        def refuse(*_: object, **__: object) -> None:
+            raise error
+
+        for place in ("_digests", "_copy"):
+            with monkeypatch.context() as patch:
+                patch.setattr(kept_module, place, refuse)
+                report = cache.sleep()
+            assert report.not_kept
+            assert report.kept_bytes == 0
+            cache.check_lost(report.not_kept)
+            cache.check_kept(cache.sleep())
+            with monkeypatch.context() as patch:
+                patch.setattr(kept_module, place, refuse)
+                cache.check_lost(report.not_kept)
+
+    def calls_of(self, cache: Cache, work: Callable[[], object]) -> dict[str, int]:
+        forget_devices()
+        sim.reset()
+        work()
+        return {call: count for call, count in sim.stats().calls.items() if count}
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("error_name", ["CUDA_ERROR_UNKNOWN", "CUDA_ERROR_OUT_OF_MEMORY"])
+    @pytest.mark.usefixtures("by_kernel")
+    def test_every_driver_call_of_a_sleep_may_fail(self, allocator: CuMemAllocator, error_name: str) -> None:
+        """It is kept, or not; or the sleep fails as it would without, and nothing is lost and nothing kept."""
+        cache = Cache(allocator, (1, 1))
+        outcomes = set()
+        calls = self.calls_of(cache, cache.sleep)
+        for call, position in itertools.chain.from_iterable(
+            ((call, n) for n in range(count)) for call, count in calls.items()
+        ):
+            cache.wake()
+            cache.fill()
+            allocator.release_backups()
+            forget_devices()
+            sim.reset()
+            sim.fail(call, after=position, error=error_name)
+            try:
+                report = cache.sleep()
+            except CumemSleepError:
+                sim.reset()
+                outcomes.add("failed")
+                assert {segment.sleep for segment in _core.segments()} == {AWAKE}
+                assert cache.is_all_there()
+                assert cache.kept_bytes == 0
+                continue
+            sim.reset()
+            outcomes.add(report.not_kept and "not kept")
+            woken = cache.wake()
+            assert woken.not_kept == report.not_kept
+            assert woken.kept_bytes == report.kept_bytes
+        assert outcomes == {"", "failed", "not kept"}
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("error_name", ["CUDA_ERROR_UNKNOWN", "CUDA_ERROR_OUT_OF_MEMORY"])
+    @pytest.mark.usefixtures("by_kernel")
+    def test_every_driver_call_of_a_wake_may_fail(self, allocator: CuMemAllocator, error_name: str) -> None:
+        """It is back, or said to be lost; or the wake fails as it would without, and the next one brings it back."""
+        cache = Cache(allocator, (1, 1))
+        outcomes = set()
+        cache.sleep()
+        calls = self.calls_of(cache, allocator.wake_up)
+        for call, position in itertools.chain.from_iterable(
+            ((call, n) for n in range(count)) for call, count in calls.items()
+        ):
+            cache.fill()
+            cache.check_kept(cache.sleep())
+            forget_devices()
+            sim.fail(call, after=position, error=error_name)
+            try:
+                report = allocator.wake_up()
+            except CumemSleepError:
+                sim.reset()
+                outcomes.add("failed")
+                assert all(segment.sleep != AWAKE for segment in _core.segments())
+                if cache.kept_bytes:
+                    cache.check_back()
+                else:
+                    assert allocator.wake_up().not_kept
+                continue
+            sim.reset()
+            outcomes.add(report.not_kept and "not kept")
+            assert report.not_kept or (report.kept_bytes == cache.bytes and cache.is_back())
+            assert cache.kept_bytes == 0
+        assert outcomes == {"", "failed", "not kept"}
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("operation", ["sleep", "wake"])
+    def test_an_interrupt_anywhere(self, cache: Cache, operation: str) -> None:
+        """All is awake and nothing kept, or all is asleep and everything kept."""
+
+        def operate() -> object:
+            return cache.sleep() if operation == "sleep" else cache.allocator.wake_up()
+
+        def prepare() -> None:
+            cache.allocator.wake_up()
+            cache.fill()
+            cache.allocator.release_backups()
+            if operation == "wake":
+                cache.check_kept(cache.sleep())
+            forget_devices()
+
+        prepare()
+        operate()
+        prepare()
+        with Signals() as clean:
+            operate()
+        chosen = choose(clean.positions)
+        assert_reached(clean.positions, [kept_module])
+        for index in chosen:
+            prepare()
+            signals = Signals(index)
+            with signals:
+                raises_exactly(signals.expected, operate)
+            assert signals.sent
+            in_thread(cache.allocator.usage)
+            asleep = {segment.sleep != AWAKE for segment in _core.segments()}
+            assert len(asleep) == 1
+            if True in asleep:
+                assert cache.kept_bytes == cache.bytes
+                cache.check_back()
+            else:
+                assert cache.kept_bytes == 0
+                assert cache.is_all_there() if operation == "sleep" else cache.is_back()
+        assert len(chosen) > 100
+
+
+@pytest.mark.sim
+class TestHistories:
+    """Whatever is done in whatever order: what is said to be back is, and what is not is said."""
+
+    CALLS = ("cuMemcpyDtoHAsync", "cuMemcpyHtoDAsync", "cuLaunchKernel", "cuMemHostRegister", "cuMemMap", "cuMemUnmap")
+
+    @pytest.mark.slow
+    @pytest.mark.usefixtures("by_kernel")
+    @pytest.mark.parametrize("seed", range(4))
+    def test_at_random(self, make_allocator: MakeAllocator, seed: int) -> None:
+        random = np.random.default_rng(seed)
+        self.allocator = make_allocator(host_budget_bytes=6 * PAGE, retain_backups=bool(seed % 2))
+        self.contents: dict[int, bytes] = {}
+        self.kept: dict[int, Ranges] = {}  # by the addresses of what sleeps
+        self.kept_ever = 0
+        for _ in range(3):
+            self.malloc(random)
+        acts = [self.sleep, self.sleep, self.wake, self.wake, self.malloc, self.free, self.damage, self.others]
+        for _ in range(150):
+            act = acts[random.integers(len(acts))]
+            if random.random() < 0.2:
+                sim.fail(str(random.choice(self.CALLS)), after=int(random.integers(8)), error="CUDA_ERROR_UNKNOWN")
+            act(random)
+            sim.reset()
+            for segment in _core.segments():
+                if segment.sleep == AWAKE:
+                    assert ctypes.string_at(segment.address, segment.bytes) == self.contents[segment.address]
+        assert self.kept_ever > 3
+
+    def malloc(self, random: np.random.Generator) -> None:
+        if len(self.contents) < 6:
+            pages, tag = int(random.integers(1, 3)), str(random.choice(["kv_cache", "kv_cache", "weights"]))
+            with contextlib.suppress(CumemSleepError):
+                address = self.allocator.malloc(pages * PAGE, tag)
+                self.fill([address], random)
+
+    def fill(self, addresses: Iterable[int], random: np.random.Generator) -> None:
+        for address in addresses:
+            (segment,) = (each for each in _core.segments() if each.address == address)
+            self.contents[address] = random.bytes(segment.bytes)
+            ctypes.memmove(address, self.contents[address], segment.bytes)
+
+    def free(self, random: np.random.Generator) -> None:
+        if self.contents:
+            address = int(random.choice([*self.contents]))
+            with contextlib.suppress(CumemSleepError):
+                self.allocator.free(address)
+                del self.contents[address]
+                self.kept.pop(address, None)
+
+    def sleep(self, random: np.random.Generator) -> None:
+        awake = [segment for segment in _core.segments() if segment.sleep == AWAKE]
+        keep = {}
+        for segment in awake:
+            blocks = random.permutation(segment.bytes // 4096)[: random.integers(300)] * 4096
+            keep[segment.address] = np.column_stack((blocks, np.full(len(blocks), 4096)))
+        try:
+            report = self.allocator.sleep(keep=keep)
+        except CumemSleepError:
+            assert all(segment.sleep == AWAKE for segment in awake)
+            return
+        if report.kept_bytes:
+            assert report.kept_bytes == sum(int(rows[:, 1].sum()) for rows in keep.values())
+            dropped = {segment.address for segment in awake if segment.tag == "kv_cache"}
+            self.kept.update((address, rows) for address, rows in keep.items() if address in dropped and len(rows))
+            self.kept_ever += 1
+
+    def wake(self, random: np.random.Generator) -> None:
+        tag = str(random.choice(["weights", "kv_cache", ""])) or None
+        dropped = [segment for segment in _core.segments() if segment.sleep == DROPPED]
+        with contextlib.suppress(CumemSleepError):
+            report = self.allocator.wake_up(tag)
+            woken = [segment for segment in dropped if segment.sleep == AWAKE]
+            mine = {segment.address: self.kept[segment.address] for segment in woken if segment.address in self.kept}
+            if report.not_kept:
+                assert report.kept_bytes == 0
+                self.kept.clear()
+            else:
+                assert report.kept_bytes == sum(int(rows[:, 1].sum()) for rows in mine.values())
+            for address, rows in mine.items() if not report.not_kept else ():
+                for offset, nbytes in rows.tolist():
+                    expected = self.contents[address][offset : offset + nbytes]
+                    assert ctypes.string_at(address + offset, nbytes) == expected, "a wrong byte, said to be kept"
+            self.kept = {address: rows for address, rows in self.kept.items() if address not in mine}
+            self.fill((segment.address for segment in woken), random)
+
+    def damage(self, random: np.random.Generator) -> None:
+        places = self.allocator._store.catalogue.kept._places
+        if places and random.random() < 0.3:
+            content = np.frombuffer(memoryview(places[0].extents[0]), np.uint8)  # type: ignore[arg-type]
+            content[random.integers(len(content))] ^= 1
+
+    def others(self, random: np.random.Generator) -> None:
+        with contextlib.suppress(CumemSleepError):
+            if random.random() < 0.2:
+                self.allocator.drop_kept()
+            elif random.random() < 0.5:
+                self.allocator.release_backups()
+            else:
+                self.allocator.usage()
+                assert self.allocator.kept_room() >= 0

@@ -30,7 +30,7 @@ from support import AWAKE, DEVICE_BYTES, DROPPED, MIB, PAGE, is_accessible
 
 from cumem_sleep import CuMemAllocator, CumemSleepError, DriverError, _core, sim
 from cumem_sleep.codec.codec import ROW_BYTES
-from cumem_sleep.codec.memory import workspace_bytes
+from cumem_sleep.codec.memory import SegmentLoan, workspace_bytes
 
 pytestmark = pytest.mark.sim
 
@@ -59,6 +59,29 @@ class TestFullDevice:
             assert sim.stats().live_handles == len(_core.segments())
             assert _core.memory_info(0)[0] == 0
         assert caplog.records == []
+
+    @pytest.mark.parametrize("put_back", [True, False])
+    def test_ranges_of_lenders_are_kept(
+        self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch, put_back: bool
+    ) -> None:
+        """As they were before they were lent, or not at all."""
+        contents, cache = self.fill(allocator)
+        leave_free(0)
+        keep = {address: np.array([(0, 4096), (PAGE, 65536)]) for address in cache}
+        if not put_back:
+            monkeypatch.setattr(SegmentLoan, "_put_back", lambda _: None)
+        report = allocator.sleep(keep=keep)
+        assert (report.kept_bytes, report.not_kept) == (len(cache) * (4096 + 65536), "")
+        assert encodings(allocator, contents) == ["bf16", "bf16"]
+        woken = allocator.wake_up()
+        check_bytes(contents)
+        if put_back:
+            assert woken.kept_bytes == report.kept_bytes
+            for address, content in cache.items():
+                for offset, nbytes in keep[address].tolist():
+                    assert ctypes.string_at(address + offset, nbytes) == content[offset : offset + nbytes]
+        else:
+            assert "digest" in woken.not_kept
 
     @pytest.mark.slow
     @pytest.mark.parametrize("devices", [1, 2])
