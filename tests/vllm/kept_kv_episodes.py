@@ -24,6 +24,7 @@ from contextlib import suppress
 from typing import Any
 
 from cumem_sleep.vllm import kept_kv, kv_blocks
+from cumem_sleep.vllm.worker_methods import ASK_KV
 
 CROWDED = 37
 BLOCKS = (CROWDED, 61, 131)  # not powers of two: no other size of a tensor is a multiple
@@ -39,6 +40,24 @@ BLOCK_BYTES = 2 * 32 << 10  # in both layers
 EPISODES_OF_A_CORE = 5
 MOST_FINDINGS = 3
 MOST_STEPS = 4000  # to answer all requests
+
+
+class OtherRank:
+    """Answers the engine core's questions as one more worker, which has its own room, and its own mishaps."""
+
+    def __init__(self, executor: Any) -> None:
+        self.blocks = 1 << 20  # that it has room for
+        self.fails_at = ""  # this question
+        self._ask, executor.collective_rpc = executor.collective_rpc, self._collective_rpc
+
+    def _collective_rpc(self, method: Any, *args: Any, **kwargs: Any) -> Any:
+        answers = self._ask(method, *args, **kwargs)
+        if method != ASK_KV:
+            return answers
+        question = kwargs["args"][0]
+        why = "another rank cannot" if question == self.fails_at else ""
+        facts = {"room": self.blocks * 1000 + 999, "block_bytes": 1000, "slept": False, "bytes": 0}
+        return [*answers, {"why": why, **facts}]
 
 
 def mutate(module: Any, text: str, by: str) -> None:
@@ -62,6 +81,8 @@ def engine(folder: pathlib.Path, *more: str, blocks: int = 61) -> Any:
             EngineCore.__init__(self, config, Executor.get_class(config), log_stats=False)
             self.engines_running = self.reject_new_requests = False
             self._idle_state_callbacks = []
+
+            self.other = OtherRank(self.model_executor)
 
         def _send_abort_outputs(self, aborted: Any) -> None: ...
 
@@ -195,7 +216,11 @@ class KeptEpisode:
         worker.breaks = [chance.choice(["before", "after"])] if chance.random() < 0.15 else []
         budget = chance.choice(["auto", "auto", 30 * BLOCK_BYTES, 10 * BLOCK_BYTES + 1, 0])
         kept_kv._of(core)._budget = budget
-        self.log.append(f"  level {level}, {mode}, budget {budget}, {worker.breaks}")
+        core.other.blocks = chance.choice([1 << 20, 1 << 20, 1 << 20, 7, 0])
+        core.other.fails_at = chance.choice([""] * 8 + ["room", "kept", "whole"])
+        self.log.append(
+            f"  level {level}, {mode}, budget {budget}, {worker.breaks}, {core.other.blocks}, {core.other.fails_at}"
+        )
         try:
             future = core.sleep(level, mode)
             if future is not None and chance.random() < 0.3:

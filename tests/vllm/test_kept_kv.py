@@ -10,6 +10,8 @@ import importlib.metadata
 import os
 import pathlib
 import subprocess
+import sys
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +25,6 @@ from cumem_sleep.vllm import kept_kv, kv_blocks
 skip_unless_vllm()
 torch = pytest.importorskip("torch")
 
-PROGRAM = pathlib.Path(__file__).with_name("kept_kv_episodes.py")
 MUTANTS = ("no-eviction", "other-blocks", "no-verdict", "unexecuted-blocks", "no-change")
 
 
@@ -31,16 +32,28 @@ def _is_served() -> bool:
     return importlib.metadata.version("vllm").rpartition(".")[0] in kept_kv.VERSIONS
 
 
-def _episodes(ready_process: ReadyProcess, folder: pathlib.Path, *options: str) -> tuple[int, str]:
-    log = folder / "episodes.txt"
-    seed = os.environ.get("CUMEM_SLEEP_TEST_GATE_SEED", "1")
-    episodes = ready_process.run(PROGRAM, "--seed", seed, *options, log=log)
+def _run(ready_process: ReadyProcess, program: str, folder: pathlib.Path, *options: str) -> tuple[int, str]:
+    log = folder / "log.txt"
+    running = ready_process.run(pathlib.Path(__file__).with_name(program), *options, log=log)
     try:
-        code = episodes.wait(580)
+        code = running.wait(580)
     except subprocess.TimeoutExpired:
         code = -1
-    episodes.end()
+    running.end()
     return code, log.read_text()
+
+
+def _episodes(ready_process: ReadyProcess, folder: pathlib.Path, *options: str) -> tuple[int, str]:
+    seed = os.environ.get("CUMEM_SLEEP_TEST_GATE_SEED", "1")
+    return _run(ready_process, "kept_kv_episodes.py", folder, "--seed", seed, *options)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(not _is_served(), reason="this version resets its prefix cache")
+def test_each_way_to_keep_and_to_lose_it(ready_process: ReadyProcess, tmp_path: pathlib.Path) -> None:
+    code, log = _run(ready_process, "kept_kv_scenarios.py", tmp_path)
+    assert code == 0, log
+    assert log.count("as it should be") >= 20
 
 
 @pytest.mark.timeout(600)
@@ -165,3 +178,77 @@ def test_a_quantized_cache_that_vllm_clears_is_refused() -> None:
     worker.vllm_config.cache_config.cache_dtype = "fp8"
     assert "clears a KV cache of fp8" in kv_blocks.answer(worker, "plan", 1, [1])["why"]
     kv_blocks.answer(None, "drop")
+
+
+# Engines whose sleeps reset the prefix cache
+
+
+def _spec(kind: str, **attributes: Any) -> Any:
+    return type(kind, (), attributes)()
+
+
+@pytest.fixture
+def core(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """An engine core of a tested version."""
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.33.0"))
+    pool = SimpleNamespace()
+    manager = SimpleNamespace(
+        enable_caching=True,
+        block_pool=pool,
+        coordinator=SimpleNamespace(single_type_managers=[SimpleNamespace(block_pool=pool)]),
+    )
+    groups = [SimpleNamespace(kv_cache_spec=_spec("FullAttentionSpec"))]
+    scheduler = _spec("AsyncScheduler", kv_cache_manager=manager, connector=None)
+    type(scheduler).__module__ = "vllm.v1.core.sched.async_scheduler"
+    scheduler.kv_cache_config = SimpleNamespace(kv_cache_groups=groups)
+    offload = SimpleNamespace(uva=SimpleNamespace(cpu_offload_gb=0), prefetch=SimpleNamespace(offload_group_size=0))
+    parallel = SimpleNamespace(distributed_executor_backend="mp")
+    config = SimpleNamespace(offload_config=offload, parallel_config=parallel)
+    return SimpleNamespace(scheduler=scheduler, vllm_config=config)
+
+
+def _with_version(version: str) -> Callable[[Any], None]:
+    return lambda core: setattr(sys.modules["vllm"], "__version__", version)
+
+
+def _with_group(**attributes: Any) -> Callable[[Any], None]:
+    return lambda core: core.scheduler.kv_cache_config.kv_cache_groups.append(SimpleNamespace(**attributes))
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda core: None, ""),
+        (_with_version("0.26.1"), ""),
+        (_with_version("0.27.0"), "vLLM 0.27.0 is none of those"),
+        (_with_version("dev"), "vLLM dev is none of those"),
+        (_with_group(kv_cache_spec=_spec("SlidingWindowSpec")), ""),
+        (_with_group(kv_cache_spec=_spec("MambaSpec")), "layers of unknown kind (MambaSpec)"),
+        (
+            _with_group(
+                kv_cache_spec=_spec(
+                    "UniformTypeKVCacheSpecs",
+                    kv_cache_specs={"a": _spec("MLAAttentionSpec"), "b": _spec("CrossAttentionSpec")},
+                )
+            ),
+            "layers of unknown kind (CrossAttentionSpec)",
+        ),
+        (_with_group(kv_cache_spec=_spec("FullAttentionSpec"), host_resident=True), "in host memory"),
+        (lambda core: core.scheduler.kv_cache_config.kv_cache_groups.clear(), "no KV cache"),
+        (lambda core: setattr(core.scheduler, "connector", object()), "a KV connector"),
+        (lambda core: setattr(core.scheduler, "aux_output_connector", object()), "auxiliary output connector"),
+        (lambda core: setattr(type(core.scheduler), "__module__", "mine"), "not vLLM's own"),
+        (lambda core: setattr(core.scheduler.kv_cache_manager, "enable_caching", False), "caching is off"),
+        (lambda core: setattr(core.scheduler.kv_cache_manager, "block_pool", object()), "more than one pool"),
+        (
+            lambda core: setattr(core.vllm_config.parallel_config, "distributed_executor_backend", "external_launcher"),
+            "an engine of its own",
+        ),
+        (lambda core: setattr(core.vllm_config.offload_config.uva, "cpu_offload_gb", 4), "weights are in host memory"),
+    ],
+)
+def test_an_engine_of_another_kind_is_refused(core: Any, change: Callable[[Any], None], why: str) -> None:
+    change(core)
+    refusal = kept_kv._refusal(core)
+    assert why in refusal
+    assert bool(why) == bool(refusal)
