@@ -154,6 +154,12 @@ def _seconds(least: float, *, is_optional: bool = False) -> SettingKind:
 
 
 _FLAG = SettingKind((bool,), "True or False", lambda _: True, parse_bool)
+_BYTES_OR_AUTO = SettingKind(
+    (int, str),
+    f"auto, or {_bytes().expected}",
+    lambda value: value == "auto" or (isinstance(value, int) and 0 <= value <= MOST_BYTES),
+    lambda name, text: text if text == "auto" else parse_bytes(name, text),
+)
 _VAULT_PLACE = SettingKind(
     (str,),
     "off, auto, or the path of a vault's socket (with a slash)",
@@ -314,6 +320,12 @@ class Settings(_FromEnvironment):
         "off",
         "Where backups are stored. `off`: in pinned memory of the process. `auto`: in [the vault](vault.md) if one"
         " answers at its default socket, otherwise as `off`. A path: in the vault with that socket.",
+    )
+    keep_kv_bytes: int | str = _setting(
+        _BYTES_OR_AUTO,
+        0,
+        "In vLLM 0.26 and 0.33: how many bytes of each worker's KV cache"
+        " [survive a sleep](vllm.md#a-kv-cache-that-survives) at level 1. `auto`: what host memory has left.",
     )
     agreement_timeout_s: float = _setting(
         _seconds(0.1),

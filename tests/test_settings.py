@@ -35,6 +35,7 @@ def test_every_field_has_a_variable() -> None:
         "prepare_bytes_per_second": ("5GB", 5 * 10**9),
         "compress": ("auto", "auto"),
         "vault": ("/run/user/7/vault.sock", "/run/user/7/vault.sock"),
+        "keep_kv_bytes": ("2GiB", 2 << 30),
         "agreement_timeout_s": ("2.5", 2.5),
         "deep_after_s": ("90", 90.0),
     }

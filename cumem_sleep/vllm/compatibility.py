@@ -45,7 +45,7 @@ WHAT_ENABLES_THE_ALLOCATOR = ("enable_sleep_mode", "enable_cumem_allocator")
 # What the plugin adds to `WorkerWrapperBase`.
 WRAPPED = (
     *("load_model", "compile_or_warm_up_model", "sleep", "wake_up", "reload_weights", "discard"),
-    *("cumem_sleep_deepen", "cumem_sleep_status", "worker"),
+    *("cumem_sleep_deepen", "cumem_sleep_status", "cumem_sleep_keep_kv", "cumem_sleep_kept_kv", "worker"),
 )
 
 

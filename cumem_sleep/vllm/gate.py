@@ -49,7 +49,7 @@ from .idle import IdleSleep
 from .routes import GUARDED, OWN, RELOAD, RESET, WAKE, RouteKind, Routes, Taken, kind_of, route_path
 from .siblings import BETWEEN_S, Busy
 from .sleeping_model import TAGS, GatePhase, RequestDecision, why_left_out
-from .worker_methods import Effect
+from .worker_methods import KEEP_KV, Effect
 
 logger = logging.getLogger("cumem_sleep")
 
@@ -544,6 +544,11 @@ class SleepGate:
                 await conductor.complete_wake()
             except Exception as error:
                 return refusal(503, f"{model.why_disagrees or 'nothing has changed'}: {error}")
+            if query.get("keep_kv") == ("false",):
+                try:
+                    await conductor.engine.collective_rpc(KEEP_KV, args=(False,))
+                except Exception as error:
+                    return refusal(500, f"keep_kv=false cannot be passed on, so nothing has changed: {error}")
             code = 500
             try:
                 answer = await _called(self._controls, scope, inbox, gone)

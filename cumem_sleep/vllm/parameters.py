@@ -53,7 +53,7 @@ def read(path: str, query: bytes, body: bytes, call: Iterable[str] = ()) -> dict
 
 def _known(path: str, call: Iterable[str]) -> Mapping[str, Callable[[str, object], ParameterValues]]:
     if path == "/sleep":
-        return {"level": _level, "mode": _mode}
+        return {"level": _level, "mode": _mode, "keep_kv": _boolean}
     if path in ("/wake_up", "/wake"):
         return {"tags": _tags}
     if path == "/pause":

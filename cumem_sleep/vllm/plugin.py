@@ -19,7 +19,7 @@ from ..allocator import CuMemAllocator
 from ..core.levels import is_deep
 from ..errors import CumemSleepError, InvalidState
 from ..settings import PREFIX, Settings, parse_bool
-from . import communicators, compatibility, deep_worker, engine_group, guard, loaded
+from . import communicators, compatibility, deep_worker, engine_group, guard, kept_kv, kv_blocks, loaded
 from .undone import undone_if_it_fails
 
 logger = logging.getLogger("cumem_sleep")
@@ -136,8 +136,20 @@ def _take_over() -> None:
     WorkerWrapperBase.discard = discard
     WorkerWrapperBase.cumem_sleep_deepen = cumem_sleep_deepen
     WorkerWrapperBase.cumem_sleep_status = cumem_sleep_status
+    WorkerWrapperBase.cumem_sleep_keep_kv = cumem_sleep_keep_kv
+    WorkerWrapperBase.cumem_sleep_kept_kv = cumem_sleep_kept_kv
     WorkerWrapperBase.worker = deep_worker.WORKER
     compatibility.register_backend(NAME, f"{__package__}.backend", "CumemSleepBackend")
+    if _keeps_kv():
+        kept_kv.install()
+
+
+def _keeps_kv() -> bool:
+    """Whether sleeps may keep the KV cache. With a bad value they do not: `check_engine_arguments` reports it."""
+    try:
+        return bool(Settings.from_environment().keep_kv_bytes)
+    except CumemSleepError:
+        return False
 
 
 def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -182,7 +194,7 @@ def sleep(self: Any, level: int = 1, **kwargs: Any) -> Any:
     own_level = 1 if is_deep(level) else level
     try:
         call = partial(worker.sleep, level=own_level, **kwargs)
-        with deep_worker.using_cuda(worker):
+        with deep_worker.using_cuda(worker), kv_blocks.keeping():
             result = engine_group.told_once(worker, partial(undone_if_it_fails, worker, call))
     except AssertionError as error:
         allocator = CuMemAllocator.instance
@@ -202,7 +214,7 @@ def wake_up(self: Any, *args: Any, **kwargs: Any) -> Any:
     Weights that come back without their bytes are marked before the worker restores some of them.
     """
     worker = deep_worker.of(self)
-    with loaded.marking(worker):
+    with loaded.marking(worker), kv_blocks.restoring():
         return engine_group.told_once(worker, partial(worker.wake_up, *args, **kwargs))
 
 
@@ -254,6 +266,15 @@ def cumem_sleep_status(self: Any) -> dict[str, Any]:
         "checkpointed": _core.driver_calls_suspended(),
         "not_loaded": loaded.not_loaded(deep_worker.of(self)),
     }
+
+
+def cumem_sleep_keep_kv(self: Any, _: bool) -> None:
+    """One worker's answer to `collective_rpc("cumem_sleep_keep_kv")`, which is for the engine core alone."""
+
+
+def cumem_sleep_kept_kv(self: Any, question: str, *args: Any) -> dict[str, Any]:
+    """One worker's answer to a question of its engine core about a KV cache that survives a sleep."""
+    return kv_blocks.answer(deep_worker.of(self), question, *args)
 
 
 def _log_as_vllm_does() -> None:

@@ -23,6 +23,8 @@ class Effect(Enum):
 
 MAY_LOAD_ALL = (Effect.LOADS, Effect.UPDATES, Effect.FINISHES)
 DEEPEN = "cumem_sleep_deepen"
+KEEP_KV = "cumem_sleep_keep_kv"  # says whether the next sleep keeps the KV cache
+ASK_KV = "cumem_sleep_kept_kv"  # the engine core's questions
 
 _METHODS = {
     Effect.DEEPENS: (DEEPEN,),
@@ -40,7 +42,15 @@ _METHODS = {
     Effect.FINISHES: ("finish_weight_update",),
     Effect.LOADS: ("reload_weights",),
     Effect.HARMLESS: (
-        *("cumem_sleep_status", "check_health", "list_loras", "profile", "reset_mm_cache", "reset_encoder_cache"),
+        *(
+            "cumem_sleep_status",
+            KEEP_KV,
+            "check_health",
+            "list_loras",
+            "profile",
+            "reset_mm_cache",
+            "reset_encoder_cache",
+        ),
         *("get_cache_block_size_bytes", "get_compilation_match_table", "get_encoder_timing_stats"),
         *("get_kv_cache_spec", "get_kv_connector_handshake_metadata", "get_model_inspection"),
         *("get_simple_cpu_offload_num_cpu_blocks", "get_supported_kv_cache_layouts", "get_supported_tasks"),

@@ -133,3 +133,30 @@ def test_a_pause_takes_vllms_parameters(serve: Serve, query: str, body: Any) -> 
         assert (await client.post("/pause" + query, content(body))).code == 200
 
     run(scenario())
+
+
+@pytest.mark.parametrize(("query", "body"), [("?keep_kv=0", b""), ("", {"keep_kv": False})])
+def test_a_sleep_can_be_told_to_keep_no_kv_cache(serve: Serve, query: str, body: Any) -> None:
+    async def scenario() -> None:
+        client = serve()
+        assert (await client.post("/sleep?keep_kv=1")).code == 200
+        assert "cumem_sleep_keep_kv" not in client.engine.calls
+        await client.post("/wake_up")
+        assert (await client.post("/sleep" + query, content(body))).code == 200
+        calls = [call for call in client.engine.calls if call == "cumem_sleep_keep_kv" or call[0] == "sleep"]
+        assert calls == [("sleep", 1, "abort"), "cumem_sleep_keep_kv", ("sleep", 1, "abort")]
+
+    run(scenario())
+
+
+def test_a_sleep_whose_wish_is_not_passed_on_is_no_sleep(serve: Serve) -> None:
+    async def scenario() -> None:
+        client = serve()
+        client.engine.fails["cumem_sleep_keep_kv"] = [RuntimeError("no")]
+        response = await client.post("/sleep?keep_kv=0")
+        assert response.code == 500
+        assert "nothing has changed: no" in str(response.body)
+        assert client.engine.count("sleep") == 0
+        assert (await client.ask()).body == {"text": "good"}
+
+    run(scenario())

@@ -1,0 +1,189 @@
+"""A watched worker whose KV cache says what was computed: each token's place holds the hash of all tokens up to it.
+
+A step checks the places of all tokens that it does not compute itself, as attention would read them. Whatever is wrong
+there, from whichever prefix hit, is in `faults`. It runs in the test's own process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.outputs import ModelRunnerOutput
+from watched_worker import KV_CACHE, WEIGHTS, WatchedWorker
+
+from cumem_sleep import CuMemAllocator, _core
+
+BLOCK, HEADS, HEAD_SIZE = 16, 8, 64
+PAGE_BYTES = 2 * BLOCK * HEADS * HEAD_SIZE * 2
+LAYERS = ("layers.0", "layers.1")
+FIRST_TOKEN, TOKENS = 7, 100  # what it samples
+
+Chain = tuple[int, ...]
+
+
+class HashingWorker(WatchedWorker):
+    layout = "LBNHC"  # of vLLM 0.33
+
+    def init_device(self) -> None:
+        super().init_device()
+        self.faults: list[str] = []
+        self.hits = 0  # tokens of new requests that were found in the prefix cache
+        self.version = self.oldest = 0  # of weights: now, and of what a hit may have been computed with
+        self.breaks: list[str] = []  # the next sleeps and wakes fail so: "before" or "after" the memory's
+        self._requests: dict[str, SimpleNamespace] = {}
+        self._chains: dict[tuple[int, ...], Chain] = {}
+
+    def get_kv_cache_spec(self) -> dict[str, Any]:
+        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=HEADS, head_size=HEAD_SIZE, dtype=torch.bfloat16)
+        assert spec.page_size_bytes == PAGE_BYTES
+        return dict.fromkeys(LAYERS, spec)
+
+    def get_supported_kv_cache_layouts(self) -> list[str]:
+        return [self.layout]
+
+    def initialize_from_config(self, kv_cache_config: Any) -> None:
+        tensors = kv_cache_config.kv_cache_tensors
+        self._pages, views = {}, {}
+        if hasattr(tensors[0], "layer_stride"):  # one allocation for all
+            memory = self._memory(tensors[0].size)
+            for tensor in tensors:
+                for number, name in enumerate(tensor.layers):
+                    begin = tensor.offset + number * tensor.layer_stride
+                    views[name] = self._view(memory, begin, tensor.block_stride, kv_cache_config.num_blocks)
+        else:
+            for tensor in tensors:
+                memory = self._memory(tensor.size)
+                for name in tensor.shared_by:
+                    views[name] = self._view(memory, 0, PAGE_BYTES, kv_cache_config.num_blocks)
+        assert sorted(views) == sorted(LAYERS)
+        for name, view in views.items():
+            self._pages[name] = view.view(torch.int64).numpy()
+        contexts = {name: SimpleNamespace(kv_cache=view) for name, view in views.items()}
+        self.vllm_config.compilation_config.static_forward_context.update(contexts)
+        self.model_runner.kv_cache_config = kv_cache_config
+
+    def _memory(self, nbytes: int) -> torch.Tensor:
+        address = self._allocator.malloc(nbytes, KV_CACHE)
+        return torch.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype=torch.int8)
+
+    @staticmethod
+    def _view(memory: torch.Tensor, begin: int, stride: int, num_blocks: int) -> torch.Tensor:
+        shape = (num_blocks, BLOCK, PAGE_BYTES // BLOCK)
+        return torch.as_strided(memory, shape, (stride, PAGE_BYTES // BLOCK, 1), begin)
+
+    def shutdown(self) -> None:
+        self._pages.clear()
+        self._allocator.wake_up()
+        for segment in _core.segments():
+            self._allocator.free(segment.address)
+        CuMemAllocator.instance = None
+
+    # Sleep
+
+    def _break(self, when: str) -> None:
+        if self.breaks and self.breaks[0] == when:
+            del self.breaks[0]
+            raise RuntimeError(f"broken {when} the memory's")
+
+    def sleep(self, level: int = 1) -> None:
+        self.oldest = self.version
+        self._break("before")
+        self._allocator.sleep(offload_tags=(WEIGHTS,) if level == 1 else ())
+        if level != 1:
+            self.change_weights()
+        try:
+            self._break("after")
+        except RuntimeError:
+            self._allocator.wake_up()  # as undone
+            raise
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        self._break("before wake")
+        self._allocator.wake_up(tags)
+        self._break("after wake")
+
+    def change_weights(self) -> None:
+        """A trainer's own method."""
+        self.version += 1
+        if self._asleep():
+            self.oldest = self.version
+
+    # Steps
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        for name in scheduler_output.finished_req_ids:
+            self._requests.pop(name, None)
+        computed: dict[str, int] = {}
+        for new in scheduler_output.scheduled_new_reqs:
+            tokens = list(getattr(new, "prefill_token_ids", None) or new.prompt_token_ids)
+            self._requests[new.req_id] = SimpleNamespace(tokens=tokens, blocks=list(new.block_ids[0]))
+            computed[new.req_id] = new.num_computed_tokens
+            self.hits += new.num_computed_tokens
+        cached = scheduler_output.scheduled_cached_reqs
+        for name, blocks, count in zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True):
+            request, computed[name] = self._requests[name], count
+            if name in cached.resumed_req_ids:
+                request.tokens, request.blocks = list(cached.all_token_ids[name]), []
+                self.hits += count
+            request.blocks += blocks[0] if blocks else []
+        scheduled = scheduler_output.num_scheduled_tokens
+        if not scheduled:
+            return ModelRunnerOutput(req_ids=[], req_id_to_index={})
+        if asleep := self._asleep():
+            self.faults.append(f"a step while {sorted(asleep)} sleeps")
+        sampled = []
+        for name, count in scheduled.items():
+            request, end = self._requests[name], computed[name] + count
+            assert end <= len(request.tokens), (name, computed[name], count, len(request.tokens))
+            chain = self._chain(tuple(request.tokens[:end]))
+            self._check(name, request, chain[: computed[name]])
+            places = [divmod(position, BLOCK) for position in range(computed[name], end)]
+            ids = np.array([request.blocks[block] for block, _ in places])
+            slots = np.array([slot for _, slot in places])
+            for pages in self._pages.values():
+                pages[ids, slots, ::2] = np.array(chain[computed[name] :])[:, None]
+                pages[ids, slots, 1::2] = self.version
+            if end == len(request.tokens):
+                request.tokens.append(FIRST_TOKEN + chain[-1] % TOKENS)
+                sampled.append(request.tokens[-1:])
+            else:
+                sampled.append([])
+        names = list(scheduled)
+        self._scheduled = ModelRunnerOutput(names, {name: index for index, name in enumerate(names)}, sampled)
+        return None
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        return self._scheduled
+
+    def _check(self, name: str, request: SimpleNamespace, chain: Chain) -> None:
+        """What attention reads."""
+        if not chain:
+            return
+        positions = np.arange(len(chain))
+        ids, slots = np.array(request.blocks)[positions // BLOCK], positions % BLOCK
+        for layer, pages in self._pages.items():
+            read = pages[ids, slots]
+            wrong = (read[:, ::2] != np.array(chain)[:, None]).any(axis=1)
+            old = (read[:, 1::2] < self.oldest).any(axis=1) & ~wrong
+            for what, places in (("another prefix", wrong), ("older weights", old)):
+                if places.any():
+                    first = int(np.flatnonzero(places)[0])
+                    where = f"token {first} of {len(chain)}, block {ids[first]}, {layer}"
+                    self.faults.append(f"request {name} reads what is of {what}: {where}")
+
+    def _chain(self, tokens: tuple[int, ...]) -> Chain:
+        """For each token, the hash of it and all before it."""
+        known = self._chains.get(tokens)
+        if known is None:
+            state, hashes = hashlib.blake2b(digest_size=7), []
+            for token in tokens:
+                state.update(token.to_bytes(4, "little"))
+                hashes.append(int.from_bytes(state.digest(), "little"))
+            known = self._chains[tokens] = tuple(hashes)
+        return known

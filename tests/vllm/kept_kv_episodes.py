@@ -1,0 +1,342 @@
+"""Random episodes: requests with common prefixes on the real scheduler of this vLLM, and sleeps that keep its KV cache.
+
+    python tests/vllm/kept_kv_episodes.py --seed 7 --seconds 60
+
+The engine core is vLLM's, with its pauses; only its sockets and its loop are not there. Its worker checks every place
+of the KV cache that is read (`hashing_worker`). A seed repeats an episode.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import itertools
+import os
+import pathlib
+import random
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+from cumem_sleep.vllm import kept_kv, kv_blocks
+from cumem_sleep.vllm.worker_methods import ASK_KV
+
+CROWDED = 37
+BLOCKS = (CROWDED, 61, 131)  # not powers of two: no other size of a tensor is a multiple
+# Each of them lets hits find what is not there.
+MUTANTS = {
+    "no-eviction": (kept_kv, "manager.evict_blocks(hashed.difference(blocks))", "pass"),
+    "other-blocks": (kv_blocks, "np.asarray(blocks, dtype=np.int64)", "np.asarray(blocks) % (self.num_blocks - 1) + 1"),
+    "no-verdict": (kept_kv, "if why := self._why_lost():", 'if why := "":'),
+    "unexecuted-blocks": (kept_kv, "request.num_computed_tokens // group.block_size :", "len(blocks) :"),
+    "no-change": (kept_kv, "self._changed = what", "pass"),
+}
+BLOCK_BYTES = 2 * 32 << 10  # in both layers
+EPISODES_OF_A_CORE = 5
+MOST_FINDINGS = 3
+MOST_STEPS = 4000  # to answer all requests
+
+
+class OtherRank:
+    """Answers the engine core's questions as one more worker, which has its own room, and its own mishaps."""
+
+    def __init__(self, executor: Any) -> None:
+        self.blocks = 1 << 20  # that it has room for
+        self.fails_at = ""  # this question
+        self._ask, executor.collective_rpc = executor.collective_rpc, self._collective_rpc
+
+    def _collective_rpc(self, method: Any, *args: Any, **kwargs: Any) -> Any:
+        answers = self._ask(method, *args, **kwargs)
+        if method != ASK_KV:
+            return answers
+        question = kwargs["args"][0]
+        why = "another rank cannot" if question == self.fails_at else ""
+        facts = {"room": self.blocks * 1000 + 999, "block_bytes": 1000, "slept": False, "bytes": 0}
+        return [*answers, {"why": why, **facts}]
+
+
+def mutate(module: Any, text: str, by: str) -> None:
+    """Have the module run with this text in place of that."""
+    source = pathlib.Path(module.__file__).read_text()
+    assert source.count(text) == 1, text
+    exec(compile(source.replace(text, by), module.__file__, "exec"), vars(module))
+
+
+def engine(folder: pathlib.Path, *more: str, blocks: int = 61) -> Any:
+    """The engine core of vLLM over a `HashingWorker`."""
+    import watched_server
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.engine.core import EngineCore, EngineCoreProc
+    from vllm.v1.executor import Executor
+
+    class Core(EngineCoreProc):  # type: ignore[misc]
+        """Its process's pauses, without its process."""
+
+        def __init__(self, config: Any) -> None:
+            EngineCore.__init__(self, config, Executor.get_class(config), log_stats=False)
+            self.engines_running = self.reject_new_requests = False
+            self._idle_state_callbacks = []
+
+            self.other = OtherRank(self.model_executor)
+
+        def _send_abort_outputs(self, aborted: Any) -> None: ...
+
+        def step_once(self) -> None:
+            """As the loop of the process."""
+            if not self.has_work():
+                self._notify_idle_state_callbacks()
+                return
+            _, executed = self.step_fn()
+            self.post_step(executed)
+            if not self.has_work():
+                self._notify_idle_state_callbacks()
+
+        def finish(self, future: Any) -> Any:
+            """The result of a call that may wait for the engine to be idle."""
+            steps = 0
+            while future is not None and not future.done():
+                steps += 1
+                assert steps < MOST_STEPS, "it does not become idle"
+                self.step_once()
+            return None if future is None else future.result()
+
+        @property
+        def worker(self) -> Any:
+            return vars(self.model_executor.driver_worker)["worker"]
+
+    line = ["--model", str(folder), "--enable-sleep-mode", *watched_server.options(), "--block-size", "16"]
+    line += ["--num-gpu-blocks-override", str(blocks), "--max-num-batched-tokens", "96", "--max-num-seqs", "8"]
+    line[line.index("watched_worker.WatchedWorker")] = "hashing_worker.HashingWorker"
+    args = EngineArgs.from_cli_args(watched_server.parsed([*line, *more]))
+    return Core(args.create_engine_config())
+
+
+def add(core: Any, name: str, tokens: list[int], most: int, priority: int = 0) -> None:
+    """A request that asks for `most` tokens."""
+    from vllm import SamplingParams
+    from vllm.v1.engine import EngineCoreRequest
+
+    request = EngineCoreRequest(
+        request_id=name,
+        prompt_token_ids=tokens,
+        mm_features=None,
+        sampling_params=SamplingParams(max_tokens=most, ignore_eos=True, temperature=0.0),
+        pooling_params=None,
+        arrival_time=time.time(),
+        lora_request=None,
+        cache_salt=None,
+        data_parallel_rank=None,
+        priority=priority,
+    )
+    core.add_request(*core.preprocess_add_request(request))
+
+
+def run_to_end(core: Any) -> None:
+    """Step until all requests are answered."""
+    for _ in range(MOST_STEPS):
+        if not core.has_work() and not core.scheduler.requests:
+            return
+        core.step_once()
+    raise AssertionError(f"requests are left: {sorted(core.scheduler.requests)}")
+
+
+class KeptEpisode:
+    def __init__(self, core: Any, seed: int) -> None:
+        self.core, self.chance = core, random.Random(seed)
+        self.counts: Counter[str] = Counter()
+        self.log: list[str] = []
+        self._prefixes = [self._tokens(200) for _ in range(3)]
+        self._names, self._name = 0, f"{seed}"
+
+    def _tokens(self, count: int) -> list[int]:
+        return [self.chance.randrange(7, 107) for _ in range(count)]
+
+    def found(self) -> list[str]:
+        """What went wrong in this episode."""
+        try:
+            self._run()
+        except Exception:
+            return [*self.core.worker.faults, traceback.format_exc()]
+        return list(self.core.worker.faults)
+
+    def _run(self, actions: int = 60) -> None:
+        core = self.core
+        core.worker.faults.clear()
+        core.reset_prefix_cache()
+        if core.scheduler.kv_cache_config.num_blocks == CROWDED:
+            self.crowd()
+        actions_of = [self._add] * 10 + [self._step] * 10 + [self._sleep] * 6 + [self._abort, self._abort]
+        actions_of += [self._update, self._reset]
+        for _ in range(actions):
+            action = self.chance.choice(actions_of)
+            self.log.append(action.__name__)
+            action()
+        run_to_end(core)
+
+    def _add(self) -> None:
+        prompt = self.chance.choice(self._prefixes)[: self.chance.randrange(1, 200)]
+        prompt = prompt + self._tokens(self.chance.randrange(1, 40))
+        self._names += 1
+        add(self.core, f"{self._name}.{self._names}", prompt, self.chance.randrange(1, 40), self.chance.randrange(3))
+
+    def crowd(self) -> None:
+        """Requests that lose their blocks again in the very step for which they got them, to more urgent ones."""
+        for length in range(84, 92):  # one of them needs its next block just then
+            self._names += 1
+            add(self.core, f"{self._names}.long", self._tokens(480), 20, 2)
+            self.core.step_once()
+            add(self.core, f"{self._names}.urgent", self._tokens(length), 14, 0)
+            run_to_end(self.core)
+
+    def _step(self) -> None:
+        for _ in range(self.chance.randrange(1, 12)):
+            self.core.step_once()
+
+    def _abort(self) -> None:
+        if names := sorted(self.core.scheduler.requests):
+            self.core.abort_requests([self.chance.choice(names)])
+
+    def _update(self) -> None:
+        self.core.collective_rpc("change_weights")
+
+    def _reset(self) -> None:
+        self.core.reset_prefix_cache()
+
+    def _sleep(self) -> None:
+        core, chance, worker = self.core, self.chance, self.core.worker
+        level = chance.choice([1] * 9 + [2])
+        mode = chance.choice(["abort", "wait", "keep"])
+        if chance.random() < 0.1:
+            core.collective_rpc("cumem_sleep_keep_kv", args=(False,))
+        worker.breaks = [chance.choice(["before", "after"])] if chance.random() < 0.15 else []
+        budget = chance.choice(["auto", "auto", 30 * BLOCK_BYTES, 10 * BLOCK_BYTES + 1, 0])
+        kept_kv._of(core)._budget = budget
+        core.other.blocks = chance.choice([1 << 20, 1 << 20, 1 << 20, 7, 0])
+        core.other.fails_at = chance.choice([""] * 8 + ["room", "kept", "whole"])
+        self.log.append(
+            f"  level {level}, {mode}, budget {budget}, {worker.breaks}, {core.other.blocks}, {core.other.fails_at}"
+        )
+        try:
+            future = core.sleep(level, mode)
+            if future is not None and chance.random() < 0.3:
+                chance.choice([self._add, self._update, self._reset, self._step])()
+            core.finish(future)
+        except RuntimeError as error:
+            self.log.append(f"  the sleep failed: {error}")
+            self.counts["failed sleeps"] += 1
+            worker.breaks = []
+            core.resume_scheduler()
+            return
+        worker.breaks = []
+        self.counts["sleeps"] += 1
+        self._asleep(level)
+
+    def _asleep(self, level: int) -> None:
+        core, chance, worker = self.core, self.chance, self.core.worker
+        self.counts["kept"] += kept_kv._of(core)._is_pending
+        for _ in range(chance.randrange(3)):
+            action = chance.choice([self._add, self._add, self._abort, self._sleep_again, self._lose, self._reset])
+            self.log.append(f"  asleep: {action.__name__}")
+            action()
+        if chance.random() < 0.4:
+            self._wake(["weights"])
+            if chance.random() < 0.4:
+                chance.choice([self._update, self._sleep_again])()
+            if core.model_executor.is_sleeping:
+                self._wake(sorted(core.model_executor.sleeping_tags))
+        else:
+            self._wake(None)
+        assert not core.is_sleeping()
+        before = worker.hits
+        run_to_end(core) if chance.random() < 0.3 else self._step()
+        self.counts["hits after a sleep"] += worker.hits - before
+
+    def _wake(self, tags: list[str] | None) -> None:
+        if self.chance.random() < 0.2:
+            self.core.worker.breaks = [self.chance.choice(["before wake", "after wake"])]
+            with suppress(RuntimeError):
+                self.core.wake_up(tags)
+            self.counts["failed wakes"] += 1
+            self.log.append("  the wake failed")
+        self.core.worker.breaks = []
+        self.core.wake_up(tags)
+        self.log.append(f"  awake: {tags}")
+
+    def _sleep_again(self) -> None:
+        self.core.finish(self.core.sleep(self.chance.choice([1, 1, 2]), "keep"))
+
+    def _lose(self) -> None:
+        if self.chance.random() < 0.3:
+            self.core.worker._allocator.drop_kept()
+
+
+def _configurations() -> Iterator[tuple[Any, ...]]:
+    """The number of blocks, and options. All of one kind come in turns."""
+    for number in itertools.count():
+        policy = ("--scheduling-policy", "priority", "--long-prefill-token-threshold", "32") if number % 2 == 0 else ()
+        scheduling = "--async-scheduling" if number // 2 % 2 else "--no-async-scheduling"
+        yield BLOCKS[number % len(BLOCKS)], *policy, scheduling
+
+
+def run(seeds: Callable[[], int | None], report: Callable[[str], None]) -> int:
+    """Episodes until there are no more seeds; returns how many found something."""
+    bad = number = 0
+    counts: Counter[str] = Counter()
+    configurations = _configurations()
+    with tempfile.TemporaryDirectory() as name:
+        import watched_server
+
+        folder = pathlib.Path(name)
+        watched_server.prepare_process(folder)
+        os.environ.update(CUMEM_SLEEP_KEEP_KV_BYTES="auto", VLLM_ENABLE_V1_MULTIPROCESSING="0")
+        watched_server.model_folder(folder)
+        importlib.import_module("vllm.v1.engine.core")  # takes longer than many episodes
+        core = None
+        while (seed := seeds()) is not None:
+            if number % EPISODES_OF_A_CORE == 0:
+                if core is not None:
+                    core.shutdown()
+                options = next(configurations)
+                core = engine(folder, *options[1:], blocks=options[0])
+            number += 1
+            episode = KeptEpisode(core, seed)
+            found = episode.found()
+            counts += episode.counts
+            if found:
+                bad += 1
+                report(f"seed {seed} {options}:\n  " + "\n  ".join([*episode.log, *found[:5]]))
+                if bad == MOST_FINDINGS:
+                    break
+    if not bad and not (counts["kept"] and counts["hits after a sleep"]):
+        report("no sleep kept anything that was found again")
+        bad = 1
+    report(f"{number} episodes, {bad} with findings; {dict(sorted(counts.items()))}")
+    return bad
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=1, help="the first episode's")
+    parser.add_argument("--mutant", choices=MUTANTS, help="break the code so")
+    parser.add_argument("--seconds", type=float, default=60.0, help="new episodes begin until then")
+    options = parser.parse_args()
+    if options.mutant:
+        mutate(*MUTANTS[options.mutant])
+    begun: list[float] = []
+
+    def seeds() -> int | None:
+        begun.append(time.monotonic())
+        is_time = len(begun) < 3 or begun[-1] - begun[1] < options.seconds  # the first engine takes long
+        return options.seed + len(begun) - 1 if is_time else None
+
+    return 1 if run(seeds, lambda text: print(text, flush=True)) else 0
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(pathlib.Path(__file__).parent))
+    sys.exit(main())

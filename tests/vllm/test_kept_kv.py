@@ -1,0 +1,254 @@
+"""A KV cache that survives a sleep, on the real scheduler of this vLLM: see `kept_kv_episodes`.
+
+CUMEM_SLEEP_TEST_GATE_SECONDS says for how long new episodes begin, and CUMEM_SLEEP_TEST_GATE_SEED which is the
+first.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import pathlib
+import subprocess
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from environment import skip_unless_vllm
+from ready_process import ReadyProcess
+
+from cumem_sleep.vllm import kept_kv, kv_blocks
+
+skip_unless_vllm()
+torch = pytest.importorskip("torch")
+
+MUTANTS = ("no-eviction", "other-blocks", "no-verdict", "unexecuted-blocks", "no-change")
+
+
+def _is_served() -> bool:
+    return importlib.metadata.version("vllm").rpartition(".")[0] in kept_kv.VERSIONS
+
+
+def _run(ready_process: ReadyProcess, program: str, folder: pathlib.Path, *options: str) -> tuple[int, str]:
+    log = folder / "log.txt"
+    running = ready_process.run(pathlib.Path(__file__).with_name(program), *options, log=log)
+    try:
+        code = running.wait(580)
+    except subprocess.TimeoutExpired:
+        code = -1
+    running.end()
+    return code, log.read_text()
+
+
+def _episodes(ready_process: ReadyProcess, folder: pathlib.Path, *options: str) -> tuple[int, str]:
+    seed = os.environ.get("CUMEM_SLEEP_TEST_GATE_SEED", "1")
+    return _run(ready_process, "kept_kv_episodes.py", folder, "--seed", seed, *options)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(not _is_served(), reason="this version resets its prefix cache")
+def test_each_way_to_keep_and_to_lose_it(ready_process: ReadyProcess, tmp_path: pathlib.Path) -> None:
+    code, log = _run(ready_process, "kept_kv_scenarios.py", tmp_path)
+    assert code == 0, log
+    assert log.count("as it should be") >= 20
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(not _is_served(), reason="this version resets its prefix cache")
+def test_no_hit_finds_other_bytes_than_its_hash_says(ready_process: ReadyProcess, tmp_path: pathlib.Path) -> None:
+    seconds = os.environ.get("CUMEM_SLEEP_TEST_GATE_SECONDS", "20")
+    code, log = _episodes(ready_process, tmp_path, "--seconds", seconds)
+    assert code == 0, log[-40_000:]
+    print(log)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(not _is_served(), reason="this version resets its prefix cache")
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_the_episodes_find_what_is_broken(ready_process: ReadyProcess, mutant: str, tmp_path: pathlib.Path) -> None:
+    code, log = _episodes(ready_process, tmp_path, "--seconds", "200", "--mutant", mutant)
+    assert code == 1, log[-40_000:]
+    assert " reads what is of " in log
+
+
+# Layouts
+
+
+def _worker(num_blocks: int, views: dict[str, Any], sizes: list[tuple[int, int]]) -> Any:
+    """A worker with these views of its layers, and tensors of these bytes and block strides in its configuration."""
+    layers = {name: SimpleNamespace(kv_cache=view) for name, view in views.items()}
+    tensors = [SimpleNamespace(size=size, block_stride=stride) for size, stride in sizes]
+    caches = SimpleNamespace(
+        num_blocks=num_blocks, kv_cache_groups=[SimpleNamespace(layer_names=list(views))], kv_cache_tensors=tensors
+    )
+    config = SimpleNamespace(
+        compilation_config=SimpleNamespace(static_forward_context=layers),
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+    )
+    return SimpleNamespace(model_runner=SimpleNamespace(kv_cache_config=caches), vllm_config=config)
+
+
+def _bytes(*shape: int) -> Any:
+    return torch.zeros(shape, dtype=torch.int8)
+
+
+def _read(layout: kv_blocks.BlockLayout, blocks: list[int], views: dict[str, Any]) -> list[int]:
+    """The blocks that those ranges hold, if every view of block b is filled with b."""
+    memory = {view.untyped_storage().data_ptr(): view.untyped_storage() for view in views.values()}
+    read = [
+        np.frombuffer(bytes(memory[address][offset : offset + nbytes]), dtype=np.int8)
+        for address, table in layout.ranges(blocks).items()
+        for offset, nbytes in table.tolist()
+    ]
+    assert sum(map(len, read)) == len(blocks) * layout.block_bytes
+    return sorted(set(np.concatenate(read).tolist()))
+
+
+def test_each_layer_may_have_a_tensor_of_its_own() -> None:
+    views = {name: _bytes(7, 16, 64) for name in ("a", "b")}
+    layout = kv_blocks.layout_of(_worker(7, views, [(7 << 10, 0)] * 2))
+    assert layout.block_bytes == 2 << 10
+    assert [table.tolist() for table in layout.ranges([5, 1, 2]).values()] == [[[1024, 2048], [5120, 1024]]] * 2
+
+
+@pytest.mark.parametrize("is_split", [False, True], ids=["whole blocks", "blocks in parts"])
+def test_keys_and_values_may_be_apart(is_split: bool) -> None:
+    views = {"a": _bytes(2, 14, 8, 64) if is_split else _bytes(2, 7, 16, 64)}
+    layout = kv_blocks.layout_of(_worker(7, views, [(14 << 10, 0)]))
+    for block in range(7):
+        parts = slice(2 * block, 2 * block + 2) if is_split else block
+        views["a"][:, parts] = block
+    assert _read(layout, [6, 3], views) == [3, 6]
+
+
+def test_layers_may_lie_one_after_the_other_in_one_tensor() -> None:
+    memory = _bytes(3, 7, 1024)
+    views = {str(layer): memory[layer].view(7, 16, 64) for layer in range(3)}
+    layout = kv_blocks.layout_of(_worker(7, views, [(21 << 10, 1024)]))
+    for block in range(7):
+        memory[:, block] = block
+    assert _read(layout, [0, 1, 4], views) == [0, 1, 4]
+
+
+def test_layers_may_lie_one_after_the_other_in_each_block() -> None:
+    memory = _bytes(7, 3, 16, 64)
+    views = {str(layer): memory[:, layer] for layer in range(3)}
+    layout = kv_blocks.layout_of(_worker(7, views, [(21 << 10, 3 << 10)] * 3))
+    assert layout.ranges([2, 3])[memory.data_ptr()].tolist() == [[6 << 10, 6 << 10]]
+
+
+def test_heads_may_be_outside_of_blocks() -> None:
+    memory = _bytes(2, 4, 7, 256)  # layers, heads
+    views = {str(layer): memory[layer].permute(1, 0, 2) for layer in range(2)}
+    layout = kv_blocks.layout_of(_worker(7, views, [(14 << 10, 1024)] * 2))
+    for block in range(7):
+        memory[:, :, block] = block
+    assert layout.block_bytes == 2 << 10
+    assert _read(layout, [1, 6], views) == [1, 6]
+
+
+@pytest.mark.parametrize(
+    ("views", "sizes", "why"),
+    [
+        ({"a": [_bytes(7, 64)]}, [(448, 0)], "is no tensor"),
+        ({"a": _bytes(0)}, [(0, 0)], "is no tensor"),
+        ({"a": _bytes(6, 64)}, [(384, 0)], "there are 7 blocks"),
+        ({"a": _bytes(7, 14, 64)}, [(6272, 0)], "there are 7 blocks"),
+        ({"a": _bytes(7, 64)}, [(448, 0), (448, 0)], "belongs to no layer"),
+        ({"a": _bytes(7, 128)[:, :64]}, [(896, 0)], ""),
+        ({"a": _bytes(8, 64)[1:]}, [(512, 0)], "do not tile"),
+        ({"a": _bytes(2, 7, 64)[1]}, [(896, 0)], "do not tile"),
+        ({"a": _bytes(7, 24)}, [(168, 0)], "do not tile"),
+    ],
+)
+def test_what_is_not_certain_is_refused(views: dict[str, Any], sizes: list[tuple[int, int]], why: str) -> None:
+    answer = kv_blocks.answer(_worker(7, views, sizes), "plan", 1, [1])
+    assert why in answer["why"]
+    assert bool(why) == bool(answer["why"])
+    kv_blocks.answer(None, "drop")
+
+
+def test_a_quantized_cache_that_vllm_clears_is_refused() -> None:
+    worker = _worker(7, {"a": _bytes(7, 64)}, [(448, 0)])
+    worker.model_runner.init_fp8_kv_scales = None
+    assert kv_blocks.answer(worker, "plan", 1, [1])["why"] == ""
+    worker.vllm_config.cache_config.cache_dtype = "fp8"
+    assert "clears a KV cache of fp8" in kv_blocks.answer(worker, "plan", 1, [1])["why"]
+    kv_blocks.answer(None, "drop")
+
+
+# Engines whose sleeps reset the prefix cache
+
+
+def _spec(kind: str, **attributes: Any) -> Any:
+    return type(kind, (), attributes)()
+
+
+@pytest.fixture
+def core(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """An engine core of a tested version."""
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.33.0"))
+    pool = SimpleNamespace()
+    manager = SimpleNamespace(
+        enable_caching=True,
+        block_pool=pool,
+        coordinator=SimpleNamespace(single_type_managers=[SimpleNamespace(block_pool=pool)]),
+    )
+    groups = [SimpleNamespace(kv_cache_spec=_spec("FullAttentionSpec"))]
+    scheduler = _spec("AsyncScheduler", kv_cache_manager=manager, connector=None)
+    type(scheduler).__module__ = "vllm.v1.core.sched.async_scheduler"
+    scheduler.kv_cache_config = SimpleNamespace(kv_cache_groups=groups)
+    offload = SimpleNamespace(uva=SimpleNamespace(cpu_offload_gb=0), prefetch=SimpleNamespace(offload_group_size=0))
+    parallel = SimpleNamespace(distributed_executor_backend="mp")
+    config = SimpleNamespace(offload_config=offload, parallel_config=parallel)
+    return SimpleNamespace(scheduler=scheduler, vllm_config=config)
+
+
+def _with_version(version: str) -> Callable[[Any], None]:
+    return lambda core: setattr(sys.modules["vllm"], "__version__", version)
+
+
+def _with_group(**attributes: Any) -> Callable[[Any], None]:
+    return lambda core: core.scheduler.kv_cache_config.kv_cache_groups.append(SimpleNamespace(**attributes))
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda core: None, ""),
+        (_with_version("0.26.1"), ""),
+        (_with_version("0.27.0"), "vLLM 0.27.0 is none of those"),
+        (_with_version("dev"), "vLLM dev is none of those"),
+        (_with_group(kv_cache_spec=_spec("SlidingWindowSpec")), ""),
+        (_with_group(kv_cache_spec=_spec("MambaSpec")), "layers of unknown kind (MambaSpec)"),
+        (
+            _with_group(
+                kv_cache_spec=_spec(
+                    "UniformTypeKVCacheSpecs",
+                    kv_cache_specs={"a": _spec("MLAAttentionSpec"), "b": _spec("CrossAttentionSpec")},
+                )
+            ),
+            "layers of unknown kind (CrossAttentionSpec)",
+        ),
+        (_with_group(kv_cache_spec=_spec("FullAttentionSpec"), host_resident=True), "in host memory"),
+        (lambda core: core.scheduler.kv_cache_config.kv_cache_groups.clear(), "no KV cache"),
+        (lambda core: setattr(core.scheduler, "connector", object()), "a KV connector"),
+        (lambda core: setattr(core.scheduler, "aux_output_connector", object()), "auxiliary output connector"),
+        (lambda core: setattr(type(core.scheduler), "__module__", "mine"), "not vLLM's own"),
+        (lambda core: setattr(core.scheduler.kv_cache_manager, "enable_caching", False), "caching is off"),
+        (lambda core: setattr(core.scheduler.kv_cache_manager, "block_pool", object()), "more than one pool"),
+        (
+            lambda core: setattr(core.vllm_config.parallel_config, "distributed_executor_backend", "external_launcher"),
+            "an engine of its own",
+        ),
+        (lambda core: setattr(core.vllm_config.offload_config.uva, "cpu_offload_gb", 4), "weights are in host memory"),
+    ],
+)
+def test_an_engine_of_another_kind_is_refused(core: Any, change: Callable[[Any], None], why: str) -> None:
+    change(core)
+    refusal = kept_kv._refusal(core)
+    assert why in refusal
+    assert bool(why) == bool(refusal)
