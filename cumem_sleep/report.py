@@ -85,8 +85,8 @@ class SleepReport:
         checkpointed_bytes: at level 3, of the CUDA state of this process that left its devices as well.
         why_not_deeper: why a sleep at level 3 stayed at level 1, if it did.
         seconds: the whole call.
-        phases: seconds by phase; `agree` is with the other ranks, until the last of them was ready; `lock` and
-            `checkpoint` take the CUDA state off the GPU.
+        phases: seconds by phase; `agree` is with the other ranks, until the last of them was ready; `keep` digests and
+            copies what is kept of dropped memory; `lock` and `checkpoint` take the CUDA state off the GPU.
         note: why nothing was done, if nothing was.
         simulated: it ran on the simulated driver, so the seconds mean nothing.
         operation: `sleep`, or `discard`.
@@ -143,8 +143,8 @@ class WakeReport:
         stored_bytes: what the restored bytes take in host memory; less than restored_bytes if they are compressed.
         seconds: the whole call.
         phases: seconds by phase: `restore` and `unlock` (from level 3), `copy` (with mapping and digests beside it),
-            `map` (what was left to map after that), `verify` (what was left of the digests), `agree` (with the other
-            ranks, until the last of them was ready).
+            `map` (what was left to map after that), `verify` (what was left of the digests), `keep` (what was kept of
+            dropped memory, with its digests), `agree` (with the other ranks, until the last of them was ready).
         note: why nothing was done, if nothing was.
         simulated: it ran on the simulated driver, so the seconds mean nothing.
         operation: `wake`.
