@@ -32,6 +32,14 @@ _SPECS = ("FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec", "Chunked
 _HARMLESS = ("wake_up", "compute_weight_checksums", "save_sharded_state", DEEPEN)
 
 
+def version_misfit() -> str:
+    """Why no engine of this vLLM keeps its KV cache over a sleep, or ""."""
+    version = str(importlib.import_module("vllm").__version__)
+    if (numbers := re.match(r"\d+\.\d+", version)) is not None and numbers[0] in VERSIONS:
+        return ""
+    return f"vLLM {version} is none of those with which that was tested ({', '.join(VERSIONS)})"
+
+
 def install() -> None:
     """Have engine cores of this process keep the KV cache over a sleep; calling this again is harmless."""
     core = importlib.import_module("vllm.v1.engine.core")
@@ -87,11 +95,12 @@ def _preempt_request(own: Callable[..., Any], scheduler: Any, request: Any, *arg
     vLLM hashes blocks when it schedules them. A request of lower priority can be preempted in the step for which it was
     scheduled: its new blocks would be free, with hashes and without bytes.
     """
-    manager = scheduler.kv_cache_manager
+    manager, unexecuted = scheduler.kv_cache_manager, set()
     groups = zip(manager.coordinator.single_type_managers, manager.get_block_ids(request.request_id), strict=True)
-    manager.evict_blocks(
-        {block for group, blocks in groups for block in blocks[request.num_computed_tokens // group.block_size :]}
-    )
+    for group, blocks in groups:
+        if group.block_pool is manager.block_pool:
+            unexecuted.update(blocks[request.num_computed_tokens // group.block_size :])
+    manager.evict_blocks(unexecuted)
     return own(request, *args, **kwargs)
 
 
@@ -298,9 +307,6 @@ def _first_reason(answers: Iterable[dict[str, Any]]) -> str:
 
 def _refusal(core: Any) -> str:
     """Why no sleep of this engine keeps blocks, or ""."""
-    version = str(importlib.import_module("vllm").__version__)
-    if (numbers := re.match(r"\d+\.\d+", version)) is None or numbers[0] not in VERSIONS:
-        return f"vLLM {version} is none of those with which that was tested ({', '.join(VERSIONS)})"
     scheduler, config = core.scheduler, core.vllm_config
     manager = scheduler.kv_cache_manager
     groups = scheduler.kv_cache_config.kv_cache_groups

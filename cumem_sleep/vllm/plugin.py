@@ -141,7 +141,10 @@ def _take_over() -> None:
     WorkerWrapperBase.worker = deep_worker.WORKER
     compatibility.register_backend(NAME, f"{__package__}.backend", "CumemSleepBackend")
     if _keeps_kv():
-        kept_kv.install()
+        if misfit := kept_kv.version_misfit():
+            _say_once(f"the KV cache does not survive sleeps: {misfit}")
+        else:
+            kept_kv.install()
 
 
 def _keeps_kv() -> bool:

@@ -61,6 +61,19 @@ def load() -> None:
 
 
 class TestLoading:
+    @pytest.mark.parametrize("setting", [None, "0", "nonsense"])
+    def test_the_engine_core_is_vllms_own_unless_its_kv_cache_is_to_survive(
+        self, stock: Stock, monkeypatch: pytest.MonkeyPatch, setting: str | None
+    ) -> None:
+        from vllm.v1.core.sched.scheduler import Scheduler
+        from vllm.v1.engine.core import EngineCore
+
+        if setting is not None:
+            monkeypatch.setenv("CUMEM_SLEEP_KEEP_KV_BYTES", setting)
+        load()
+        methods = [*vars(EngineCore).values(), *vars(Scheduler).values()]
+        assert not any(hasattr(method, "keeps_kv") for method in methods)
+
     def test_is_found_by_its_entry_point(self) -> None:
         (entry_point,) = [
             point
