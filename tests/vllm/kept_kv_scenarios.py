@@ -253,6 +253,7 @@ def _wrong(core: Any, name: str, said: list[str]) -> list[str]:
     """What a scenario did not do as its row says."""
     act, is_found, expected = SCENARIOS[name]
     core.reset_prefix_cache()
+    core.worker.faults.clear()
     core.worker.breaks, core.worker.version, core.worker.oldest = [], 0, 0
     core.other.blocks, core.other.fails_at = 1 << 20, ""
     add(core, f"{name}: before", PROMPT, 2)
