@@ -195,7 +195,10 @@ class KeptKv:
             return core.model_executor.sleep(level)
         hashed = {block.block_id for block in manager.block_pool.blocks if block.block_hash is not None}
         self._generation += 1
-        self._ask("plan", self._generation, blocks)
+        if why := _first_reason(self._answers("plan", self._generation, blocks)):
+            self._reset(why)
+            self._drop()
+            return core.model_executor.sleep(level)
         try:
             result = core.model_executor.sleep(level)
         except BaseException:

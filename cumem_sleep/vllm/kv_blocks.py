@@ -94,10 +94,11 @@ def _take_plan(worker: Any, generation: int, blocks: list[int]) -> dict[str, Any
 
 
 def _kept(_: Any, generation: int) -> dict[str, Any]:
-    """Whether the sleep kept all; `slept`: whether memory slept at all."""
+    """Whether the sleep kept all; `slept`: whether memory slept at all, also if a driver did not let it come back."""
     plan, slept = _plan, _plan.slept
     if plan.generation != generation or plan.is_due or slept is None:
-        return {"why": "the sleep did not come to it", "slept": plan.generation != generation or slept is not None}
+        is_asleep = any(usage.asleep_segments for usage in _allocator().usage().values())
+        return {"why": "the sleep did not come to it", "slept": is_asleep or plan.generation != generation}
     return {"why": plan.lost or slept.not_kept, "slept": True, "bytes": slept.kept_bytes}
 
 

@@ -217,7 +217,7 @@ class KeptEpisode:
         budget = chance.choice(["auto", "auto", 30 * BLOCK_BYTES, 10 * BLOCK_BYTES + 1, 0])
         kept_kv._of(core)._budget = budget
         core.other.blocks = chance.choice([1 << 20, 1 << 20, 1 << 20, 7, 0])
-        core.other.fails_at = chance.choice([""] * 8 + ["room", "kept", "whole"])
+        core.other.fails_at = chance.choice([""] * 8 + ["room", "plan", "kept", "whole"])
         self.log.append(
             f"  level {level}, {mode}, budget {budget}, {worker.breaks}, {core.other.blocks}, {core.other.fails_at}"
         )

@@ -127,6 +127,21 @@ def _failing_sleep(when: str) -> Callable[[Any], None]:
     return fail
 
 
+def _undone_in_part(core: Any) -> None:
+    allocator = core.worker._allocator
+    own = allocator.sleep
+
+    def refuse(*args: Any, keep: Any, **kwargs: Any) -> None:
+        own(*args, **kwargs)
+        raise RuntimeError("the driver refuses to undo it")
+
+    allocator.sleep = refuse
+    with suppress(RuntimeError):
+        sleep(core)
+    core.collective_rpc("wake_up")
+    core.resume_scheduler()
+
+
 def _failing_wake(when: str) -> Callable[[Any], None]:
     def fail(core: Any) -> None:
         sleep(core)
@@ -212,11 +227,12 @@ SCENARIOS: dict[str, tuple[Callable[[Any], None], bool, str]] = {
     "resumed asleep": (_resumed_asleep, False, "the scheduler is resumed while memory sleeps"),
     "a sleep that fails before the memory's": (_failing_sleep("before"), True, ""),
     "a sleep that fails after the memory's": (_failing_sleep("after"), False, "some memory slept for a while"),
+    "a sleep that is undone in part": (_undone_in_part, False, "some memory slept for a while"),
     "a wake that fails before the memory's": (_failing_wake("before wake"), True, KEPT),
     "a wake that fails after the memory's": (_failing_wake("after wake"), True, KEPT),
     **{
         f"another rank: {question}": (_other_fails(question), False, "another rank cannot")
-        for question in ("room", "kept", "whole")
+        for question in ("room", "plan", "kept", "whole")
     },
     "no room in another rank": (_other_has_no_room, False, "there is no host memory for a block of it"),
     "given up": (_lost, False, "drop_kept() was called"),
@@ -237,6 +253,7 @@ def _wrong(core: Any, name: str, said: list[str]) -> list[str]:
     """What a scenario did not do as its row says."""
     act, is_found, expected = SCENARIOS[name]
     core.reset_prefix_cache()
+    core.worker.faults.clear()
     core.worker.breaks, core.worker.version, core.worker.oldest = [], 0, 0
     core.other.blocks, core.other.fails_at = 1 << 20, ""
     add(core, f"{name}: before", PROMPT, 2)
