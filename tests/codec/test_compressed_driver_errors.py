@@ -17,7 +17,7 @@ from world import Phase, World, check_every_call, phases
 from cumem_sleep import CuMemAllocator
 from cumem_sleep.backups import catalogue, filling, room
 from cumem_sleep.codec.memory import SegmentLoan
-from cumem_sleep.codec.plan import Plan, Planner
+from cumem_sleep.codec.plan import Plan
 from cumem_sleep.codec.workspace import Workspace
 from cumem_sleep.operations import sleep, wake
 
@@ -91,8 +91,8 @@ def test_interrupt_of_a_sleep_of_changed(world: World, monkeypatch: pytest.Monke
     """Whose backups are written to again, while the next part is counted."""
     monkeypatch.setattr(CuMemAllocator.tuning, "count_part_bytes", part_bytes)
     (phase,) = phases("sleep of changed")
-    bench = (Workspace.encode, Workspace.begin_plan, Plan.count, Planner.sample, Workspace.finish)
-    backing_up = (sleep._BackingUp.attempt, sleep._BackingUp._next_part, sleep._first_of)
+    bench = (Workspace.encode, Workspace.begin_plan, Plan.count, Plan._count, Workspace.finish)
+    backing_up = (sleep._BackingUp.attempt, sleep._BackingUp._next_part, sleep._BackingUp._fitting)
     check_interrupts(world, phase, (*bench, catalogue, room, filling, *backing_up), only_there=True)
 
 
