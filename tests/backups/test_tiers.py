@@ -148,9 +148,6 @@ class TestRoom:
         for extents in reserved:
             tier.release(extents)
 
-    def test_an_extent_holds_what_its_limit_says(self, tier: Tier) -> None:
-        assert 0 < tier.extent_bytes(beside_work=True) <= tier.extent_bytes
-
 
 class TestCopies:
     def test_there_and_back(

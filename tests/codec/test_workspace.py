@@ -68,8 +68,16 @@ class TestFullDevice:
         contents, cache = self.fill(allocator)
         leave_free(0)
         keep = {address: np.array([(0, 4096), (PAGE, 65536)]) for address in cache}
+        close = SegmentLoan.close
+
+        def close_alone(loan: SegmentLoan) -> None:
+            if not loan._is_back:
+                loan._segment.take_back()
+                loan._is_back = True
+            close(loan)
+
         if not put_back:
-            monkeypatch.setattr(SegmentLoan, "_put_back", lambda _: None)
+            monkeypatch.setattr(SegmentLoan, "close", close_alone)
         report = allocator.sleep(keep=keep)
         assert (report.kept_bytes, report.not_kept) == (len(cache) * (4096 + 65536), "")
         assert encodings(allocator, contents) == ["bf16", "bf16"]

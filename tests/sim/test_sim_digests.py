@@ -16,6 +16,12 @@ from cumem_sleep.digest.reference import CHUNK_BYTES, sums_of
 SUMS_AT = 4096  # in the buffer; the table is at its start
 
 
+def rows(*chunks: tuple[int, int]) -> bytes:
+    """Of the kernel's table, for whole chunks: their addresses and numbers."""
+    kind = np.dtype([("address", "<u8"), ("number", "<u4"), ("bytes", "<u4")])
+    return np.array([(*chunk, CHUNK_BYTES) for chunk in chunks], kind).tobytes()
+
+
 class Digesting(NamedTuple):
     """A page of device memory, with its table and the sums of its two chunks in a buffer."""
 
@@ -32,7 +38,7 @@ class Digesting(NamedTuple):
         return self.driver("cuLaunchKernel", self.kernel, chunks, 1, 1, threads, 1, 1, 0, self.stream, arguments, None)
 
     def note(self, *chunks: tuple[int, int]) -> None:
-        write(self.buffer.address, np.array(chunks, np.uint64).tobytes())
+        write(self.buffer.address, rows(*chunks))
 
     def ended(self) -> object:
         return self.driver("cuStreamSynchronize", self.stream)
@@ -94,7 +100,7 @@ def test_it_faults_where_a_gpu_would(digesting: Digesting, what: str) -> None:
     if what.startswith("the host"):
         address = other.address  # which is not registered
     shift = 8 if what == "table" else 0
-    write(digesting.buffer.address + shift, np.array([(address, 0)], np.uint64).tobytes())
+    write(digesting.buffer.address + shift, rows((address, 0)))
     digesting.launch(shift, chunks=1)
     assert digesting.ended() == ILLEGAL_ADDRESS
 
