@@ -107,7 +107,7 @@ class TestHostMemoryIsShort:
                 contents[address] = memory.fill_random(address, 32 * PAGE)
             used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
             resource.setrlimit(resource.RLIMIT_AS, (used + 96 * MIB, resource.RLIM_INFINITY))
-            with raises(OutOfHostMemory, "needed 64.00 MiB", "limit: mmap"):
+            with raises(OutOfHostMemory, "needed 16.00 MiB", "limit: mmap"):
                 allocator.sleep()
             assert {{segment.sleep for segment in _core.segments()}} == {{AWAKE}}
             assert allocator._store.room.bytes == 0
