@@ -107,7 +107,7 @@ def test_a_server_that_leaks_lies_and_does_not_end(tmp_path: pathlib.Path) -> No
     broken = {
         "captures_again": 1,
         "leaks_gpu": 4 * MIB,
-        "leaks_host": 40 * MIB,
+        "leaks_host": 64 * MIB,
         "says_level_1": 1,
         "ignores_sigterm": 1,
     }
