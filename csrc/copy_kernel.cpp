@@ -15,6 +15,42 @@ constexpr unsigned int kThreads = 512;  // each has four words in flight
 // A launch takes 0.3 ms: longer ones delay the mapping of memory that goes on at the same time.
 constexpr size_t kLaunchBytes = size_t{16} << 20;
 
+// What both kernels do, from %at on in steps of %step, of which %three is three times as much; then they are at END.
+// clang-format off
+#define COPY(END)                                         \
+    "four:\n"                                             \
+    "add.u64 %last, %at, %three;\n"                       \
+    "setp.ge.u64 %over, %last, %bytes;\n"                 \
+    "@%over bra one;\n"                                   \
+    "add.u64 %from_a, %from, %at;\n"                      \
+    "add.u64 %from_b, %from_a, %step;\n"                  \
+    "add.u64 %from_c, %from_b, %step;\n"                  \
+    "add.u64 %from_d, %from_c, %step;\n"                  \
+    "ld.global.v4.u32 {%a0, %a1, %a2, %a3}, [%from_a];\n" \
+    "ld.global.v4.u32 {%b0, %b1, %b2, %b3}, [%from_b];\n" \
+    "ld.global.v4.u32 {%c0, %c1, %c2, %c3}, [%from_c];\n" \
+    "ld.global.v4.u32 {%d0, %d1, %d2, %d3}, [%from_d];\n" \
+    "add.u64 %to_a, %to, %at;\n"                          \
+    "add.u64 %to_b, %to_a, %step;\n"                      \
+    "add.u64 %to_c, %to_b, %step;\n"                      \
+    "add.u64 %to_d, %to_c, %step;\n"                      \
+    "st.global.v4.u32 [%to_a], {%a0, %a1, %a2, %a3};\n"   \
+    "st.global.v4.u32 [%to_b], {%b0, %b1, %b2, %b3};\n"   \
+    "st.global.v4.u32 [%to_c], {%c0, %c1, %c2, %c3};\n"   \
+    "st.global.v4.u32 [%to_d], {%d0, %d1, %d2, %d3};\n"   \
+    "add.u64 %at, %last, %step;\n"                        \
+    "bra four;\n"                                         \
+    "one:\n"                                              \
+    "setp.ge.u64 %over, %at, %bytes;\n"                   \
+    "@%over bra " END ";\n"                               \
+    "add.u64 %from_a, %from, %at;\n"                      \
+    "ld.global.v4.u32 {%a0, %a1, %a2, %a3}, [%from_a];\n" \
+    "add.u64 %to_a, %to, %at;\n"                          \
+    "st.global.v4.u32 [%to_a], {%a0, %a1, %a2, %a3};\n"   \
+    "add.u64 %at, %at, %step;\n"                          \
+    "bra one;\n"
+// clang-format on
+
 // In C++:
 //
 //     void cumem_sleep_copy(uint4* target, const uint4* source, uint64_t bytes) {
@@ -51,37 +87,7 @@ constexpr char kPtx[] = R"(
     mul.lo.u32 %threads, %threads, %blocks;
     mul.wide.u32 %step, %threads, 16;
     mul.lo.u64 %three, %step, 3;
-four:
-    add.u64 %last, %at, %three;
-    setp.ge.u64 %over, %last, %bytes;
-    @%over bra one;
-    add.u64 %from_a, %from, %at;
-    add.u64 %from_b, %from_a, %step;
-    add.u64 %from_c, %from_b, %step;
-    add.u64 %from_d, %from_c, %step;
-    ld.global.v4.u32 {%a0, %a1, %a2, %a3}, [%from_a];
-    ld.global.v4.u32 {%b0, %b1, %b2, %b3}, [%from_b];
-    ld.global.v4.u32 {%c0, %c1, %c2, %c3}, [%from_c];
-    ld.global.v4.u32 {%d0, %d1, %d2, %d3}, [%from_d];
-    add.u64 %to_a, %to, %at;
-    add.u64 %to_b, %to_a, %step;
-    add.u64 %to_c, %to_b, %step;
-    add.u64 %to_d, %to_c, %step;
-    st.global.v4.u32 [%to_a], {%a0, %a1, %a2, %a3};
-    st.global.v4.u32 [%to_b], {%b0, %b1, %b2, %b3};
-    st.global.v4.u32 [%to_c], {%c0, %c1, %c2, %c3};
-    st.global.v4.u32 [%to_d], {%d0, %d1, %d2, %d3};
-    add.u64 %at, %last, %step;
-    bra four;
-one:
-    setp.ge.u64 %over, %at, %bytes;
-    @%over bra end;
-    add.u64 %from_a, %from, %at;
-    ld.global.v4.u32 {%a0, %a1, %a2, %a3}, [%from_a];
-    add.u64 %to_a, %to, %at;
-    st.global.v4.u32 [%to_a], {%a0, %a1, %a2, %a3};
-    add.u64 %at, %at, %step;
-    bra one;
+)" COPY("end") R"(
 end:
     ret;
 }
@@ -131,37 +137,7 @@ next:
     ld.global.v2.u64 {%bytes, %unused}, [%entry + 16];
     cvta.to.global.u64 %to, %to;
     mov.u64 %at, %begin;
-four:
-    add.u64 %last, %at, %three;
-    setp.ge.u64 %over, %last, %bytes;
-    @%over bra one;
-    add.u64 %from_a, %from, %at;
-    add.u64 %from_b, %from_a, %step;
-    add.u64 %from_c, %from_b, %step;
-    add.u64 %from_d, %from_c, %step;
-    ld.global.v4.u32 {%a0, %a1, %a2, %a3}, [%from_a];
-    ld.global.v4.u32 {%b0, %b1, %b2, %b3}, [%from_b];
-    ld.global.v4.u32 {%c0, %c1, %c2, %c3}, [%from_c];
-    ld.global.v4.u32 {%d0, %d1, %d2, %d3}, [%from_d];
-    add.u64 %to_a, %to, %at;
-    add.u64 %to_b, %to_a, %step;
-    add.u64 %to_c, %to_b, %step;
-    add.u64 %to_d, %to_c, %step;
-    st.global.v4.u32 [%to_a], {%a0, %a1, %a2, %a3};
-    st.global.v4.u32 [%to_b], {%b0, %b1, %b2, %b3};
-    st.global.v4.u32 [%to_c], {%c0, %c1, %c2, %c3};
-    st.global.v4.u32 [%to_d], {%d0, %d1, %d2, %d3};
-    add.u64 %at, %last, %step;
-    bra four;
-one:
-    setp.ge.u64 %over, %at, %bytes;
-    @%over bra done;
-    add.u64 %from_a, %from, %at;
-    ld.global.v4.u32 {%a0, %a1, %a2, %a3}, [%from_a];
-    add.u64 %to_a, %to, %at;
-    st.global.v4.u32 [%to_a], {%a0, %a1, %a2, %a3};
-    add.u64 %at, %at, %step;
-    bra one;
+)" COPY("done") R"(
 done:
     mul.wide.u32 %at, %blocks, 1;
     add.u64 %piece, %piece, %at;
