@@ -1,7 +1,7 @@
 """Which code each segment gets, and how large that makes it: found before anything is encoded, because both decide
 where it goes. Codes are chosen by samples, and sizes are counted.
 
-Sizes that are known only when slots are encoded would come too late: new host memory is prefaulted a gibibyte ahead.
+Sizes that are known only when slots are encoded would come too late to prefault and pin new host memory for them.
 """
 
 from __future__ import annotations
