@@ -1,6 +1,6 @@
-"""Writes the tables of docs/settings.md and docs/metrics.md from the tables in the package.
+"""Writes the tables of docs/settings.md and docs/metrics.md from the package's, and docs/support.md's from evidence.
 
-python tools/generated_tables.py            # after a change to cumem_sleep/settings.py or cumem_sleep/metrics.py
+python tools/generated_tables.py            # after a change to settings.py, metrics.py or tools/support_matrix.py
 python tools/generated_tables.py --check    # are the pages up to date?
 """
 
@@ -10,6 +10,8 @@ import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+
+import support_matrix
 
 from cumem_sleep import metrics
 from cumem_sleep.tools.help_texts import settings_tables
@@ -29,7 +31,11 @@ def with_tables(page: str, tables: Mapping[str, str]) -> str:
 
 
 if __name__ == "__main__":
-    for name, tables in (("settings.md", settings_tables()), ("metrics.md", metrics.tables())):
+    for name, tables in (
+        ("settings.md", settings_tables()),
+        ("metrics.md", metrics.tables()),
+        ("support.md", support_matrix.tables()),
+    ):
         before = (DOCS / name).read_text()
         after = with_tables(before, tables)
         if sys.argv[1:] != ["--check"]:

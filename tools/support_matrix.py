@@ -1,0 +1,226 @@
+"""What ran with which engine and version, from what shows it: the tables of docs/support.md.
+
+A cell is made from the first of these that there is: code that refuses, raw results of a GPU, a test on the simulated
+driver that `.ci/run` runs with that version. Evidence that is gone, or says that something failed, is an error.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cumem_sleep.vllm import compatibility, kept_kv
+
+ROOT = Path(__file__).parent.parent
+
+
+def minor(version: str) -> str:
+    """0.33 of 0.33.0."""
+    return ".".join(version.split(".")[:2])
+
+
+@dataclass(frozen=True)
+class Ran:
+    """Raw results of a GPU: a file of benchmarks/results, and where in it."""
+
+    file: str
+    place: Sequence[str] = ()
+
+    @functools.cached_property
+    def result(self) -> dict[str, Any]:
+        """What was recorded there, and on which machine."""
+        path = ROOT / "benchmarks" / "results" / self.file
+        try:
+            whole: dict[str, Any] = json.loads(path.read_text())
+            found: dict[str, Any] = functools.reduce(lambda part, key: part[key], self.place, whole)
+        except (OSError, KeyError) as error:
+            raise SystemExit(f"docs/support.md: no result {self.file} {list(self.place)} ({error!r})") from None
+        if found.get("failed") or found.get("wrong") or not found.get("passed", True):
+            raise SystemExit(f"docs/support.md: {self.file} {list(self.place)} says that it failed")
+        return {"machine": whole.get("machine")} | found
+
+    def version(self, engine: str) -> str:
+        """The engine's, as the result names it."""
+        return str(self.result["machine"][engine]).partition("+")[0]
+
+    @property
+    def link(self) -> str:
+        """The GPU, linked to the result."""
+        machine = self.result["machine"]
+        if machine.get("simulated") or not machine["gpu"].startswith("NVIDIA "):
+            raise SystemExit(f"docs/support.md: {self.file} is of no GPU")
+        return f"[{machine['gpu'].split()[1]}](../benchmarks/results/{self.file})"
+
+
+@dataclass(frozen=True)
+class Tested:
+    """A test of tests/ on the simulated driver; `says`: or one that shows a refusal."""
+
+    file: str
+    name: str
+    says: str = "simulator"
+
+    @functools.cached_property
+    def oldest(self) -> tuple[int, int]:
+        """The oldest vLLM for which neither the test nor its file skips itself."""
+        text = (ROOT / "tests" / self.file).read_text() if (ROOT / "tests" / self.file).is_file() else ""
+        tree = ast.parse(text)
+        test = next((node for node in ast.walk(tree) if getattr(node, "name", "") == self.name), None)
+        if test is None:
+            raise SystemExit(f"docs/support.md: no test {self.name} in tests/{self.file}")
+        parts = [test, *(node for node in tree.body if isinstance(node, ast.If))]
+        source = "\n".join(ast.get_source_segment(text, part) or "" for part in parts)
+        return max(((int(a), int(b)) for a, b in re.findall(r"< \((\d+), (\d+)\)", source)), default=(0, 0))
+
+    def runs_with(self, version: str) -> bool:
+        """Whether `.ci/run` runs it with this vLLM."""
+        is_of_newest = self.file.removeprefix("vllm/test_gate_").removesuffix(".py") in _only_newest()
+        numbers = tuple(map(int, minor(version).split(".")))
+        return numbers >= self.oldest and version in vllm_versions()[-1 if is_of_newest else 0 :]
+
+    @property
+    def link(self) -> str:
+        """What it shows, linked to its file."""
+        assert self.oldest >= (0, 0)  # it is there
+        return f"[{self.says}](../tests/{self.file})"
+
+
+@functools.cache
+def _ci() -> str:
+    return (ROOT / ".ci" / "run").read_text()
+
+
+def vllm_versions() -> list[str]:
+    """Those whose tests `.ci/run` runs."""
+    return re.findall(r" versions=\(([\d. ]+)\)", _ci())[0].split()  # type: ignore[no-any-return]
+
+
+def _only_newest() -> set[str]:
+    """Files of tests that `.ci/run` leaves out with older versions."""
+    return {name for names in re.findall(r" own_app\+?=\(([\w ]+)\)", _ci()) for name in names.split()}
+
+
+def _scenarios(*names: str) -> tuple[Ran, ...]:
+    return tuple(Ran("vllm_scenarios.json", ("scenarios", name)) for name in names)
+
+
+@dataclass(frozen=True)
+class WithVllm:
+    """A feature of the plugin, the gate or the front."""
+
+    name: str
+    ran: tuple[Ran, ...] = ()
+    test: Tested | None = None
+    versions: Sequence[str] = field(default=())  # if any, others are refused ...
+    refused_in: str = ""  # ... in this file
+
+    def cell(self, version: str) -> str:
+        """Of the table: with this vLLM."""
+        if compatibility.version_misfit(version):
+            return "[refused](../cumem_sleep/vllm/compatibility.py)"
+        if self.versions and minor(version) not in self.versions:
+            return f"[refused](../{self.refused_in})"
+        if self.ran and {ran.version("vllm") for ran in self.ran} == {version}:
+            return ", ".join(sorted({ran.link for ran in self.ran}))
+        return self.test.link if self.test and self.test.runs_with(version) else "unknown"
+
+
+WITH_VLLM = (
+    WithVllm("levels 1 and 2", _scenarios("graphs_and_compile"), Tested("vllm/test_worker.py", "test_level_2")),
+    WithVllm("level 3", (Ran("vllm_level_3_own.json"),), Tested("vllm/test_worker_level_3.py", "test_from_awake")),
+    WithVllm(
+        "level 3, several workers", test=Tested("vllm/test_worker_level_3.py", "test_several_ranks", says="refused")
+    ),
+    WithVllm(
+        "tensor and pipeline parallelism",
+        _scenarios("tensor_parallel_2", "pipeline_parallel_2"),
+        Tested("vllm/test_engine_group.py", "test_all_workers_of_an_engine_or_none"),
+    ),
+    WithVllm(
+        "data parallelism",
+        _scenarios("data_parallel_2"),
+        Tested("vllm/test_engine_group.py", "test_all_workers_of_an_engine_or_none"),
+    ),
+    WithVllm("Ray", _scenarios("tensor_parallel_2_on_ray")),
+    WithVllm("FP8, LoRA, a draft model", _scenarios("fp8_weights", "fp8_kv_cache", "lora", "draft_model")),
+    WithVllm("compressed backups", _scenarios("compressed")),
+    WithVllm(
+        "the vault",
+        _scenarios("two_servers_through_the_vault"),
+        Tested("vllm/test_worker.py", "test_through_the_vault"),
+    ),
+    WithVllm(
+        "a KV cache that survives",
+        test=Tested("vllm/test_kept_kv.py", "test_each_way_to_keep_and_to_lose_it"),
+        versions=kept_kv.VERSIONS,
+        refused_in="cumem_sleep/vllm/kept_kv.py",
+    ),
+    WithVllm(
+        "the gate",
+        _scenarios("gate_rejects", "gate_wakes", "gate_waits", "gate_guards"),
+        Tested("vllm/test_random_gate.py", "test_nothing_runs_on_memory_that_is_not_there"),
+    ),
+    WithVllm(
+        "no development mode", test=Tested("vllm/test_served_controls.py", "test_it_sleeps_without_development_mode")
+    ),
+    WithVllm("idle sleep", test=Tested("vllm/test_idle_episodes.py", "test_it_sleeps_in_time_and_under_no_request")),
+    WithVllm("`cumem-sleep serve`", (Ran("serve_models.json"),)),
+)
+
+_SAVER = ("results", "30 GiB")
+_TRAINERS = "integrations/test_trainers_calls.py"
+ENGINES = ("PyTorch", "torch_memory_saver", "SGLang", "slime", "miles", "verl", "TRL")
+WITH_OTHERS: dict[str, dict[str, Ran | Tested]] = {
+    "sleep and wake": {
+        "PyTorch": Ran("decoder.json"),
+        "torch_memory_saver": Ran("saver.json", (*_SAVER, "ours")),
+        "SGLang": Tested(_TRAINERS, "test_release_and_resume_memory_occupation"),
+        "slime": Tested(_TRAINERS, "test_buffers_of_deep_ep_are_left_out"),
+        "miles": Tested(_TRAINERS, "test_gradients_are_dropped_and_parameters_stay_for_the_update"),
+        "verl": Tested(_TRAINERS, "test_release_and_resume_memory_occupation"),
+    },
+    "training": {"torch_memory_saver": Ran("saver.json", ("training loop", "ours"))},
+    "compressed backups": {"PyTorch": Ran("compressed.json")},
+    "the vault": {"PyTorch": Ran("vault.json"), "torch_memory_saver": Ran("saver.json", (*_SAVER, "ours, vault"))},
+    "level 3": {"PyTorch": Ran("bench_level_3.json")},
+    "several ranks": {"PyTorch": Tested("operations/test_agreement.py", "test_a_group_of_torch_distributed")},
+    "kept ranges": {"PyTorch": Ran("kept_ranges.json")},
+    "backups on disk": {
+        "torch_memory_saver": Tested(
+            "integrations/test_torch_memory_saver.py", "test_disk_backups_are_refused_by_name", says="refused"
+        )
+    },
+}
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines).replace("| --- ", "|---").replace("--- |", "---|")
+
+
+def _versions() -> dict[str, str]:
+    """Of other engines, as far as a result or `.ci/run` names them; docs/torch-memory-saver.md names the rest."""
+    ran = {one.version("torch") for shown in WITH_OTHERS.values() if isinstance(one := shown.get("PyTorch"), Ran)}
+    return {
+        "PyTorch": ", ".join(sorted(ran)),
+        "torch_memory_saver": str(Ran("saver.json", (*_SAVER, "theirs")).result["version"]),
+        "SGLang": re.findall(r"sglang==([\d.]+)", _ci())[0],
+    }
+
+
+def tables() -> dict[str, str]:
+    """By their headings."""
+    versions, of_others = vllm_versions(), _versions()
+    of_vllm = [[feature.name, *(feature.cell(version) for version in versions)] for feature in WITH_VLLM]
+    others = [
+        [name, *(shown[engine].link if engine in shown else "unknown" for engine in ENGINES)]
+        for name, shown in WITH_OTHERS.items()
+    ]
+    head = ["", *(f"{engine} {of_others.get(engine, '')}".rstrip() for engine in ENGINES)]
+    return {"vLLM": _table(["", *versions], of_vllm), "Other engines": _table(head, others)}
