@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import types
 from typing import Any
 
@@ -74,6 +75,13 @@ class Models:
     def not_loaded(self) -> str:
         status = self.wrapper.cumem_sleep_status()
         return str(status["not_loaded"])
+
+
+def poison_what_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    allocator = CuMemAllocator.get_instance()
+    settings = dataclasses.replace(allocator.settings, poison=True)
+    monkeypatch.setattr(allocator, "settings", settings)
+    object.__setattr__(allocator._layer, "settings", settings)
 
 
 @pytest.fixture
@@ -185,33 +193,46 @@ def test_parameters_that_are_out_of_the_model_while_it_is_loaded_are_told_afterw
     assert models.not_loaded == "weight, draft.fc"
 
 
-def test_what_is_restored_within_the_wake_counts_as_loaded(models: Models) -> None:
-    """`--sleep-preserve-parameter-names` of vLLM 0.33."""
+@backends
+@pytest.mark.parametrize("poison", [False, True])
+@pytest.mark.parametrize("wakes", [[None], [["weights"], ["kv_cache"]], [["kv_cache"], ["weights"]]], ids=str)
+def test_parameters_that_vllm_preserves_over_level_2_are_back_and_count_as_loaded(
+    models: Models, choose: Any, backend: str, poison: bool, wakes: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`--sleep-preserve-parameter-names` of vLLM 0.33, which copies them to the host before, and back in the wake."""
     import torch
 
     if not hasattr(models.worker, "_restore_sleep_parameters"):
         pytest.skip("this vLLM keeps no parameters over a sleep")
-    models.add(models.model, "weight", 64)
-    fc = models.add(models.draft, "fc", 64)
-    before = fc.clone()
 
-    def save(model: Any) -> None:  # its own leaves out what is not on a GPU
-        models.worker._sleep_saved_parameters = {"draft.fc": before}
+    class OnGpu(torch.nn.Parameter):  # vLLM leaves out what is on no GPU, and takes a copy for granted
+        is_cpu = False
 
-    models.worker._save_sleep_parameters = save
-    models.sleep_and_wake()
-    assert torch.equal(fc, before)
-    assert models.not_loaded == "weight"
+        def detach(self) -> Any:
+            return super().detach().clone()
+
+    choose(backend)
+    if poison:
+        poison_what_is_dropped(monkeypatch)
+    models.worker.model_config.sleep_preserve_parameter_names = ["*.frozen", "draft.*"]
+    layer = torch.nn.Module()
+    models.model.add_module("layer", layer)
+    for module, name in ((layer, "frozen"), (layer, "trained"), (models.draft, "fc")):
+        module.register_parameter(name, OnGpu(models.add(module, name, 64).data, requires_grad=False))
+    for _ in range(2):
+        models.wrapper.sleep(level=2)
+        for tags in wakes:
+            models.wrapper.wake_up(tags)
+        for parameter in (layer.frozen, models.draft.fc):
+            assert torch.equal(parameter.data, models.values[parameter.data_ptr()])
+        assert models.not_loaded == "layer.trained"
+        models.load(models.model, "layer.frozen")
+        assert models.not_loaded == ""
 
 
 def test_poisoned_weights_stay_poisoned_and_are_told_too(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    import dataclasses
-
-    allocator = CuMemAllocator.get_instance()
+    poison_what_is_dropped(monkeypatch)
     weight = models.add(models.model, "weight", 64)
-    settings = dataclasses.replace(allocator.settings, poison=True)
-    monkeypatch.setattr(allocator, "settings", settings)
-    object.__setattr__(allocator._layer, "settings", settings)
     models.sleep_and_wake()
     assert bool(weight.isnan().all())
     assert models.not_loaded == "weight"
