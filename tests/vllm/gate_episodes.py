@@ -329,12 +329,14 @@ class World:
         self.paths = {getattr(route, "path", "") for route in _routes(apps[False, 0].routes)}
 
     @classmethod
-    async def make(cls, folder: pathlib.Path, stack: AsyncExitStack) -> World:
+    async def make(cls, folder: pathlib.Path, stack: AsyncExitStack, engines: int = 1) -> World:
+        """`engines`: if several, they are data-parallel, and step together, as those of a Mixture of Experts do."""
         import watched_server
 
         model = folder / "model"
         model.mkdir()
-        args = watched_server.arguments(watched_server.model_folder(model))
+        watched_server.model_folder(model, experts=2 if engines > 1 else 0)
+        args = watched_server.arguments(model, "--data-parallel-size", str(engines))
         client = await stack.enter_async_context(watched_server.engine(args))
         return await cls.around(client, folder)
 
@@ -384,7 +386,13 @@ class World:
         return [f"{each['touch']}: {', '.join(each['faults'])}" for each in lines]
 
     async def state(self) -> dict[str, Any]:
-        (state,) = await self.client.collective_rpc("watched_state")
+        """With several engines, that of the one of which least sleeps."""
+        from cumem_sleep.vllm import data_parallel
+
+        states = [
+            state for states in await data_parallel.call_workers(self.client, "watched_state") for state in states
+        ]
+        state = min(states, key=lambda each: len(each["asleep"]))
         return {**state, "paused": await self.client.is_sleeping() and not state["asleep"]}
 
 

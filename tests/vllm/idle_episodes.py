@@ -2,6 +2,7 @@
 
     python tests/vllm/idle_episodes.py --seconds 60             from a new seed
     python tests/vllm/idle_episodes.py --seed 1234 --servers 2  with two API servers
+    python tests/vllm/idle_episodes.py --engines 2              with two engines that step together (data parallelism)
 
 Nothing may touch sleeping memory or unloaded weights (`watched_worker`); whoever waits for an answer gets all of it;
 the model sleeps soon after the last request, whoever asks about its health, and now and then in between.
@@ -115,7 +116,7 @@ async def episode(world: World, seed: int, servers: int, seconds: float) -> Traf
     return traffic
 
 
-async def main(seed: int, servers: int, seconds: float, each_s: float) -> int:
+async def main(seed: int, servers: int, engines: int, seconds: float, each_s: float) -> int:
     bad = 0
     with tempfile.TemporaryDirectory() as name:
         import watched_server
@@ -123,7 +124,7 @@ async def main(seed: int, servers: int, seconds: float, each_s: float) -> int:
         folder = pathlib.Path(name)
         watched_server.prepare_process(folder)
         async with AsyncExitStack() as stack:
-            world = await World.make(folder, stack)
+            world = await World.make(folder, stack, engines)
             end = time.monotonic() + seconds
             while time.monotonic() < end:
                 traffic = await episode(world, seed, servers, each_s)
@@ -139,7 +140,8 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=int(time.time()), help="the first episode's; default: by the clock")
     parser.add_argument("--servers", type=int, choices=(1, 2), default=1, help="API servers of one vLLM")
+    parser.add_argument("--engines", type=int, default=1, help="data-parallel engines of that vLLM")
     parser.add_argument("--seconds", type=float, default=60.0, help="new episodes begin until then")
     parser.add_argument("--each", type=float, default=12.0, help="how long clients of one episode begin to ask")
     options = parser.parse_args()
-    raise SystemExit(asyncio.run(main(options.seed, options.servers, options.seconds, options.each)))
+    raise SystemExit(asyncio.run(main(options.seed, options.servers, options.engines, options.seconds, options.each)))

@@ -17,14 +17,15 @@ skip_unless_vllm()
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize(("servers", "engines"), [(1, 1), (2, 1), (2, 2)])
 def test_it_sleeps_in_time_and_under_no_request(
-    ready_process: ReadyProcess, servers: int, tmp_path: pathlib.Path
+    ready_process: ReadyProcess, servers: int, engines: int, tmp_path: pathlib.Path
 ) -> None:
     if tuple(map(int, importlib.metadata.version("vllm").split(".")[:2])) < (0, 18):
         pytest.skip("`WatchedWorker` is for vLLM from 0.18 on")
     program, log = pathlib.Path(__file__).with_name("idle_episodes.py"), tmp_path / "episodes.txt"
-    options = ["--servers", str(servers), "--seconds", os.environ.get("CUMEM_SLEEP_TEST_GATE_SECONDS", "20")]
+    options = ["--servers", str(servers), "--engines", str(engines)]
+    options += ["--seconds", os.environ.get("CUMEM_SLEEP_TEST_GATE_SECONDS", "20")]
     options += ["--seed", os.environ.get("CUMEM_SLEEP_TEST_GATE_SEED", "300")]
     episodes = ready_process.run(program, *options, log=log)
     try:

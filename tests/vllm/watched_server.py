@@ -16,8 +16,8 @@ from typing import Any
 WORDS = ("<unk>", "<s>", "</s>", "good", "bad", "hello", "world")
 
 
-def model_folder(folder: pathlib.Path) -> pathlib.Path:
-    """A model that vLLM can configure: a tiny Llama without weights, with a tokenizer of a few words."""
+def model_folder(folder: pathlib.Path, experts: int = 0) -> pathlib.Path:
+    """A model that vLLM can configure: a tiny Llama or Mixtral without weights, with a tokenizer of a few words."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -43,6 +43,8 @@ def model_folder(folder: pathlib.Path) -> pathlib.Path:
         "eos_token_id": 2,
         "torch_dtype": "bfloat16",
     }
+    if experts:
+        config |= {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": experts}
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
