@@ -118,8 +118,8 @@ class Server:
 
 
 @pytest.fixture
-def server(ready_process: ReadyProcess, tmp_path: pathlib.Path) -> Iterator[Server]:
-    settings = {"CUMEM_SLEEP_ON_REQUEST": "wake", "CUMEM_SLEEP_HEALTH": "ok"}
+def server(ready_process: ReadyProcess, tmp_path: pathlib.Path, request: pytest.FixtureRequest) -> Iterator[Server]:
+    settings = {"CUMEM_SLEEP_ON_REQUEST": "wake", "CUMEM_SLEEP_HEALTH": "ok", **getattr(request, "param", {})}
     server = Server(ready_process, tmp_path, **settings, CUMEM_SLEEP_SIM_CONTEXT_BYTES=str(32 << 20))
     yield server
     server.end()
@@ -160,6 +160,24 @@ def test_answers_wakes_and_ends(server: Server) -> None:
     deepen(server)
     server.process.send_signal(signal.SIGTERM)
     ends(server)
+
+
+@pytest.mark.parametrize(
+    "server",
+    [{"CUMEM_SLEEP_IDLE_S": "1", "CUMEM_SLEEP_IDLE_LEVEL": level, "CUMEM_SLEEP_DEEP_AFTER_S": "1"} for level in "12"],
+    indirect=True,
+    ids=["level 1", "level 2"],
+)
+def test_nobody_asks_so_it_sleeps_and_later_goes_to_level_3(server: Server) -> None:
+    deep = {"status": "asleep", "asleep": True, "level": 3}
+    for _ in range(2):
+        assert "good" in complete(server)
+        end = time.monotonic() + ANSWERS_WITHIN_S
+        while server.get("/health")[1] != deep:
+            assert time.monotonic() < end, server.said()
+            time.sleep(0.1)
+        assert server.get("/is_sleeping") == (200, {"is_sleeping": True})
+    assert '"touch"' not in (server.record.read_text() if server.record.exists() else "")
 
 
 def test_an_engine_core_ends_in_order(server: Server) -> None:

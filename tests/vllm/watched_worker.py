@@ -54,7 +54,8 @@ class WatchedWorker(WorkerBase):  # type: ignore[misc]
         self._executor = _caller()
         if os.environ.get("WATCHED_WORKER_UNGUARDED"):  # the gate alone is to keep calls from memory that sleeps
             guard.why_not = lambda *_: ""
-        self._allocator = CuMemAllocator(Settings(driver="sim", prepare=False))
+        deep_after_s = Settings.from_environment().deep_after_s
+        self._allocator = CuMemAllocator(Settings(driver="sim", prepare=False, deep_after_s=deep_after_s))
         CuMemAllocator.instance = self._allocator
         self._status = getattr(WorkerWrapperBase, "cumem_sleep_status", None)
         self._lost: set[Any] = set()  # of the model and its draft model: what was dropped and not loaded since
