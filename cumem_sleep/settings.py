@@ -379,7 +379,8 @@ class GateSettings(_FromEnvironment):
     idle_s: float | None = _setting(
         _seconds(1, is_optional=True),
         None,
-        "After how many seconds without a request the model sleeps by itself; with `wait` or `wake` alone.",
+        "After how many seconds without a request the model sleeps by itself; with `wait` or `wake` alone. The sleep"
+        " begins at most 0.25 s later, if the engine answers at once.",
     )
     idle_level: int = _setting(
         _whole(1, 2), 1, "The level of that sleep; `CUMEM_SLEEP_DEEP_AFTER_S` takes it to level 3 later."

@@ -31,6 +31,7 @@ class Conductor:
         failure: why waking on request failed, and until when no request tries again (a time of `clock`).
         changed: set and replaced whenever the model's state changes.
         several_servers: other processes serve the same engine, so a sleep may pass unseen.
+        whole_since: when a change, by any API server, last woke the model or gave it its weights (a time of `clock`).
     """
 
     def __init__(self, settings: GateSettings, status: metrics.WorkerStatus) -> None:
@@ -40,6 +41,7 @@ class Conductor:
         self.changed = asyncio.Event()
         self.several_servers = False
         self.clock = time.monotonic
+        self.whole_since = 0.0
         self._settings = settings
         self._status = status
         self._lock = asyncio.Lock()
@@ -72,6 +74,7 @@ class Conductor:
 
     def _adopt(self, told: dict[str, Any]) -> None:
         before = self.model.state
+        self.whole_since = max(self.whole_since, told.get("whole_since", 0.0))
         self.model.adopt(told.get("facts", {}))
         self._tell_of_change(before)
 
@@ -200,7 +203,12 @@ class Conductor:
                 raise ClientGone
             self._changes += 1
             async with self._without_siblings() if self.several_servers else nullcontext():
-                yield
+                was_whole = self.model.may_rest
+                try:
+                    yield
+                finally:
+                    if self.model.may_rest and not was_whole:
+                        self.whole_since = self.clock()
         finally:
             self._changes += 1
             turn.cancel()
@@ -215,7 +223,8 @@ class Conductor:
             try:
                 yield
             finally:
-                self._siblings.write({"facts": self.model.facts(), "changes": told.get("changes", 0) + 1})
+                facts = {"facts": self.model.facts(), "whole_since": self.whole_since}
+                self._siblings.write({**facts, "changes": told.get("changes", 0) + 1})
 
     @asynccontextmanager
     async def change(self, disturbs: bool = True, gone: asyncio.Future[None] | None = None) -> AsyncIterator[None]:

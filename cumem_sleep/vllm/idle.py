@@ -38,13 +38,13 @@ class IdleSleep:
         self._unfinished, self._is_clear = unfinished, is_clear
         self._requests = 0  # that are held here, or answered
         self._until = 0.0  # the model stays awake, as far as this server knows
-        self._served = False
         self._resting = Resting()
         self._watch: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         """Begin to watch, once."""
         if self._settings.idle_s is not None and self._watch is None:
+            self._postpone(self._settings.idle_s)
             self._watch = asyncio.create_task(self._look_always(self._settings.idle_s))
 
     def stop(self) -> None:
@@ -76,8 +76,9 @@ class IdleSleep:
             self._resting.lock(self._has_requests())
 
     def _is_kept_awake(self) -> bool:
-        """Whether any API server has requests, or had some not long ago."""
-        until = self._until
+        """Whether any API server has requests, had some not long ago, or has woken the model since."""
+        awake_s = max(self._settings.idle_s or 0.0, self._settings.idle_awake_s)
+        until = max(self._until, self._conductor.whole_since + awake_s)
         if self._conductor.several_servers:
             until = max(until, self._resting.until)
             if self._resting.others_have_requests():
@@ -99,14 +100,11 @@ class IdleSleep:
         model = self._conductor.model
         if self._has_requests():
             self._postpone(idle_s)
-        if model.serves and not self._served:  # it was woken
-            self._postpone(max(idle_s, self._settings.idle_awake_s))
-        self._served = model.serves
         self._tell()
         if self._is_kept_awake() or not (model.serves or model.phase is GatePhase.UNKNOWN):
             return
         await self._conductor.look()
-        if not (model.serves and self._served) or self._is_kept_awake():
+        if not model.serves or self._is_kept_awake():
             return
         if why := await self._sleep():
             if model.may_be_woken:  # its scheduler has stopped
