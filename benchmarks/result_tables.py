@@ -15,10 +15,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from measured import (
-    bench,
     compressed,
-    host_memory,
     peers,
+    prepare_cost,
     results,
     scenarios,
     serve_models,
@@ -54,10 +53,8 @@ BLOCKS: dict[str, dict[str, Callable[[], Sequence[str]]]] = {
         "switching": lambda: _if_switched(switching.table),
         "serve": lambda: vllm_serve.table(load("vllm_serve.json")),
         "peers": lambda: peers.table(load("peers.json"), "Compared with its peers", peers.BELOW),
-        "bench": lambda: bench.table(load("bench.json"), "A 32B model's memory"),
         "compressed": lambda: compressed.table(load("compressed.json")),
-        "host memory": lambda: host_memory.table(load("host_memory.json")),
-        "prepare": lambda: host_memory.prepare_table(load("prepare_cost.json")),
+        "prepare": lambda: prepare_cost.table(load("prepare_cost.json")),
         "vLLM at level 3": lambda: vllm_level_3.table(load("vllm_level_3_own.json"), load("vllm_level_3.json")),
         "models": lambda: serve_models.table(load("serve_models.json")),
     },

@@ -192,25 +192,6 @@ def test_changed_bytes_are_found(
 MACHINE = {"gpu": "A GPU", "driver, pcie generation, width": "580.1, 5, 16", "cores": 16, "torch": "2.11.0"}
 
 
-def bench_result() -> dict[str, Any]:
-    steps = [
-        ("first sleep", 3.0, 65e9, 2.5),
-        ("wake", 1.5, 65e9, 1.2),
-        ("wake", 1.3, 65e9, 1.1),
-        ("other", 0.1, 0, None),
-    ]
-    return {
-        "machine": MACHINE,
-        "workload": {"name": "32b", "segments": 258, "weights_bytes": 61 << 30, "kv_cache_bytes": 54 << 30},
-        "link_gbps": {"to_host": 55.0, "to_device": 54.0},
-        "digest": {"bytes": 61 << 30, "seconds": [0.018, 0.019], "gbps": 3500.0},
-        "steps": [
-            {"step": step, "seconds": seconds, "bytes": nbytes, "gbps": nbytes / seconds / 1e9, "times_link": ratio}
-            for step, seconds, nbytes, ratio in steps
-        ],
-    }
-
-
 @pytest.fixture
 def results(
     peers: tuple[str, dict[str, Any]], tables: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
@@ -219,13 +200,11 @@ def results(
     folder = tmp_path / "results"
     folder.mkdir()
     (folder / "peers.json").write_text(json.dumps({**peers[1], "machine": MACHINE}))
-    (folder / "bench.json").write_text(json.dumps(bench_result()))
     kept = (
         "prepare_cost",
         "vllm_serve",
         "vllm_scenarios",
         "compressed",
-        "host_memory",
         "vault",
         "saver",
         "vllm_level_3",
@@ -256,7 +235,6 @@ def test_tables_say_what_was_not_measured(results: pathlib.Path, tables: ModuleT
     first_sleep = next(line for line in peers.splitlines() if line.startswith("| first sleep | "))
     assert first_sleep.count("not measured") == 3
     assert re.search(r"^vLLM `cumem` was not measured: vllm (is not installed|needs a GPU)\.$", page, re.MULTILINE)
-    assert "| wake | 1.40 (1.30–1.50) | 1.15 |" in page
     hooks = next(line for line in page.splitlines() if line.startswith("| malloc and free of a 2 MiB segment, µs | "))
     assert hooks.count("not measured") == 3
 
