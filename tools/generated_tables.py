@@ -1,4 +1,4 @@
-"""Writes the tables of docs/settings.md and docs/metrics.md from the package's, and docs/support.md's from evidence.
+"""Writes the tables of settings and metrics into the docs from the package's, and docs/support.md's from evidence.
 
 python tools/generated_tables.py            # after a change to settings.py, metrics.py or tools/support_matrix.py
 python tools/generated_tables.py --check    # are the pages up to date?
@@ -8,15 +8,26 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import support_matrix
 
 from cumem_sleep import metrics
+from cumem_sleep.settings import Reader
 from cumem_sleep.tools.help_texts import settings_tables
 
-DOCS = Path(__file__).parent.parent / "docs"
+ROOT = Path(__file__).parent.parent
+
+
+def pages() -> Iterator[tuple[Path, Mapping[str, str]]]:
+    """Each page, and its tables by their headings."""
+    settings = settings_tables()
+    of_contributors = Reader.BUILD_AND_TESTS.value
+    yield ROOT / "CONTRIBUTING.md", {of_contributors: settings.pop(of_contributors)}
+    yield ROOT / "docs" / "settings.md", settings
+    yield ROOT / "docs" / "metrics.md", metrics.tables()
+    yield ROOT / "docs" / "support.md", support_matrix.tables()
 
 
 def with_tables(page: str, tables: Mapping[str, str]) -> str:
@@ -31,14 +42,10 @@ def with_tables(page: str, tables: Mapping[str, str]) -> str:
 
 
 if __name__ == "__main__":
-    for name, tables in (
-        ("settings.md", settings_tables()),
-        ("metrics.md", metrics.tables()),
-        ("support.md", support_matrix.tables()),
-    ):
-        before = (DOCS / name).read_text()
+    for page, tables in pages():
+        before = page.read_text()
         after = with_tables(before, tables)
         if sys.argv[1:] != ["--check"]:
-            (DOCS / name).write_text(after)
+            page.write_text(after)
         elif after != before:
-            sys.exit(f"docs/{name} is not up to date: run {Path(__file__).name}")
+            sys.exit(f"{page.relative_to(ROOT)} is not up to date: run {Path(__file__).name}")

@@ -127,8 +127,8 @@ class WithVllm:
         if self.versions and minor(version) not in self.versions:
             return f"[refused](../{self.refused_in})"
         if self.ran and {ran.version("vllm") for ran in self.ran} == {version}:
-            return ", ".join(sorted({ran.link for ran in self.ran}))
-        return self.test.link if self.test and self.test.runs_with(version) else "unknown"
+            return _links(self.ran)
+        return _links(self.test if self.test and self.test.runs_with(version) else None)
 
 
 WITH_VLLM = (
@@ -174,16 +174,19 @@ WITH_VLLM = (
 )
 
 _SAVER = ("results", "30 GiB")
-_TRAINERS = "integrations/test_trainers_calls.py"
-ENGINES = ("PyTorch", "torch_memory_saver", "SGLang", "slime", "miles", "verl", "TRL")
-WITH_OTHERS: dict[str, dict[str, Ran | Tested]] = {
+_CALLS = "integrations/test_trainers_calls.py"
+TRAINERS = "slime, miles, verl"
+ENGINES = ("PyTorch", "torch_memory_saver", "SGLang", TRAINERS, "TRL")
+WITH_OTHERS: dict[str, dict[str, Ran | Tested | Sequence[Tested]]] = {
     "sleep and wake": {
         "PyTorch": Ran("decoder.json"),
         "torch_memory_saver": Ran("saver.json", (*_SAVER, "ours")),
-        "SGLang": Tested(_TRAINERS, "test_release_and_resume_memory_occupation"),
-        "slime": Tested(_TRAINERS, "test_buffers_of_deep_ep_are_left_out"),
-        "miles": Tested(_TRAINERS, "test_gradients_are_dropped_and_parameters_stay_for_the_update"),
-        "verl": Tested(_TRAINERS, "test_release_and_resume_memory_occupation"),
+        "SGLang": Tested(_CALLS, "test_release_and_resume_memory_occupation"),
+        TRAINERS: (
+            Tested(_CALLS, "test_buffers_of_deep_ep_are_left_out"),
+            Tested(_CALLS, "test_gradients_are_dropped_and_parameters_stay_for_the_update"),
+            Tested(_CALLS, "test_release_and_resume_memory_occupation"),
+        ),
     },
     "training": {"torch_memory_saver": Ran("saver.json", ("training loop", "ours"))},
     "compressed backups": {"PyTorch": Ran("compressed.json")},
@@ -197,6 +200,13 @@ WITH_OTHERS: dict[str, dict[str, Ran | Tested]] = {
         )
     },
 }
+
+
+def _links(evidence: Ran | Tested | Sequence[Ran | Tested] | None) -> str:
+    """Of all of it, each once."""
+    if evidence is None:
+        return "unknown"
+    return ", ".join(sorted({one.link for one in ([evidence] if isinstance(evidence, (Ran, Tested)) else evidence)}))
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -218,9 +228,6 @@ def tables() -> dict[str, str]:
     """By their headings."""
     versions, of_others = vllm_versions(), _versions()
     of_vllm = [[feature.name, *(feature.cell(version) for version in versions)] for feature in WITH_VLLM]
-    others = [
-        [name, *(shown[engine].link if engine in shown else "unknown" for engine in ENGINES)]
-        for name, shown in WITH_OTHERS.items()
-    ]
+    others = [[name, *(_links(shown.get(engine)) for engine in ENGINES)] for name, shown in WITH_OTHERS.items()]
     head = ["", *(f"{engine} {of_others.get(engine, '')}".rstrip() for engine in ENGINES)]
     return {"vLLM": _table(["", *versions], of_vllm), "Other engines": _table(head, others)}

@@ -157,7 +157,7 @@ def environment(*, tests: bool = False) -> str:
 
 
 def settings_tables() -> dict[str, str]:
-    """The tables of `docs/settings.md`, by the headings of its sections."""
+    """The tables of `docs/settings.md`, and the last one of `CONTRIBUTING.md`, by the headings of their sections."""
     tables: dict[str, str] = {}
     for variable in VARIABLES.values():
         row = f"| `{variable.name}` | {variable.default} | {variable.text} |\n"
