@@ -178,6 +178,9 @@ class KeptKv:
     def _fall_asleep(self, level: int) -> Any:
         """What follows vLLM's pause. Everything that was scheduled has run."""
         core, manager = self._core, self._core.scheduler.kv_cache_manager
+        # In the user's own process, vLLM's pause waits for no step. Without a request, their outputs are empty.
+        while core.batch_queue and not core.scheduler.requests:
+            core.step_fn()
         why = self._why_not()
         self._is_sparing = not why
         try:

@@ -6,6 +6,7 @@ tokens are found in the prefix cache, and what the log said.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import logging
 import os
@@ -197,14 +198,34 @@ def _lost(core: Any) -> None:
 
 
 def _steps_under_way(core: Any) -> None:
+    add(core, "not answered yet", PROMPT[::-1], 2)
     core.batch_queue, own = ["a step"], core.batch_queue
-    core.has_work, core._pause_complete = (lambda: False), (lambda: True)
     try:
-        sleep(core)
+        _in_the_users_process(core, "keep")
     finally:
         core.batch_queue = own
-        del core.has_work, core._pause_complete
     core.wake_up()
+    run_to_end(core)
+
+
+def _last_step_under_way(core: Any) -> None:
+    add(core, "answered", PROMPT, 2)
+    while core.scheduler.requests:
+        core.step_once()
+    assert core.batch_queue, "the next step is not scheduled before the last one has run"
+    _in_the_users_process(core, "abort")
+    core.wake_up()
+
+
+def _in_the_users_process(core: Any, mode: str) -> None:
+    """A sleep as `LLM` makes it without a process for its engine: there a pause waits for nothing."""
+    from vllm.v1.engine.core import EngineCore
+
+    core.pause_scheduler = functools.partial(EngineCore.pause_scheduler, core)
+    try:
+        sleep(core, mode=mode)
+    finally:
+        del core.pause_scheduler
 
 
 # Whether the prompt's tokens are found afterwards, and what the log said.
@@ -236,6 +257,7 @@ SCENARIOS: dict[str, tuple[Callable[[Any], None], bool, str]] = {
     },
     "no room in another rank": (_other_has_no_room, False, "there is no host memory for a block of it"),
     "given up": (_lost, False, "drop_kept() was called"),
+    "the last step under way": (_last_step_under_way, True, KEPT),
     "steps under way": (_steps_under_way, False, "steps are still under way"),
 }
 
