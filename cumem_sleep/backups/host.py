@@ -25,6 +25,7 @@ from .tier import Footprint, HostLimit, Tier, Turn, budget_limits
 _MOST_PREFAULT_THREADS = 16
 _ROW_BYTES = 32  # of a piece in the table of a kernel
 _LEAST_ROWS = 512  # of such a table: it stays pinned from one operation to the next
+_PART_BYTES = 64 << 10
 _HEAP_BYTES = 16 << 10  # more than the driver allocates when it registers a block
 
 
@@ -232,11 +233,12 @@ class HostLane(Lane):
     def _by_kernel(self, extent: Extent, pieces: PieceTable, *, to_host: bool) -> bool:
         if not _core.device_info(self.stream.device).host_pointers:
             return False
+        pieces = _cut(pieces)
         if self._table is None or self._used + len(pieces) > self._rows:
             self._used, self._rows = 0, max(len(pieces), _LEAST_ROWS)
             self._table = self._transfers.table(_ROW_BYTES * self._rows, self.stream.device)
         block = cast(_core.HostBlock, extent)
-        self.stream.copy_pieces(self._table, self._used, block, np.ascontiguousarray(pieces), to_host=to_host)
+        self.stream.copy_pieces(self._table, self._used, block, pieces, to_host=to_host)
         self._used += len(pieces)
         return True
 
@@ -244,6 +246,15 @@ class HostLane(Lane):
         """From then on the table can be used anew."""
         super().synchronize()
         self._used = 0
+
+
+def _cut(pieces: PieceTable) -> PieceTable:
+    """The same in parts, so that all blocks of a kernel have work where a piece is large."""
+    counts = -(-pieces[:, 2] // _PART_BYTES)
+    of = np.repeat(np.arange(len(pieces)), counts)
+    begin = (np.arange(len(of)) - (np.cumsum(counts) - counts)[of]) * _PART_BYTES
+    address, offset, nbytes = pieces[of].T
+    return np.column_stack((address + begin, offset + begin, np.minimum(nbytes - begin, _PART_BYTES)))
 
 
 class _Releasing:
