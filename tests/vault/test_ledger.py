@@ -25,7 +25,7 @@ def key(name: str, nbytes: int = UNIT_BYTES, encoding: str = "") -> Key:
 
 
 def ledger(slabs: int = 2) -> Ledger:
-    made = Ledger()
+    made = Ledger(lambda _: None)
     for number in range(slabs):
         made.add_slab(number, SLAB)
     return made
@@ -331,7 +331,7 @@ def test_what_is_set_aside_for_one_owner_is_reserved_by_no_other() -> None:
 
 
 def test_memory_of_the_gpu_s_own_numa_node_comes_first() -> None:
-    books = Ledger()
+    books = Ledger(lambda _: None)
     for number in range(4):
         books.add_slab(number, SLAB, node=number % 2)
     holds = books.reserve("a", GPU, [SLAB] * 3, node=1)
