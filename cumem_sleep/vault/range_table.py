@@ -26,7 +26,7 @@ def check_table(ranges: Table, lent_bytes: int, backup_bytes: int) -> None:
     if (ranges % _ALIGNMENT).any() or (nbytes == 0).any():
         raise InvalidArgument("ranges: expected offsets and bytes that are multiples of 16")
     for start, whole in ((at, lent_bytes), (offset, backup_bytes)):
-        if (nbytes > whole).any() or (start > whole - nbytes).any():
+        if (start > whole - nbytes).any():
             raise InvalidArgument(f"ranges: one lies beyond {lent_bytes} bytes of memory or {backup_bytes} of a backup")
         order = np.argsort(start)
         if ((start + nbytes)[order][:-1] > start[order][1:]).any():

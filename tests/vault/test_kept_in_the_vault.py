@@ -228,7 +228,14 @@ class TestLost:
                 cache.allocator.wake_up()
         assert all(segment.sleep != AWAKE for segment in _core.segments())
         cache.check_lost("does not answer")
+        cache.contents = {address: np.random.bytes(len(content)) for address, content in cache.contents.items()}
+        cache.fill()
         vault.signal(signal.SIGCONT)
+        eventually(
+            lambda: not any(each["open_requests"] for each in vault.status()["clients"] if each["lent_bytes"]),
+            "it has copied",
+        )
+        assert cache.is_all_there()
 
         def sleeps() -> bool:
             with suppress(VaultLost):
@@ -237,6 +244,25 @@ class TestLost:
 
         eventually(sleeps, "it is used again")
         cache.check_back()
+
+    def test_memory_is_noted_as_lent_before_it_is_filled(self, cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+        noted: list[tuple[str, bool]] = []
+        lend_memory, copy_table = _core.lend_memory, VaultClient.copy_table
+
+        def lend(address: int, filled: bool) -> _core.Loan:
+            noted.append(("loan", filled))
+            return lend_memory(address, filled)
+
+        def copy(*args: Any, **kwargs: Any) -> int:
+            noted.append(("copy", not kwargs["to_host"]))
+            return copy_table(*args, **kwargs)
+
+        monkeypatch.setattr(_core, "lend_memory", lend)
+        monkeypatch.setattr(VaultClient, "copy_table", copy)
+        cache.check_kept(cache.sleep())
+        assert [each for each in noted if each[1]] == []
+        cache.check_back()
+        assert [each for each in noted if each[1]][1:] == 3 * [("loan", True), ("copy", True)], "after the weights"
 
     def test_a_vault_that_is_silent_in_a_sleep_keeps_nothing(
         self, cache: Cache, vault: RunningVault, monkeypatch: pytest.MonkeyPatch
