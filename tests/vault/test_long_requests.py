@@ -189,7 +189,7 @@ def test_a_reservation_whose_memory_others_need_meanwhile_is_given_back(
 
 def test_a_client_that_goes_in_the_middle_of_a_reservation_keeps_nothing(many: Many) -> None:
     gone = many.connect()
-    gone._ask("reserve", gpu=many.gpu, sizes=[UNIT_BYTES], more_bytes=MEMORY - UNIT_BYTES, wait=True)
+    gone._ask("reserve", gpu=many.gpu, sizes=[UNIT_BYTES], more_bytes=MEMORY - UNIT_BYTES, wait=True, expendable=False)
     with pytest.raises(OutOfHostMemory):
         many.reserve(1)
     gone.close()
