@@ -682,9 +682,9 @@ class CuMemAllocator:
 
     def kept_room(self) -> int:
         """How many bytes a sleep at level 1 could keep of what it drops (`sleep(keep=...)`): what the limits on host
-        memory leave beside the backups. 0 with a vault, which keeps none.
+        memory, or the vault's free memory, leave beside the backups. 0 where no vault answers.
         """
-        return self._operations.look("kept_room", self._kept_room)
+        return Operation(self._operations, "kept_room", self._kept_room, uses_cuda=CudaUse.LEASE_UNLESS_AWAY).run()
 
     def _kept_room(self) -> int:
         is_dropped = dropped_at_level(1)

@@ -32,8 +32,6 @@ _HEAP_BYTES = 16 << 10  # more than the driver allocates when it registers a blo
 class HostTier(Tier):
     """Extents are blocks of host memory: address space once reserved, pinned pages once written, until `unpin`."""
 
-    keeps_ranges = True
-
     def __init__(self, settings: Settings, tuning: Tuning, turn: Turn) -> None:
         self._settings = settings
         self._tuning = tuning

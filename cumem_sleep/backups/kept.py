@@ -24,14 +24,13 @@ from ..errors import (
     CumemSleepError,
     InvalidArgument,
     InvalidArgumentType,
-    InvalidState,
-    OutOfHostMemory,
+    VaultLost,
     check_integer,
     shown,
 )
 from ..report import PhaseTimer
 from .backup import extent_sizes
-from .tier import Tier
+from .tier import Footprint, Tier
 
 _Sleep = _core.Segment.Sleep
 _ALIGNMENT = 16  # what a kernel copies at once
@@ -91,11 +90,11 @@ class KeptRanges:
         """How many bytes are kept of `segments`."""
         return sum(kept.nbytes for segment in segments if (kept := self._kept.get(segment.id)))
 
-    def host_bytes_of(self, segments: Iterable[_core.Segment]) -> int:
-        """How much of the tiers' memory it takes for the sake of `segments`; each place counts for its first one."""
+    def footprints_of(self, segments: Iterable[_core.Segment]) -> list[Footprint]:
+        """What it takes of the tiers' memory for the sake of `segments`; each place counts for its first one."""
         ids = {segment.id for segment in segments}
         mine = [p for p in self._places if next((s.id for s in p.segments if not s.freed), None) in ids]
-        return sum(extent.bytes for place in mine for extent in place.extents)
+        return [footprint for place in mine for footprint in place.tier.footprints([place.extents])]
 
     def begin(
         self, segments: Sequence[_core.Segment], ranges: Mapping[int, RangeTable], digester: DeviceDigester | None
@@ -135,8 +134,6 @@ class KeptRanges:
             kept.digest = digests.get(kept.segment.id)
 
     def _keep(self, tier: Tier) -> None:
-        if self._begun and not tier.keeps_ranges:
-            raise InvalidState("backups lie in a vault, which keeps no ranges")
         for device, segments in by_device(kept.segment for kept in self._begun).items():
             place, nbytes = _Place(tier, device, segments), 0
             for kept in self._begun:
@@ -163,10 +160,7 @@ class KeptRanges:
                     break
                 place.extents.append(other.extents.pop())
         lacking = sizes[len(place.extents) :]
-        for limit in place.tier.limits(sum(lacking)):
-            if limit.available_bytes < sum(lacking):
-                raise OutOfHostMemory(sum(lacking), limit.available_bytes, limit.name)
-        place.extents += place.tier.reserve(place.device, lacking)
+        place.extents += place.tier.reserve_expendable(place.device, lacking)
 
     def bring_back(
         self, segments: Sequence[_core.Segment], digester: DeviceDigester | None, timer: PhaseTimer, *, wanted: bool
@@ -181,6 +175,7 @@ class KeptRanges:
 
         Raises:
             OperationStopped: all is kept still.
+            VaultLost: likewise; a vault may still write to this memory, so the wake has to fail.
         """
         if not wanted and self._kept:
             self.give_up("the wake was not to restore")
@@ -285,6 +280,8 @@ def _brought_back(kept: Sequence[_Kept], digester: DeviceDigester | None) -> str
     try:
         _copy(kept, out=False)
         digests = {} if digester is None else _digests(digester, kept)
+    except VaultLost:
+        raise
     except (CumemSleepError, MemoryError) as error:
         return _in_words(error)
     changed = [each for each in kept if each.digest != digests.get(each.segment.id)]

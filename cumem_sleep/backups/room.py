@@ -145,9 +145,7 @@ class BackupRoom:
 
     def left_bytes(self, segments: Sequence[_core.Segment]) -> int:
         """What the limits leave for what may be kept, once `segments` are backed up, and what is kept now is not."""
-        if not self.tier.keeps_ranges:
-            return 0
-        available = min((limit.available_bytes for limit in self.tier.limits()), default=0)
+        available = self.tier.expendable_room()
         return max(0, available + self._catalogue.kept.bytes - self.needed_bytes(segments, compressed=False))
 
     def unpin(self) -> None:

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from ..core.extents import Extent, Transfers
 from ..digest.reference import Digest
+from ..errors import OutOfHostMemory
 from ..report import BackupPlace
 from ..settings import Settings
 
@@ -68,15 +69,10 @@ class Footprint(NamedTuple):
 class Tier(ABC):
     """A place for extents. Not thread safe: the allocator's lock guards it.
 
-    Attributes:
-        keeps_ranges: whether it is a place for what is kept of dropped segments as well (`backups.kept`).
-
     What every tier does is abstract. The rest is in four groups, of which a tier overrides all or nothing: those whose
     extents other processes may share, or that evict by themselves; those of another process; those that pin memory in
     this process; and those that do some of their work in a thread.
     """
-
-    keeps_ranges = False
 
     # What every tier does
 
@@ -116,6 +112,21 @@ class Tier(ABC):
             OutOfHostMemory: there is too little.
             NotYet: it would have to wait.
         """
+
+    def reserve_expendable(self, device: int, sizes: Sequence[int]) -> Sequence[Extent]:
+        """As `reserve`, for what is kept of dropped segments (`backups.kept`): no backup gives way to it.
+
+        Raises:
+            OutOfHostMemory: there is too little.
+        """
+        for limit in self.limits(sum(sizes)):
+            if limit.available_bytes < sum(sizes):
+                raise OutOfHostMemory(sum(sizes), limit.available_bytes, limit.name)
+        return self.reserve(device, sizes)
+
+    def expendable_room(self) -> int:
+        """How many bytes `reserve_expendable` would give."""
+        return min((limit.available_bytes for limit in self.limits()), default=0)
 
     @abstractmethod
     def transfers(self) -> Transfers:

@@ -20,8 +20,8 @@ import numpy.typing as npt
 
 from .. import _core
 from ..core import log
-from ..core.extents import Extent, Lane, Transfers
-from ..errors import CumemSleepError, VaultLost, VaultUnavailable
+from ..core.extents import Extent, Lane, PieceTable, Transfers
+from ..errors import CumemSleepError, OutOfHostMemory, VaultError, VaultLost, VaultUnavailable
 from ..report import BackupPlace
 from ..settings import Settings
 from ..vault import protocol
@@ -133,6 +133,26 @@ class VaultTier(Tier):
         if backups is None:
             raise NotYet
         return [self._held(device, client, backup) for backup in backups]
+
+    def reserve_expendable(self, device: int, sizes: Sequence[int]) -> Sequence[Extent]:  # noqa: D102
+        budgets = self.limits()
+        if any(limit.available_bytes < sum(sizes) for limit in budgets):
+            raise OutOfHostMemory(sum(sizes), budgets[0].available_bytes, budgets[0].name)
+        client = self.client()
+        backups = client.reserve_now(self.gpu(device), sizes, expendable=True)
+        if backups is None:
+            raise OutOfHostMemory(sum(sizes), client.expendable_bytes(), "vault", "it is still taking memory")
+        extents = [self._held(device, client, backup) for backup in backups]
+        for extent in extents:
+            extent.needed = False
+        return extents
+
+    def expendable_room(self) -> int:  # noqa: D102
+        try:
+            free_bytes = self.client().expendable_bytes()
+        except CumemSleepError:
+            return 0
+        return min([free_bytes, *(limit.available_bytes for limit in self.limits())])
 
     def _held(self, device: int, client: VaultClient, backup: VaultBackup, sealed: Key | None = None) -> VaultExtent:
         extent = VaultExtent(self.gpu(device), backup, client.slabs, sealed)
@@ -506,6 +526,45 @@ class VaultLane(Lane):
         request = (client.read if filled else client.write)(lent, [Range(extent.backup, offset, at, nbytes)])
         self._begun.append((client, request))
         self._transfers.begun(request)
+
+    def write_pieces(self, extent: Extent, pieces: PieceTable) -> None:
+        """Begin to copy them from the device, when what runs on the stream has ended."""
+        self._copy_pieces(self._transfers.tier.client(), cast(VaultExtent, extent), pieces, filled=False)
+
+    def read_pieces(self, extent: Extent, pieces: PieceTable) -> None:
+        """Begin to copy them to the device, when what runs on the stream has ended.
+
+        Raises:
+            VaultError: the vault is gone, or has evicted them; it was lent nothing.
+        """
+        (mine,) = _mine([extent])
+        client = self._transfers.reader(mine)
+        if client is None:
+            raise VaultError("the vault that kept this has ended, or does not answer")
+        try:
+            evicted = client.mark([mine.backup], needed=False)
+        except VaultLost as lost:
+            raise VaultError(f"the vault that kept this is lost: {lost}") from None
+        if evicted:
+            mine.is_lost = True
+            raise VaultError("the vault needed the memory for backups")
+        self._copy_pieces(client, mine, pieces, filled=True)
+
+    def _copy_pieces(self, client: VaultClient, extent: VaultExtent, pieces: PieceTable, *, filled: bool) -> None:
+        self._transfers.begin(client, extent)
+        self.stream.synchronize()
+        while len(pieces):
+            some = pieces[: protocol.MAX_ROWS]
+            lent, at = self._transfers.lend(client, int(some[0, 0]), self.stream.device)
+            base = int(some[0, 0]) - at
+            if filled:
+                self._transfers.note_loan(base, filled=True)
+            beyond = np.flatnonzero((some[:, 0] < base) | (some[:, 0] >= base + lent.nbytes))
+            some = some[: beyond[0]] if len(beyond) else some
+            request = client.copy_table(lent, extent.backup, some - np.array((base, 0, 0)), to_host=not filled)
+            self._begun.append((client, request))
+            self._transfers.begun(request)
+            pieces = pieces[len(some) :]
 
     def join(self) -> None:
         """The vault's copies are on no stream of this process, so they are waited for."""

@@ -35,12 +35,12 @@ def _usage_by_tag(layer: Layer, meant: SegmentGroup) -> dict[str, TagUsage]:
 
 def _of_a_tag(layer: Layer, segments: list[_core.Segment], held: Mapping[int, Footprint]) -> TagUsage:
     kept = layer.store.catalogue.kept
-    backups = [held[segment.id] for segment in segments if segment.id in held]
+    backups = [held[segment.id] for segment in segments if segment.id in held] + kept.footprints_of(segments)
     return TagUsage(
         segments=len(segments),
         bytes=sum(segment.bytes for segment in segments),
         mapped_bytes=sum(segment.bytes for segment in segments if segment.has_memory),
-        host_bytes=sum(each.bytes for each in backups) + kept.host_bytes_of(segments),
+        host_bytes=sum(each.bytes for each in backups),
         vault_bytes=sum(each.vault_bytes for each in backups),
         shared_bytes=sum(each.shared_bytes for each in backups),
         kept_bytes=kept.bytes_of(segments),

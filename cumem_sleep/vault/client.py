@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 from ..errors import CumemSleepError, InvalidState, VaultError, VaultLost, VaultUnavailable
 from . import protocol
 from .ledger import Key, SlabRange, needed_bytes
-from .protocol import Channel, Nonsense, OtherVersion, VaultMessage
+from .protocol import Channel, Nonsense, OtherVersion, Table, VaultMessage
 
 DEADLINE_S = 5.0  # of silence: the vault says every second that it is at work
 _NO_MORE_FILES = "this process can open no more files: raise the limit of its open files (ulimit -n)"
@@ -306,18 +306,26 @@ class VaultClient:
         """
         return self._reserve(gpu, sizes, wait=True) or []
 
-    def reserve_now(self, gpu: str, sizes: Sequence[int]) -> list[VaultBackup] | None:
-        """As `reserve`; None where the vault is still taking the memory for that."""
-        return self._reserve(gpu, sizes, wait=False)
+    def reserve_now(self, gpu: str, sizes: Sequence[int], *, expendable: bool = False) -> list[VaultBackup] | None:
+        """As `reserve`; None where the vault is still taking the memory for that.
+
+        Args:
+            expendable: nothing is evicted for these, and the vault may evict them before anything else; never sealed.
+        """
+        return self._reserve(gpu, sizes, wait=False, expendable=expendable)
 
     @_in_turn
-    def _reserve(self, gpu: str, sizes: Sequence[int], wait: bool) -> list[VaultBackup] | None:
+    def _reserve(
+        self, gpu: str, sizes: Sequence[int], wait: bool, expendable: bool = False
+    ) -> list[VaultBackup] | None:
         """Part by part; with the first one the vault sets aside what the others need."""
         more_bytes = needed_bytes(sizes)
         with self._all_or_none() as reserved:
             for some in _parts(sizes):
                 more_bytes -= needed_bytes(some)
-                facts = self._ask("reserve", gpu=gpu, sizes=some, more_bytes=more_bytes, wait=wait)["backups"]
+                facts = self._ask(
+                    "reserve", gpu=gpu, sizes=some, more_bytes=more_bytes, wait=wait, expendable=expendable
+                )["backups"]
                 if facts is None:
                     self.release(reserved)
                     return None
@@ -327,6 +335,10 @@ class VaultClient:
     def free_bytes(self) -> int:
         """What could be reserved without evicting anything, with what the vault is still taking."""
         return int(self._ask("room")["free_bytes"])
+
+    def expendable_bytes(self) -> int:
+        """What could be reserved now of what is expendable."""
+        return int(self._ask("room")["expendable_bytes"])
 
     @_in_turn
     def find(self, gpu: str, keys: Sequence[Key]) -> list[VaultBackup | None]:
@@ -454,6 +466,16 @@ class VaultClient:
         """
         return self._copy(lent, ranges, to_host=False)
 
+    @_in_turn
+    def copy_table(self, lent: LentMemory, backup: VaultBackup, ranges: Table, *, to_host: bool) -> int:
+        """As `write` or `read`, of many small ranges of one backup.
+
+        Args:
+            ranges: rows of an offset in the memory, one in the backup, and bytes, all multiples of 16; at most
+                `protocol.MAX_ROWS`, of which none overlap.
+        """
+        return self._begin_copy("copy_table", lent, protocol.table_to_json(ranges), to_host, number=backup.number)
+
     def wait(self, requests: Iterable[int]) -> None:
         """Return when these copies have ended, or this memory was given back. Waiting again for the same does nothing.
 
@@ -495,11 +517,14 @@ class VaultClient:
     def _copy(self, lent: LentMemory, ranges: Sequence[Range], to_host: bool) -> int:
         if not ranges:
             raise InvalidState("no ranges: there is nothing to copy")
+        numbers = [(each.backup.number, each.offset, each.lent_offset, each.nbytes) for each in ranges]
+        return self._begin_copy("copy", lent, numbers, to_host)
+
+    def _begin_copy(self, verb: str, lent: LentMemory, ranges: object, to_host: bool, **more: object) -> int:
         descriptors = [lent.descriptor] if lent.descriptor >= 0 else []
         lent.descriptor = -1
-        numbers = [(each.backup.number, each.offset, each.lent_offset, each.nbytes) for each in ranges]
-        facts = {"gpu": lent.gpu, "memory": lent.number, "bytes": lent.nbytes, "out": to_host, "ranges": numbers}
-        return self._begin("copy", descriptors, **facts)
+        facts = {"gpu": lent.gpu, "memory": lent.number, "bytes": lent.nbytes, "out": to_host, "ranges": ranges}
+        return self._begin(verb, descriptors, **facts, **more)
 
     @_in_turn
     def _ask(

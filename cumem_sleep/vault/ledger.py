@@ -2,7 +2,8 @@
 
 Memory comes in slabs. An *entry* is a backup: extents of slabs, shared by the *holds* of their owners, one for each
 segment. A hold is needed (its segment sleeps, or is about to) or retained (its segment is awake). What nobody needs may
-be evicted, least recently used first. A slab that another vault has left behind is *adopted*: it has the entries that
+be evicted, least recently used first, and before it what is *expendable*: nothing is evicted for that, and it is zeroed
+before others get its memory. A slab that another vault has left behind is *adopted*: it has the entries that
 its owners show, and nothing new is written there.
 
 What a call costs does not depend on what else is held: 10 µs or so for each backup that it is about, and 2 µs for each
@@ -14,7 +15,7 @@ from __future__ import annotations
 import sys
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter, OrderedDict
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, islice
 from typing import NamedTuple
@@ -70,6 +71,7 @@ class Entry:
         nbytes: how many bytes are stored.
         taken_bytes: how many bytes of the slabs it takes.
         note: what the owner wrote down about the encoding, for those that share it.
+        is_expendable: it is never sealed.
         copies: how many copies to and from the extents are under way: until they end nobody else gets the extents.
         counts: for each group that has any: how many holds, and how many that are needed. A copy counts in that of all.
         owners: how many owners its holds have.
@@ -83,6 +85,7 @@ class Entry:
     key: Key | None = None
     note: str = ""
     is_adopted: bool = False
+    is_expendable: bool = False
     holds: set[Hold] = field(default_factory=set)
     copies: int = 0
     counts: dict[_Group, tuple[int, int]] = field(default_factory=dict)
@@ -95,6 +98,11 @@ class Entry:
     def needed(self) -> bool:
         """Whether it has to stay."""
         return self.counts.get(_ALL, (0, 0))[1] > 0
+
+    @property
+    def is_given_up(self) -> bool:
+        """Nobody has it any more, and it is about to be zeroed."""
+        return self.is_expendable and not self.holds
 
     def ranges(self, offset: int, nbytes: int) -> Iterator[SlabRange]:
         """Where `nbytes` of the backup, from `offset` on, lie, in order."""
@@ -180,14 +188,21 @@ class _FreeRuns:
 
 
 class Ledger:
-    """The slabs of one vault, its entries and their holds. An owner is any hashable object of the caller's."""
+    """The slabs of one vault, its entries and their holds. An owner is any hashable object of the caller's.
 
-    def __init__(self) -> None:
+    Args:
+        zero: has the memory of an entry zeroed, and then `zeroed` called.
+    """
+
+    def __init__(self, zero: Callable[[Entry], None]) -> None:
+        self._zero = zero
         self._slabs: dict[int, _Slab] = {}
         self._runs: dict[int, _FreeRuns] = {}  # by NUMA node
         self._entries: set[Entry] = set()
         self._evictable: OrderedDict[Entry, None] = OrderedDict()  # in slabs of our own, the least recently used first
-        self._evictable_bytes = 0
+        self._expendable: OrderedDict[Entry, None] = OrderedDict()  # likewise
+        self._evictable_bytes = 0  # of both
+        self._zeroing_bytes = 0
         self._holds: dict[Hashable, dict[int, Hold]] = {}  # by owner
         self._held: dict[_Group, list[int]] = {}  # bytes, as in `HeldBytes`
         self._by_key: dict[Key, Entry] = {}
@@ -232,7 +247,7 @@ class Ledger:
         candidates = [
             number
             for number, slab in self._slabs.items()
-            if not slab.is_adopted and not any(entry.needed for entry in slab.entries)
+            if not slab.is_adopted and all(entry.is_given_up or not entry.needed for entry in slab.entries)
         ]
         candidates.sort(key=lambda number: max((entry.used for entry in self._slabs[number].entries), default=0))
         sizes = accumulate(self._slabs[number].nbytes for number in candidates)
@@ -242,7 +257,7 @@ class Ledger:
     def empty(self, slabs: Iterable[int], most: int = sys.maxsize) -> bool:
         """Evict what lies in these slabs, at most so many holds; returns whether they are empty."""
         for entry in [entry for number in slabs for entry in self._slabs[number].entries]:
-            if entry in self._evictable:  # it may lie in several of them
+            if entry in self._evictable_like(entry):  # it may lie in several of them
                 most -= self._evict(entry, most)
             if most <= 0:
                 break
@@ -250,32 +265,44 @@ class Ledger:
 
     # Entries
 
-    def available_bytes(self, owner: Hashable = None) -> int:
-        """What the owner could reserve now: what is free or may be evicted, and not set aside for others."""
+    def available_bytes(self, owner: Hashable = None, *, expendable: bool = False) -> int:
+        """What the owner could reserve: what is free, or will be when it is zeroed, and not set aside for others.
+
+        But for what is expendable itself, that includes what may be evicted.
+        """
         others = self.claims.total() - self.claims[owner]
-        return max(0, self.free_bytes + self._evictable_bytes - others)
+        return max(0, self.free_bytes + self._zeroing_bytes + (0 if expendable else self._evictable_bytes) - others)
 
     def make_room(self, nbytes: int, most: int = sys.maxsize) -> bool:
-        """Evict until so much is free, at most so many holds; returns whether it is."""
-        while self.free_bytes < nbytes and self._evictable and most > 0:
-            most -= self._evict(next(iter(self._evictable)), most)
+        """Evict until so much is free, or will be when it is zeroed, at most so many holds; returns whether it is."""
+        while self.free_bytes + self._zeroing_bytes < nbytes and self._evictable_bytes and most > 0:
+            most -= self._evict(next(iter(self._expendable or self._evictable)), most)
         return self.free_bytes >= nbytes
 
-    def reserve(self, owner: Hashable, gpu: str, sizes: Sequence[int], node: int = -1) -> list[Hold]:
+    @property
+    def is_zeroing(self) -> bool:
+        """Whether there will be more free memory when it is zeroed."""
+        return self._zeroing_bytes > 0
+
+    def reserve(
+        self, owner: Hashable, gpu: str, sizes: Sequence[int], node: int = -1, *, expendable: bool = False
+    ) -> list[Hold]:
         """Reserve an entry of each size for the owner, which needs them: all of them, or none.
 
         Args:
             node: the NUMA node to be preferred.
+            expendable: the owner can do without them from the beginning.
 
         Raises:
-            OutOfHostMemory: too little is free, and too little may be evicted: nothing has changed.
+            OutOfHostMemory: too little is free, and too little may be evicted: nothing has changed. Or it is being
+                zeroed still.
             InvalidArgument: a size is not positive. Likewise.
         """
         needed = needed_bytes(sizes)
-        if needed > self.available_bytes(owner):
-            raise OutOfHostMemory(needed, self.available_bytes(owner), "vault")
-        self.make_room(needed)
-        return [self._new_hold(self._placed(size, node), owner, gpu) for size in sizes]
+        available = self.available_bytes(owner, expendable=expendable)
+        if needed > available or not self.make_room(needed):
+            raise OutOfHostMemory(needed, available, "vault")
+        return [self._new_hold(self._placed(size, node, expendable), owner, gpu) for size in sizes]
 
     def find(self, owner: Hashable, gpu: str, key: Key) -> Hold | None:
         """A new hold on the entry of these bytes, if there is one; the owner needs it."""
@@ -343,6 +370,8 @@ class Ledger:
         hold = self.writable(owner, number)
         if hold.entry.copies:
             raise InvalidState(f"backup {number} is still being written: it cannot be sealed yet")
+        if hold.entry.is_expendable:
+            raise InvalidState(f"backup {number} is expendable: nobody shares it")
         return hold
 
     def mark(self, owner: Hashable, numbers: Iterable[int], needed: bool) -> list[int]:
@@ -381,6 +410,12 @@ class Ledger:
         entry.copies -= 1
         self._count(entry, [_ALL], -1, -1)
 
+    def zeroed(self, entry: Entry) -> None:
+        """Others may have its memory."""
+        entry.is_expendable = False
+        self._zeroing_bytes -= entry.taken_bytes
+        self.end_copy(entry)
+
     # What is held
 
     def held(self, owner: Hashable = None, gpu: str | None = None) -> HeldBytes:
@@ -405,7 +440,7 @@ class Ledger:
 
     def _new_hold(self, entry: Entry, owner: Hashable, gpu: str) -> Hold:
         self._last_number += 1
-        hold = Hold(self._last_number, owner, gpu, entry)
+        hold = Hold(self._last_number, owner, gpu, entry, needed=not entry.is_expendable)
         self._join(hold, entry)
         return hold
 
@@ -450,26 +485,37 @@ class Ledger:
             for group in entry.counts:
                 self._held[group][2] += -entry.taken_bytes if was_shared else entry.taken_bytes
         is_evictable = bool(entry.counts) and not entry.needed and not entry.is_adopted
-        if is_evictable and entry not in self._evictable:
-            self._evictable[entry] = None
+        evictable = self._evictable_like(entry)
+        if is_evictable and entry not in evictable:
+            evictable[entry] = None
             self._evictable_bytes += entry.taken_bytes
             self._touch(entry)
-        elif not is_evictable and entry in self._evictable:
-            del self._evictable[entry]
+        elif not is_evictable and entry in evictable:
+            del evictable[entry]
             self._evictable_bytes -= entry.taken_bytes
-        if not entry.counts:
+        if entry.counts:
+            return
+        if entry.is_expendable:
+            self._zeroing_bytes += entry.taken_bytes
+            self.begin_copy(entry)  # of zeros
+            self._zero(entry)
+        else:
             self._free(entry)
 
+    def _evictable_like(self, entry: Entry) -> OrderedDict[Entry, None]:
+        return self._expendable if entry.is_expendable else self._evictable
+
     def _touch(self, entry: Entry) -> None:
-        """It was used: if it may be evicted, then after all others."""
-        if entry in self._evictable:
+        """It was used: if it may be evicted, then after all others like it."""
+        evictable = self._evictable_like(entry)
+        if entry in evictable:
             self._clock += 1
             entry.used = self._clock
-            self._evictable.move_to_end(entry)
+            evictable.move_to_end(entry)
 
-    def _placed(self, nbytes: int, node: int) -> Entry:
+    def _placed(self, nbytes: int, node: int, expendable: bool) -> Entry:
         """A new entry, in the smallest free run that is large enough, or in the largest ones until it is enough."""
-        entry = Entry(nbytes, _rounded(nbytes))
+        entry = Entry(nbytes, _rounded(nbytes), is_expendable=expendable)
         left = entry.taken_bytes
         while left:
             extent = self._take(left, node)

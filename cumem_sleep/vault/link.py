@@ -10,22 +10,27 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Hashable
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+
 from .. import _core
 from ..core import log
+from ..core.pinned import pinned_block
 from ..core.tuning import Tuning
 from ..errors import CumemSleepError, VaultError
 from ..transfer.engine_or_kernel import BestRate, Pace
-from .protocol import close_all
+from .protocol import Table, close_all
+from .range_table import PIECE_ROWS
 
 PIECE_BYTES = 64 << 20  # about a millisecond of a link
 _PAUSE_S = 1.0  # without copies: what comes then is another operation's
 _STALE_S = 0.05  # without copies: by then the driver may have begun to scrub, or ended
 _KERNEL_BLOCKS = 16  # twice as many as in a process that maps memory meanwhile
 _IN_FLIGHT = 4  # pieces: enough for the link never to wait for this thread
+_ROW_BYTES = 32  # of a table for the kernel
 
 
 class BorrowedMemory:
@@ -85,12 +90,17 @@ class CopyTotals(NamedTuple):
 
 
 class LinkPiece(NamedTuple):
-    """What is copied at once."""
+    """What is copied at once.
+
+    Attributes:
+        rows: instead of one range: rows of an offset in lent memory, one in the block, and bytes.
+    """
 
     block: _core.HostBlock
     offset: int
     lent_offset: int
     nbytes: int
+    rows: Table | None = None
 
 
 @dataclass(eq=False)
@@ -131,6 +141,9 @@ class VaultLink:
         self._turns: dict[Hashable, deque[Job]] = {}  # those with pieces left, by client; the first is next
         self._stopping = False
         self._idle: list[_core.CopyStream] = []
+        self._table: _core.HostBlock | None = None  # room for the rows of as many pieces as may be in flight
+        self._tables = 0  # copied so far; each uses another part of that than those before it
+        self._has_rows_kernel = True
         name = f"vault-{'out' if to_host else 'in'}-{device}"
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -171,7 +184,10 @@ class VaultLink:
                     job, piece = self._take()
                     if piece is not None and (stream := self._start(job, piece, stack)) is not None:
                         in_flight.append((stream, job, piece.nbytes))
-                        self._batch_bytes += piece.nbytes
+                        if piece.rows is None:
+                            self._batch_bytes += piece.nbytes
+                        else:  # others are not chosen by how long this takes
+                            self._begin_batch()
                     self._end_if_over(job)
                 if in_flight and (not has_turn or len(in_flight) == _IN_FLIGHT):
                     self._finish(*in_flight.popleft())
@@ -256,8 +272,8 @@ class VaultLink:
             job = jobs[0]
             piece = job.pieces.popleft() if job.pieces else None
             most = self._most_bytes()
-            if piece is not None and self._best is not None and piece.nbytes > most:
-                block, offset, lent_offset, nbytes = piece
+            if piece is not None and piece.rows is None and self._best is not None and piece.nbytes > most:
+                block, offset, lent_offset, nbytes, _ = piece
                 job.pieces.appendleft(LinkPiece(block, offset + most, lent_offset + most, nbytes - most))
                 piece = piece._replace(nbytes=most)
             if not job.pieces:
@@ -273,7 +289,9 @@ class VaultLink:
         try:
             address = job.lent.address() + piece.lent_offset
             stream = self._idle.pop() if self._idle else stack.enter_context(_core.CopyStream(self.device))
-            if self._to_host:
+            if piece.rows is not None:
+                self._copy_rows(stream, piece.rows + np.array((address, 0, 0)), piece.block, stack)
+            elif self._to_host:
                 stream.to_host(piece.block, piece.offset, address, piece.nbytes)
             else:
                 self._to_device(stream, address, piece)
@@ -285,6 +303,26 @@ class VaultLink:
             job.in_flight -= 1
             self._fail(job, error)
             return None
+
+    def _copy_rows(self, stream: _core.CopyStream, rows: Table, block: _core.HostBlock, stack: ExitStack) -> None:
+        """By a kernel, where it reaches host memory."""
+        if self._has_rows_kernel and block.pinned and _core.device_info(self.device).host_pointers:
+            try:
+                if self._table is None:
+                    table_bytes = _IN_FLIGHT * PIECE_ROWS * _ROW_BYTES
+                    self._table = stack.enter_context(closing(pinned_block(table_bytes, self.device)))
+                self._tables += 1
+                at = self._tables % _IN_FLIGHT * PIECE_ROWS
+                stream.copy_pieces(self._table, at, block, rows, to_host=self._to_host)
+                return
+            except CumemSleepError as error:
+                log.warning("the kernel for tables failed, the copy engine takes over: %s", error)
+                self._has_rows_kernel = False
+        for address, offset, nbytes in rows.tolist():
+            if self._to_host:
+                stream.to_host(block, offset, address, nbytes)
+            else:
+                stream.to_device(address, block, offset, nbytes)
 
     def _to_device(self, stream: _core.CopyStream, address: int, piece: LinkPiece) -> None:
         if self._choice.alone and not self._batch_bytes:

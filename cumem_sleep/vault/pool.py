@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import resource
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -12,12 +13,13 @@ from functools import partial
 from .. import _core
 from ..errors import CumemSleepError, InvalidArgument, InvalidState, OutOfHostMemory, format_bytes
 from . import memory, protocol
-from .ledger import UNIT_BYTES, Ledger
+from .ledger import UNIT_BYTES, Entry, Ledger
 
 DEFAULT_SLAB_BYTES = 1 << 30
 MAX_SLABS = 200  # owners have a descriptor of each that they have bytes in
 _FILES_OF_SLAB = 2  # descriptors that the vault has of each slab; half of all that it may have are for other things
 _ALIGNMENT = 2 << 20  # a huge page
+_ZEROED_BYTES = 64 << 20  # by one thread at once
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class VaultHost:
 
 
 class VaultPool:
-    """Slabs, and the ledger of what lies in them. Its calls belong to one thread; another one takes memory.
+    """Slabs, and the ledger of what lies in them. Its calls belong to one thread; others take memory, and zero it.
 
     Attributes:
         slabs: by number.
@@ -78,12 +80,13 @@ class VaultPool:
         least = _aligned_up(-(-self.memory_bytes // most_slabs))
         self._slab_bytes = max(least, _aligned_up(slab_bytes or DEFAULT_SLAB_BYTES))
         self._device, self._nodes, self._host, self._post, self._changed = device, nodes, host, post, changed
-        self.ledger = Ledger()
+        self.ledger = Ledger(self._zero)
         self.short = ""
         self.prefaulted_bytes = 0
         self.slabs: dict[int, memory.Slab] = {}
         self._last_slab = 0
         self._taker = ThreadPoolExecutor(1, "vault-memory")
+        self._zeroer = ThreadPoolExecutor(1, "vault-zero")
         self._is_taking = self.is_stopped = self._is_finished = False
         self._try_again = 0.0  # when, while the host has too little
         self._reserved_are_left = host.reserved_huge_pages
@@ -108,11 +111,35 @@ class VaultPool:
         """Take no more memory, and wait for what is being done; what comes of it is still posted."""
         self.is_stopped = self._is_finished = True
         self._taker.shutdown()
+        self._zeroer.shutdown(cancel_futures=True)
 
     def close(self) -> None:
         """Unmap everything, after `finish`. Who has a descriptor of a slab reads it on."""
         for slab in self.slabs.values():
             slab.let_go()
+
+    # What is expendable
+
+    def _zero(self, entry: Entry) -> None:
+        """Begin to zero its memory."""
+        if self._is_finished:  # nobody gets it any more
+            return
+        parts = [
+            (self.slabs[slab].block.address + start, min(_ZEROED_BYTES, offset + nbytes - start))
+            for slab, offset, nbytes in entry.extents
+            for start in range(offset, offset + nbytes, _ZEROED_BYTES)
+        ]
+        self._zeroer.submit(self._zero_parts, parts, entry)
+
+    def _zero_parts(self, parts: Sequence[tuple[int, int]], entry: Entry) -> None:
+        with ThreadPoolExecutor(self._host.threads, "vault-zero") as threads:
+            for address, nbytes in parts:
+                threads.submit(ctypes.memset, address, 0, nbytes)
+        self._post(partial(self._zeroed, entry))
+
+    def _zeroed(self, entry: Entry) -> None:
+        self.ledger.zeroed(entry)
+        self._changed()
 
     # Memory of our own
 

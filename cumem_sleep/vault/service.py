@@ -26,7 +26,8 @@ from . import memory, protocol
 from .ledger import Entry, HeldBytes, Hold, Key, SlabRange, needed_bytes
 from .link import PIECE_BYTES, BorrowedMemory, CopyTotals, Job, LinkPiece, VaultLink
 from .pool import VaultPool
-from .protocol import Nonsense, VaultMessage, boolean, integer, integers, objects, rows, text
+from .protocol import Nonsense, VaultMessage, boolean, integer, integers, objects, rows, table, text
+from .range_table import check_table, table_pieces
 from .session import Session
 
 _NOTE_BYTES, _NOTE_SHARE = 4096, 1024  # a note may have so many, and one for so many of its backup
@@ -69,6 +70,7 @@ class _Reservation:
     needed_bytes: int  # with what the client will ask for next: all of it has to be there before it gets any
     more_bytes: int  # how much that is
     waits: bool
+    expendable: bool
 
 
 class Service:
@@ -207,13 +209,17 @@ class Service:
         if self._pool.is_stopped:
             raise InvalidState("the vault is shutting down and accepts no new backups")
         more_bytes, waits = integer(asked.body, "more_bytes"), boolean(asked.body, "wait")
+        expendable = boolean(asked.body, "expendable")
         needed = needed_bytes(sizes) + more_bytes
-        self._waiting.append(_Reservation(asked, gpu, sizes, needed, more_bytes, waits))
+        self._waiting.append(_Reservation(asked, gpu, sizes, needed, more_bytes, waits, expendable))
         self.serve_waiting()
 
     def _room(self, _asked: _Request) -> _Answer:
         ledger = self._pool.ledger
-        return {"free_bytes": max(0, ledger.free_bytes - ledger.claims.total()) + self._pool.bytes_to_come()}
+        return {
+            "free_bytes": max(0, ledger.free_bytes - ledger.claims.total()) + self._pool.bytes_to_come(),
+            "expendable_bytes": ledger.available_bytes(expendable=True),
+        }
 
     def _withdraw(self, asked: _Request) -> _Answer:
         """The client does not wait any more for the memory that it asked for."""
@@ -237,12 +243,13 @@ class Service:
             if not each.asked.session.is_served:  # it has gone since: nobody would give this back
                 continue
             owner = each.asked.session.owner
-            available = ledger.available_bytes(owner)
+            available = ledger.available_bytes(owner, expendable=each.expendable)
             if each.needed_bytes <= available and (goes_on or ledger.claims[owner]):
                 if not ledger.make_room(each.needed_bytes - each.more_bytes, _AT_ONCE):
                     self._waiting += [each, *waiting]
-                    self._is_evicting = True
-                    self._post(self._evict_on)
+                    if not ledger.is_zeroing:  # otherwise this is called when it has ended
+                        self._is_evicting = True
+                        self._post(self._evict_on)
                     return
                 self._do(each.asked, partial(self._reserved, each))
             elif each.needed_bytes > available + self._pool.bytes_to_come():
@@ -259,7 +266,7 @@ class Service:
 
     def _reserved(self, each: _Reservation) -> _Answer:
         session, gpu, ledger = each.asked.session, each.gpu, self._pool.ledger
-        holds = ledger.reserve(session.owner, gpu.uuid, each.sizes, gpu.node)
+        holds = ledger.reserve(session.owner, gpu.uuid, each.sizes, gpu.node, expendable=each.expendable)
         ledger.claims[session.owner] = each.more_bytes
         try:
             return self._handed_out(session, holds)
@@ -326,11 +333,38 @@ class Service:
                 copied += nbytes
             if len(pieces) > _MAX_PIECES:
                 raise InvalidArgument(f"a copy of over {_MAX_PIECES} pieces: ask for less at once")
+        return self._begin_copy(asked, gpu, to_host, lent, [*entries.values()], pieces)
+
+    def _copy_table(self, asked: _Request) -> _Answer | None:
+        """As `_copy`, of many small ranges of one backup."""
+        gpu, to_host, ranges = self._gpu(asked.body), boolean(asked.body, "out"), table(asked.body, "ranges", 3)
+        lent, ledger = self._lent(asked, gpu), self._pool.ledger
+        may = ledger.writable if to_host else ledger.hold
+        entry = may(asked.session.owner, integer(asked.body, "number")).entry
+        if lent.device != gpu.ordinal:
+            raise InvalidArgument("this memory is on another GPU")
+        check_table(ranges, lent.nbytes, entry.nbytes)
+        pieces = [
+            LinkPiece(self._pool.slabs[slab].block, 0, 0, int(some[:, 2].sum()), some)
+            for slab, some in table_pieces(ranges, entry.extents)
+        ]
+        return self._begin_copy(asked, gpu, to_host, lent, [entry], deque(pieces))
+
+    def _begin_copy(
+        self,
+        asked: _Request,
+        gpu: VaultGpu,
+        to_host: bool,
+        lent: BorrowedMemory,
+        entries: Sequence[Entry],
+        pieces: deque[LinkPiece],
+    ) -> _Answer | None:
         if not pieces:
             return {}
         link = self._link(gpu, to_host)  # its thread may not start
         lent.jobs += 1
-        for entry in entries.values():
+        ledger = self._pool.ledger
+        for entry in entries:
             ledger.begin_copy(entry)
 
         def over(error: Exception | None, gpu_is_lost: bool) -> None:
@@ -339,7 +373,7 @@ class Service:
             lent.jobs -= 1
             if not asked.session.is_served and not lent.jobs:
                 self._give_back([lent])
-            for entry in entries.values():
+            for entry in entries:
                 ledger.end_copy(entry)
             self._answer(asked, error or {})
             self._memory_came_back()
@@ -596,6 +630,7 @@ _REQUESTS: Mapping[str, _Handler] = {
     "owners": Service._owners,
     "release": Service._release,
     "copy": Service._copy,
+    "copy_table": Service._copy_table,
     "forget": Service._take_back,
     "resume": Service._resume,
     "look": Service._look,

@@ -188,7 +188,9 @@ def test_what_is_too_long_is_refused_and_ends_nothing(client: VaultClient) -> No
     gpu = client.gpus[0]
     (backup,) = client.reserve(gpu, [PAGE])
     for refused in (
-        lambda: client._ask("reserve", gpu=gpu, sizes=[1] * (protocol.MAX_BACKUPS + 1), more_bytes=0, wait=False),
+        lambda: client._ask(
+            "reserve", gpu=gpu, sizes=[1] * (protocol.MAX_BACKUPS + 1), more_bytes=0, wait=False, expendable=False
+        ),
         lambda: client._ask("release", numbers=[], slabs=[1] * 65537),
         lambda: client.find("x" * 257, []),
         lambda: client.find(gpu, [Key("x" * 65, 1, "")]),

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from cumem_sleep import InvalidArgument, InvalidState, OutOfHostMemory
 from cumem_sleep.vault import ledger as ledger_module
-from cumem_sleep.vault.ledger import UNIT_BYTES, HeldBytes, Hold, Key, Ledger, SlabRange
+from cumem_sleep.vault.ledger import UNIT_BYTES, Entry, HeldBytes, Hold, Key, Ledger, SlabRange
 
 GPU = "GPU-0"
 SLAB = 8 * UNIT_BYTES
@@ -24,8 +24,8 @@ def key(name: str, nbytes: int = UNIT_BYTES, encoding: str = "") -> Key:
     return Key(name, nbytes, encoding)
 
 
-def ledger(slabs: int = 2) -> Ledger:
-    made = Ledger()
+def ledger(slabs: int = 2, zero: Callable[[Entry], None] = lambda _: None) -> Ledger:
+    made = Ledger(zero)
     for number in range(slabs):
         made.add_slab(number, SLAB)
     return made
@@ -49,7 +49,11 @@ def check(books: Ledger) -> None:
         assert entry.key is None or books._by_key[entry.key] is entry, "two entries of the same bytes"
         assert entry.nbytes <= entry.taken_bytes
         assert entry.slabs == {extent.slab for extent in entry.extents}
-        assert (entry in books._evictable) == (not entry.needed and not entry.is_adopted)
+        like, unlike = books._evictable, books._expendable
+        if entry.is_expendable:
+            like, unlike = unlike, like
+        assert (entry in like) == (not entry.needed and not entry.is_adopted)
+        assert entry not in unlike
         assert entry.owners == len({hold.owner for hold in entry.holds})
         for extent in entry.extents:
             if not books._slabs[extent.slab].is_adopted:
@@ -64,8 +68,10 @@ def check(books: Ledger) -> None:
     runs = sorted(free)
     assert all(left.slab != right.slab or left.offset + left.nbytes < right.offset for left, right in pairwise(runs))
     assert books.free_bytes == sum(run.nbytes for run in free)
-    assert books._evictable_bytes == sum(entry.taken_bytes for entry in books._evictable)
-    assert [entry.used for entry in books._evictable] == sorted(entry.used for entry in books._evictable)
+    evictable = [*books._evictable, *books._expendable]
+    assert books._evictable_bytes == sum(entry.taken_bytes for entry in evictable)
+    for each in (books._evictable, books._expendable):
+        assert [entry.used for entry in each] == sorted(entry.used for entry in each)
     assert books._by_key.keys() == {entry.key for entry in books._entries if entry.key is not None}
     check_what_is_held(books)
 
@@ -330,8 +336,81 @@ def test_what_is_set_aside_for_one_owner_is_reserved_by_no_other() -> None:
     check(books)
 
 
+class TestExpendable:
+    @pytest.fixture
+    def zeroing(self) -> list[Entry]:
+        return []
+
+    @pytest.fixture
+    def books(self, zeroing: list[Entry]) -> Ledger:
+        return ledger(zero=zeroing.append)
+
+    def test_it_is_evicted_first_and_the_oldest_of_it(self, books: Ledger, zeroing: list[Entry]) -> None:
+        (retained,) = books.reserve("a", GPU, [4 * UNIT_BYTES])
+        books.mark("a", [retained.number], needed=False)
+        older, newer = (books.reserve(owner, GPU, [4 * UNIT_BYTES], expendable=True)[0] for owner in "bc")
+        assert not books.make_room(SLAB)
+        assert zeroing == [older.entry]
+        check(books)
+        assert not books.make_room(SLAB), "and nothing more, since that will be enough"
+        assert zeroing == [older.entry]
+        books.zeroed(older.entry)
+        assert books.make_room(SLAB)
+        assert books.make_room(SLAB + 1) is False
+        assert zeroing == [older.entry, newer.entry]
+        assert books.find_hold("a", retained.number) is not None
+        check(books)
+
+    def test_nothing_is_evicted_for_it(self, books: Ledger) -> None:
+        (retained,) = books.reserve("a", GPU, [SLAB])
+        books.mark("a", [retained.number], needed=False)
+        books.reserve("a", GPU, [SLAB // 2], expendable=True)
+        assert books.available_bytes("b") == 2 * SLAB
+        assert books.available_bytes("b", expendable=True) == SLAB // 2
+        books.claims["c"] = SLAB // 4
+        assert books.available_bytes("b", expendable=True) == SLAB // 4
+        with pytest.raises(OutOfHostMemory):
+            books.reserve("b", GPU, [SLAB // 2], expendable=True)
+        assert books.find_hold("a", retained.number) is not None
+
+    @pytest.mark.parametrize("how", ["released", "evicted", "its owner goes"])
+    def test_nobody_gets_its_memory_before_it_is_zeroed(self, books: Ledger, zeroing: list[Entry], how: str) -> None:
+        (hold,) = books.reserve("a", GPU, [2 * SLAB], expendable=True)
+        books.begin_copy(hold.entry)
+        if how == "evicted":
+            assert not books.make_room(1), "it is being copied"
+            books.end_copy(hold.entry)
+            assert not books.make_room(1)
+        else:
+            books.release("a", [hold.number]) if how == "released" else books.drop_owner("a")
+            assert not zeroing, "it is being copied"
+            books.end_copy(hold.entry)
+        assert zeroing == [hold.entry]
+        assert (books.free_bytes, books.available_bytes("b")) == (0, 2 * SLAB)
+        with pytest.raises(OutOfHostMemory):
+            books.reserve("b", GPU, [UNIT_BYTES])
+        check(books)
+        books.zeroed(hold.entry)
+        assert books.free_bytes == books.available_bytes("b") == 2 * SLAB
+        books.reserve("b", GPU, [2 * SLAB])
+        assert zeroing == [hold.entry]
+        check(books)
+
+    def test_a_slab_goes_once_it_is_zeroed(self, books: Ledger, zeroing: list[Entry]) -> None:
+        """Others could have its memory before that."""
+        (hold,) = books.reserve("a", GPU, [2 * SLAB], expendable=True)
+        assert books.to_empty(SLAB) == [0]
+        assert not books.empty([0])
+        assert books.to_empty(SLAB) == [0], "no other one in its place"
+        assert not books.empty([0])
+        books.zeroed(hold.entry)
+        assert books.empty([0])
+        books.remove_slab(0)
+        check(books)
+
+
 def test_memory_of_the_gpu_s_own_numa_node_comes_first() -> None:
-    books = Ledger()
+    books = Ledger(lambda _: None)
     for number in range(4):
         books.add_slab(number, SLAB, node=number % 2)
     holds = books.reserve("a", GPU, [SLAB] * 3, node=1)
@@ -427,7 +506,8 @@ class LedgerMachine(stateful.RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.books = ledger(3)
+        self.zeroing: list[Entry] = []
+        self.books = ledger(3, self.zeroing.append)
         self.mine: dict[int, str] = {}
         self.copies: list[tuple[int, object]] = []
 
@@ -438,7 +518,8 @@ class LedgerMachine(stateful.RuleBasedStateMachine):
     @stateful.rule(owner=owners, units=st.integers(8, 24), gap=st.integers(2, 3))
     def fragment(self, owner: str, units: int, gap: int) -> None:
         """Many small ones, of which some go at once."""
-        if units * UNIT_BYTES > self.books.available_bytes(owner):
+        if units * UNIT_BYTES > self.books.available_bytes(owner) or not self.books.make_room(units * UNIT_BYTES):
+            self.forget_evicted()
             return
         holds = self.books.reserve(owner, GPU, [UNIT_BYTES] * units)
         self.forget_evicted()
@@ -467,20 +548,27 @@ class LedgerMachine(stateful.RuleBasedStateMachine):
         for number in self.mine.keys() - holds_of(self.books).keys():
             del self.mine[number]
 
-    @stateful.rule(owner=owners, units=st.lists(st.integers(1, 10), min_size=1, max_size=4), odd=st.integers(0, 99))
-    def reserve(self, owner: str, units: list[int], odd: int) -> None:
+    @stateful.rule(
+        owner=owners,
+        units=st.lists(st.integers(1, 10), min_size=1, max_size=4),
+        odd=st.integers(0, 99),
+        expendable=st.booleans(),
+    )
+    def reserve(self, owner: str, units: list[int], odd: int, expendable: bool) -> None:
         sizes = [count * UNIT_BYTES - odd for count in units]
         before = set(self.mine)
-        fits = sum(units) * UNIT_BYTES <= self.books.available_bytes(owner)
+        fits = sum(units) * UNIT_BYTES <= self.books.available_bytes(owner, expendable=expendable)
         needed = {hold.number for hold in holds_of(self.books).values() if hold.entry.needed}
         try:
-            holds = self.books.reserve(owner, GPU, sizes)
+            holds = self.books.reserve(owner, GPU, sizes, expendable=expendable)
         except OutOfHostMemory:
-            assert not fits
-            assert {hold.number for hold in holds_of(self.books).values()} == before
+            assert not fits or self.zeroing
+            self.forget_evicted()
+            assert set(self.mine) == before if not fits or expendable else needed <= set(self.mine)
             return
         assert fits
         self.forget_evicted()
+        assert set(self.mine) == before or not expendable
         assert needed <= set(self.mine), "something needed was evicted"
         for hold, size in zip(holds, sizes, strict=True):
             assert hold.entry.nbytes == size
@@ -491,7 +579,7 @@ class LedgerMachine(stateful.RuleBasedStateMachine):
     def seal(self, data: st.DataObject, name: str) -> None:
         owner, number = self.some(data)
         hold = self.books.hold(owner, number)
-        may = hold.entry.key is None and not hold.entry.copies
+        may = hold.entry.key is None and not hold.entry.copies and not hold.entry.is_expendable
         try:
             assert self.books.seal(owner, number, key(name, hold.entry.nbytes)) is hold
         except InvalidState:
@@ -539,13 +627,21 @@ class LedgerMachine(stateful.RuleBasedStateMachine):
     def end_copy(self) -> None:
         self.books.end_copy(self.copies.pop()[1])  # type: ignore[arg-type]
 
+    @stateful.precondition(lambda self: self.zeroing)
+    @stateful.rule()
+    def zeroed(self) -> None:
+        self.books.zeroed(self.zeroing.pop())
+
     @stateful.rule(slabs=st.integers(1, 3))
     def empty_slabs(self, slabs: int) -> None:
         needed = {hold.number for hold in holds_of(self.books).values() if hold.entry.needed}
         chosen = self.books.to_empty(slabs * SLAB)
-        self.books.empty(chosen)
+        is_empty = self.books.empty(chosen)
         self.forget_evicted()
         assert needed <= set(self.mine)
+        if not is_empty:
+            assert self.zeroing or self.copies
+            return
         for number in chosen:
             self.books.remove_slab(number)
         for number in chosen:

@@ -415,7 +415,7 @@ def test_the_rest_of_a_reservation_goes_before_those_who_wait(
     client, other = slow_vault(), slow_vault()
     gpu = client.gpus[0]
     room.give()
-    parts = {"gpu": gpu, "sizes": [PAGE // 2], "wait": False}
+    parts = {"gpu": gpu, "sizes": [PAGE // 2], "wait": False, "expendable": False}
     eventually(lambda: client.status()["pinned_bytes"] == PAGE, "the first slab")
     assert len(client._ask("reserve", **parts, more_bytes=PAGE // 2)["backups"]) == 1
     thread = threading.Thread(target=lambda: other.reserve(gpu, [2 * PAGE]))

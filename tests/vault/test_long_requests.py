@@ -13,8 +13,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 
+import numpy as np
 import pytest
-from running import SECONDS, Segment, eventually, seal
+from running import SECONDS, Segment, eventually, seal, take_back
 from support import PAGE
 from test_failures import descriptors_left
 
@@ -188,7 +189,7 @@ def test_a_reservation_whose_memory_others_need_meanwhile_is_given_back(
 
 def test_a_client_that_goes_in_the_middle_of_a_reservation_keeps_nothing(many: Many) -> None:
     gone = many.connect()
-    gone._ask("reserve", gpu=many.gpu, sizes=[UNIT_BYTES], more_bytes=MEMORY - UNIT_BYTES, wait=True)
+    gone._ask("reserve", gpu=many.gpu, sizes=[UNIT_BYTES], more_bytes=MEMORY - UNIT_BYTES, wait=True, expendable=False)
     with pytest.raises(OutOfHostMemory):
         many.reserve(1)
     gone.close()
@@ -239,6 +240,22 @@ def test_a_copy_of_fragments(many: Many, allocator: CuMemAllocator) -> None:
     backup = mine.back_up()
     seal(many.client, backup, "x")
     mine.read(backup)
+
+
+def test_tables(many: Many, allocator: CuMemAllocator) -> None:
+    many.fragments()
+    nbytes = MANY * UNIT_BYTES // PAGE * PAGE
+    sim.configure(device_bytes=2 * nbytes)
+    mine = Segment(many.client, allocator.malloc(nbytes, "kv_cache"), nbytes)
+    backups = many.client.reserve_now(many.gpu, [nbytes], expendable=True)
+    assert backups is not None
+    lent, at = mine.lend()
+    rows = np.arange(protocol.MAX_ROWS) * 4096
+    ranges = np.column_stack((at + np.random.default_rng(1).permutation(rows), rows + 32, np.full(len(rows), 4000)))
+    for to_host in (True, False):
+        many.client.wait([many.client.copy_table(lent, backups[0], ranges, to_host=to_host)])
+    take_back(many.client, [lent])
+    many.client.release(backups)
 
 
 REQUESTS: dict[str, Callable[[], bytes]] = {

@@ -1,0 +1,61 @@
+"""Copies of many small ranges at once: a table says which, and a kernel copies what it says in one launch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from ..errors import InvalidArgument
+from .ledger import SlabRange
+from .protocol import Table
+
+PIECE_ROWS = 1 << 12
+_PIECE_BYTES = 64 << 20  # as other pieces, so that clients take turns
+_ROW_BYTES = 1 << 20  # one of the kernel's blocks copies a row
+_ALIGNMENT = 16  # what a kernel copies at once
+
+
+def check_table(ranges: Table, lent_bytes: int, backup_bytes: int) -> None:
+    """See that these can be copied, in any order: rows of an offset in lent memory, one in a backup, and bytes.
+
+    Raises:
+        InvalidArgument: they lie beyond either, overlap, or are not multiples of 16 bytes.
+    """
+    at, offset, nbytes = ranges.T
+    if (ranges % _ALIGNMENT).any() or (nbytes == 0).any():
+        raise InvalidArgument("ranges: expected offsets and bytes that are multiples of 16")
+    for start, whole in ((at, lent_bytes), (offset, backup_bytes)):
+        if (start > whole - nbytes).any():
+            raise InvalidArgument(f"ranges: one lies beyond {lent_bytes} bytes of memory or {backup_bytes} of a backup")
+        order = np.argsort(start)
+        if ((start + nbytes)[order][:-1] > start[order][1:]).any():
+            raise InvalidArgument("ranges: they overlap")
+
+
+def table_pieces(ranges: Table, extents: Sequence[SlabRange]) -> Iterator[tuple[int, Table]]:
+    """The slab of each piece, and its rows: of an offset in lent memory, one in the slab, and bytes."""
+    at, offset, nbytes = ranges.T
+    cut = np.array(
+        [
+            (slab, start, min(_ROW_BYTES, begin + size - start))
+            for slab, begin, size in extents
+            for start in range(begin, begin + size, _ROW_BYTES)
+        ]
+    )
+    slab, start, size = cut.T
+    ends = np.cumsum(size)
+    first = np.searchsorted(ends, offset, "right")
+    counts = np.searchsorted(ends, offset + nbytes - 1, "right") - first + 1  # parts that a range lies in
+    of = np.repeat(np.arange(len(ranges)), counts)
+    part = first[of] + np.arange(len(of)) - (np.cumsum(counts) - counts)[of]
+    begin = np.maximum(offset[of], (ends - size)[part])
+    end = np.minimum((offset + nbytes)[of], ends[part])
+    rows = np.column_stack(((at - offset)[of] + begin, (start - ends + size)[part] + begin, end - begin))
+    order = np.argsort(slab[part], kind="stable")
+    rows, slabs = rows[order], slab[part][order]
+    changes = np.diff(slabs) != 0
+    for number in (np.cumsum(rows[:, 2]) // _PIECE_BYTES, np.arange(len(rows)) // PIECE_ROWS):
+        changes |= np.diff(number) != 0
+    for some in np.split(np.arange(len(rows)), np.flatnonzero(changes) + 1) if len(rows) else ():
+        yield int(slabs[some[0]]), rows[some]

@@ -1,0 +1,585 @@
+"""Ranges of dropped memory that the vault keeps: expendable, and zeroed before others get their memory."""
+
+from __future__ import annotations
+
+import signal
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from kept_cache import Cache
+from running import MIB, RunningVault, Segment, eventually, from_slabs, seal, take_back
+from support import AWAKE, PAGE, Memory, forget_devices
+
+from cumem_sleep import CuMemAllocator, CumemSleepError, DriverError, InvalidArgument, InvalidState, _core, sim
+from cumem_sleep.errors import VaultLost
+from cumem_sleep.vault import link, protocol, range_table
+from cumem_sleep.vault.client import VaultBackup, VaultClient
+from cumem_sleep.vault.ledger import UNIT_BYTES, SlabRange
+from cumem_sleep.vault.link import BorrowedMemory, Job, LinkPiece, VaultLink
+from cumem_sleep.vault.range_table import check_table, table_pieces
+
+pytestmark = pytest.mark.sim
+
+MakeAllocator = Callable[..., CuMemAllocator]
+MEMORY = 64 * MIB  # of the vault
+
+
+@pytest.fixture
+def make_cache(make_allocator: MakeAllocator, vault: RunningVault) -> Iterator[Callable[..., Cache]]:
+    """One, whose backups the vault has; nothing of it is left behind."""
+    made: list[Cache] = []
+
+    def make(pages: tuple[int, ...] = (2, 3, 1), **settings: object) -> Cache:
+        made.append(Cache(make_allocator(vault=str(vault.socket), **settings), pages))
+        return made[0]
+
+    yield make
+    sim.reset()
+    for cache in made:
+        for address in (cache.weights, *cache.addresses):
+            cache.allocator.free(address)
+        for tier in cache.allocator._store.catalogue.tiers:
+            tier.leave()
+
+
+@pytest.fixture
+def cache(make_cache: Callable[..., Cache]) -> Cache:
+    return make_cache()
+
+
+@pytest.fixture
+def other(vault: RunningVault) -> Iterator[VaultClient]:
+    connected = vault.client("other")
+    yield connected
+    connected.close()
+
+
+def client_of(cache: Cache) -> VaultClient:
+    client = cache.allocator._store.room.tier._client  # type: ignore[attr-defined]
+    assert isinstance(client, VaultClient)
+    return client
+
+
+def fill_up(client: VaultClient, nbytes: int = MEMORY - PAGE) -> list[VaultBackup]:
+    """What others back up, beside the weights: nothing else is left then."""
+    return client.reserve(client.gpus[0], [nbytes])
+
+
+class TestKept:
+    def test_the_bytes_come_back(self, cache: Cache, vault: RunningVault) -> None:
+        for _ in range(3):
+            cache.check_kept(cache.sleep())
+            usage = cache.allocator.usage()["kv_cache"]
+            assert usage.host_bytes == usage.vault_bytes >= cache.bytes
+            assert vault.status()["awake_bytes"] >= cache.bytes
+            cache.check_back()
+            eventually(lambda: vault.status()["asleep_bytes"] == 0, "it is zeroed")
+            assert vault.status()["free_bytes"] == MEMORY - PAGE
+
+    def test_the_room_is_what_is_free(self, cache: Cache, vault: RunningVault, other: VaultClient) -> None:
+        room = cache.allocator.kept_room
+        assert room() == MEMORY - PAGE, "without the backup of the weights"
+        cache.check_kept(cache.sleep())
+        assert MEMORY - PAGE - UNIT_BYTES < room() <= MEMORY - PAGE, "what is kept now is given up for it"
+        cache.check_back()
+        eventually(lambda: vault.status()["asleep_bytes"] == 0, "it is zeroed")
+        (backup,) = fill_up(other, MEMORY // 2)
+        other.mark([backup], needed=False)
+        assert room() == MEMORY // 2 - PAGE, "what others retain is not evicted for it"
+        other.release([backup])
+
+    def test_the_budget_holds_too(self, make_cache: Callable[..., Cache]) -> None:
+        cache = make_cache(host_budget_bytes=PAGE + 4096)
+        assert cache.allocator.kept_room() == 4096
+        assert "budget" in cache.sleep().not_kept
+        cache.check_lost("budget")
+
+    def test_no_vault_has_no_room(self, cache: Cache, vault: RunningVault) -> None:
+        vault.kill()
+        assert cache.allocator.kept_room() == 0
+
+    def test_nothing_is_evicted_for_it(self, cache: Cache, other: VaultClient) -> None:
+        retained = fill_up(other)
+        other.mark(retained, needed=False)
+        report = cache.sleep()
+        assert "vault" in report.not_kept
+        assert other.owners(retained) == [1]
+        cache.check_lost(report.not_kept)
+
+    def test_each_segment_has_one_request(
+        self, make_cache: Callable[..., Cache], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Of thousands of ranges."""
+        cache = make_cache(verify="off")  # the simulated driver is slow at that
+        cache.keep = {
+            address: np.column_stack((np.arange(0, PAGE, 64), np.full(PAGE // 64, 32))) for address in cache.addresses
+        }
+        verbs = noting_requests(monkeypatch)
+        cache.check_kept(cache.sleep())
+        assert verbs.count("copy_table") == len(cache.addresses)
+        del verbs[:]
+        cache.check_back()
+        assert verbs.count("copy_table") == len(cache.addresses)
+        monkeypatch.setattr(protocol, "MAX_ROWS", 10_000)
+        del verbs[:]
+        cache.check_kept(cache.sleep())
+        assert verbs.count("copy_table") == len(cache.addresses) * -(-PAGE // 64 // 10_000)
+        cache.check_back()
+
+
+def noting_requests(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    verbs: list[str] = []
+    begin = VaultClient._begin
+
+    def noted(client: VaultClient, verb: str, *args: Any, **facts: Any) -> int:
+        verbs.append(verb)
+        return begin(client, verb, *args, **facts)
+
+    monkeypatch.setattr(VaultClient, "_begin", noted)
+    return verbs
+
+
+class TestLost:
+    def test_anybody_s_backup_evicts_it(self, cache: Cache, vault: RunningVault, other: VaultClient) -> None:
+        (retained,) = fill_up(other, 4 * PAGE)
+        other.mark([retained], needed=False)
+        cache.check_kept(cache.sleep())
+        backups = fill_up(other, MEMORY - 6 * PAGE)
+        assert other.owners([retained]) == [1], "it is evicted before what others retain"
+        assert cache.allocator.usage()["kv_cache"].host_bytes == 0
+        cache.check_lost("needed the memory")
+        other.release([*backups, retained])
+        eventually(lambda: vault.status()["asleep_bytes"] == 0, "it is zeroed")
+        cache.check_kept(cache.sleep())
+        cache.check_back()
+
+    def test_one_s_own_backups_evict_it(self, cache: Cache, other: VaultClient) -> None:
+        cache.check_kept(cache.sleep())
+        cache.allocator.wake_up("weights")
+        backups = fill_up(other, MEMORY - 2 * PAGE)
+        more = cache.allocator.malloc(PAGE, "weights")
+        cache.allocator.sleep()
+        assert "memory" in cache.allocator.wake_up().not_kept
+        cache.allocator.free(more)
+        other.release(backups)
+
+    def test_a_killed_vault_loses_it(
+        self, cache: Cache, vault: RunningVault, start_vault: Callable[..., RunningVault]
+    ) -> None:
+        cache.check_kept(cache.sleep())
+        vault.kill()
+        cache.check_lost("ended")
+        start_vault().wait_until_ready()
+        cache.check_kept(cache.sleep())
+        cache.check_back()
+
+    def test_so_does_one_that_is_replaced(
+        self, cache: Cache, vault: RunningVault, start_vault: Callable[..., RunningVault]
+    ) -> None:
+        cache.check_kept(cache.sleep())
+        vault.kill()
+        start_vault().wait_until_ready()
+        cache.check_lost("ended")
+
+    @pytest.mark.parametrize("silent_from", ["the beginning", "the last question"])
+    def test_a_vault_that_is_silent_loses_it_before_it_is_lent_memory(
+        self, cache: Cache, vault: RunningVault, monkeypatch: pytest.MonkeyPatch, silent_from: str
+    ) -> None:
+        cache.check_kept(cache.sleep())
+        client_of(cache).deadline_s = 0.2
+        mark = VaultClient.mark
+
+        def then_silent(*args: Any, **kwargs: Any) -> list[VaultBackup]:
+            vault.signal(signal.SIGSTOP)
+            return mark(*args, **kwargs)
+
+        if silent_from == "the beginning":
+            cache.allocator.wake_up("weights")
+            vault.signal(signal.SIGSTOP)
+        else:
+            monkeypatch.setattr(VaultClient, "mark", then_silent)
+        verbs = noting_requests(monkeypatch)
+        try:
+            cache.check_lost("vault")
+            assert "copy_table" not in verbs
+        finally:
+            vault.signal(signal.SIGCONT)
+
+    def test_a_vault_that_is_silent_while_it_copies_fails_the_wake(
+        self, cache: Cache, vault: RunningVault, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Because it may write to that memory yet. The next wake has other memory."""
+        cache.check_kept(cache.sleep())
+        client_of(cache).deadline_s = 0.2
+        copy_table = VaultClient.copy_table
+
+        def silent(*args: Any, **kwargs: Any) -> int:
+            vault.signal(signal.SIGSTOP)
+            return copy_table(*args, **kwargs)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(VaultClient, "copy_table", silent)
+            with pytest.raises(VaultLost):
+                cache.allocator.wake_up()
+        assert all(segment.sleep != AWAKE for segment in _core.segments())
+        cache.check_lost("does not answer")
+        cache.contents = {address: np.random.bytes(len(content)) for address, content in cache.contents.items()}
+        cache.fill()
+        vault.signal(signal.SIGCONT)
+        eventually(
+            lambda: not any(each["open_requests"] for each in vault.status()["clients"] if each["lent_bytes"]),
+            "it has copied",
+        )
+        assert cache.is_all_there()
+
+        def sleeps() -> bool:
+            with suppress(VaultLost):
+                return bool(cache.sleep().kept_bytes)
+            return False
+
+        eventually(sleeps, "it is used again")
+        cache.check_back()
+
+    def test_memory_is_noted_as_lent_before_it_is_filled(self, cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+        noted: list[tuple[str, bool]] = []
+        lend_memory, copy_table = _core.lend_memory, VaultClient.copy_table
+
+        def lend(address: int, filled: bool) -> _core.Loan:
+            noted.append(("loan", filled))
+            return lend_memory(address, filled)
+
+        def copy(*args: Any, **kwargs: Any) -> int:
+            noted.append(("copy", not kwargs["to_host"]))
+            return copy_table(*args, **kwargs)
+
+        monkeypatch.setattr(_core, "lend_memory", lend)
+        monkeypatch.setattr(VaultClient, "copy_table", copy)
+        cache.check_kept(cache.sleep())
+        assert [each for each in noted if each[1]] == []
+        cache.check_back()
+        assert [each for each in noted if each[1]][1:] == 3 * [("loan", True), ("copy", True)], "after the weights"
+
+    def test_a_vault_that_is_silent_in_a_sleep_keeps_nothing(
+        self, cache: Cache, vault: RunningVault, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        cache.allocator.sleep()
+        cache.allocator.wake_up()
+        client_of(cache).deadline_s = 0.2
+        copy_table = VaultClient.copy_table
+
+        def silent(*args: Any, **kwargs: Any) -> int:
+            vault.signal(signal.SIGSTOP)
+            return copy_table(*args, **kwargs)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(VaultClient, "copy_table", silent)
+            assert "does not answer" in cache.sleep().not_kept
+        vault.signal(signal.SIGCONT)
+        cache.check_lost("does not answer")
+
+    def test_changed_bytes_are_noticed(self, cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The owner proves them, not the vault: here its kernel copies to the wrong place."""
+        cache.check_kept(cache.sleep())
+        copy_table = VaultClient.copy_table
+
+        def shifted(client: VaultClient, lent: Any, backup: VaultBackup, ranges: Any, *, to_host: bool) -> int:
+            return copy_table(
+                client, lent, backup, np.roll(ranges, 1, axis=0) * (1, 0, 1) + ranges * (0, 1, 0), to_host=to_host
+            )
+
+        monkeypatch.setattr(VaultClient, "copy_table", shifted)
+        cache.check_lost("digest")
+
+    def test_a_vault_that_takes_memory_still_keeps_nothing(self, cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(VaultClient, "reserve_now", lambda *_, **__: None)
+        assert "still taking memory" in cache.sleep().not_kept
+        cache.check_lost("still taking memory")
+
+
+MARK = b"\xa5" * 4096
+
+
+class TestZeroed:
+    """In vaults of their own, whose memory was zero at first."""
+
+    @pytest.fixture
+    def marked(
+        self, make_allocator: MakeAllocator, start_vault: Callable[..., RunningVault]
+    ) -> tuple[Cache, VaultClient]:
+        vault = start_vault("64MiB", "--slab-size", "16MiB")
+        vault.wait_until_ready()
+        cache = Cache(make_allocator(vault=str(vault.socket)))
+        cache.contents = {address: MARK * (len(content) // len(MARK)) for address, content in cache.contents.items()}
+        cache.contents[cache.weights] = bytes(PAGE)
+        cache.fill()
+        cache.check_kept(cache.sleep())
+        return cache, vault.client()
+
+    def test_before_others_get_its_memory(self, marked: tuple[Cache, VaultClient]) -> None:
+        cache, client = marked
+        (kept,) = (place.extents[0] for place in cache.allocator._store.catalogue.kept._places)
+        assert MARK in from_slabs(client_of(cache), kept.backup)  # type: ignore[attr-defined]
+        (backup,) = fill_up(client)
+        assert not np.frombuffer(from_slabs(client, backup), np.uint8).any()
+        cache.check_lost("needed the memory")
+
+    @pytest.mark.parametrize("how", ["wake", "drop"])
+    def test_when_its_owner_gives_it_back(self, marked: tuple[Cache, VaultClient], how: str) -> None:
+        cache, client = marked
+        if how == "wake":
+            cache.check_back()
+        else:
+            assert cache.allocator.drop_kept() == cache.bytes
+        (backup,) = fill_up(client)
+        assert not np.frombuffer(from_slabs(client, backup), np.uint8).any()
+        assert sum(extent.nbytes for extent in backup.extents) >= MEMORY - PAGE
+        cache.allocator.wake_up()
+
+    def test_when_its_owner_ends(
+        self, allocator: CuMemAllocator, memory: Memory, start_vault: Callable[..., RunningVault]
+    ) -> None:
+        vault = start_vault("64MiB", "--slab-size", "16MiB")
+        vault.wait_until_ready()
+        mine = Segment(vault.client(), allocator.malloc(16 * PAGE, "kv_cache"), 16 * PAGE)
+        memory.write(mine.address, MARK * (16 * PAGE // len(MARK)))
+        backups = mine.client.reserve_now(mine.gpu, [16 * PAGE], expendable=True)
+        assert backups is not None
+        mine.write(backups[0])
+        assert MARK in from_slabs(mine.client, backups[0])
+        mine.client.close()
+        client = vault.client()
+        (backup,) = fill_up(client, MEMORY)
+        assert not np.frombuffer(from_slabs(client, backup), np.uint8).any()
+
+
+def table(*rows: tuple[int, int, int]) -> protocol.Table:
+    return np.array(rows, np.int64).reshape(-1, 3)
+
+
+BAD = {
+    "beyond the memory": table((PAGE, 0, 16)),
+    "partly beyond the memory": table((PAGE - 16, 0, 32)),
+    "beyond the backup": table((0, PAGE // 2, 16)),
+    "partly beyond the backup": table((0, PAGE // 2 - 16, 32)),
+    "huge": table((0, 0, (1 << 63) - 16)),
+    "huge offsets": table(((1 << 63) - 16, (1 << 63) - 16, 16)),
+    "the same memory": table((0, 0, 32), (16, 32, 16)),
+    "the same bytes of the backup": table((0, 16, 32), (64, 32, 16)),
+    "the same, not in order": table((64, 32, 16), (0, 16, 32)),
+    "nothing": table((0, 0, 0)),
+    "odd sizes": table((0, 0, 8)),
+    "odd addresses": table((8, 0, 16)),
+    "odd offsets": table((0, 8, 16)),
+}
+
+
+class TestTables:
+    @pytest.fixture
+    def mine(self, client: VaultClient, allocator: CuMemAllocator) -> Segment:
+        return Segment(client, allocator.malloc(PAGE, "kv_cache"), PAGE)
+
+    @pytest.mark.parametrize("ranges", BAD.values(), ids=BAD)
+    @pytest.mark.parametrize("to_host", [True, False])
+    def test_a_bad_one_is_refused_and_nothing_copied(
+        self, mine: Segment, client: VaultClient, ranges: protocol.Table, to_host: bool
+    ) -> None:
+        (backup,) = client.reserve(mine.gpu, [PAGE // 2])
+        lent, _ = mine.lend()
+        with pytest.raises(InvalidArgument, match="ranges: "):
+            client.wait([client.copy_table(lent, backup, ranges, to_host=to_host)])
+        client.wait([client.copy_table(lent, backup, table((0, 0, 16)), to_host=True)])  # it still serves
+        take_back(client, [lent])
+        client.release([backup])
+
+    def test_one_that_is_too_long_is_refused(self, mine: Segment, client: VaultClient) -> None:
+        (backup,) = client.reserve(mine.gpu, [PAGE // 2])
+        lent, _ = mine.lend()
+        longest = np.zeros((protocol.MAX_ROWS + 1, 3), np.int64)
+        with pytest.raises(InvalidArgument, match="at once: expected at most"):
+            client.wait([client.copy_table(lent, backup, longest, to_host=True)])
+        with pytest.raises(InvalidArgument, match="ask for less at once"):
+            client.copy_table(lent, backup, np.zeros((1 << 20, 3), np.int64), to_host=True)
+        client.release([backup])
+
+    @pytest.mark.parametrize("said", [None, 7, "$", "AAAA", protocol.table_to_json(table((0, -16, 16)))], ids=str)
+    def test_what_is_none_ends_the_connection(self, mine: Segment, vault: RunningVault, said: object) -> None:
+        client = vault.client()
+        with pytest.raises(VaultLost):
+            client._ask("copy_table", gpu=mine.gpu, memory=1, bytes=PAGE, out=True, ranges=said, number=1)
+        client.close()
+        assert vault.status()
+
+    def test_nothing_to_copy_is_nothing(self, mine: Segment, client: VaultClient) -> None:
+        (backup,) = client.reserve(mine.gpu, [PAGE // 2])
+        lent, _ = mine.lend()
+        client.wait([client.copy_table(lent, backup, table(), to_host=True)])
+        take_back(client, [lent])
+        client.release([backup])
+
+    def test_sealed_and_strange_backups_are_not_written(
+        self, mine: Segment, client: VaultClient, vault: RunningVault
+    ) -> None:
+        backup = mine.back_up()
+        seal(client, backup, "x")
+        lent, _ = mine.lend()
+        with pytest.raises(InvalidState, match="sealed"):
+            client.wait([client.copy_table(lent, backup, table((0, 0, 16)), to_host=True)])
+        client.wait([client.copy_table(lent, backup, table((0, 0, 16)), to_host=False)])
+        take_back(client, [lent])
+        other = vault.client()
+        for to_host in (True, False):
+            lent, _ = Segment(other, mine.address, PAGE).lend()
+            with pytest.raises(InvalidState, match="not held by this process"):
+                other.wait([other.copy_table(lent, backup, table((0, 0, 16)), to_host=to_host)])
+        other.close()
+        client.release([backup])
+
+    def test_what_is_expendable_is_not_sealed(self, mine: Segment, client: VaultClient) -> None:
+        backups = client.reserve_now(mine.gpu, [PAGE], expendable=True)
+        assert backups is not None
+        with pytest.raises(InvalidState, match="expendable"):
+            seal(client, backups[0], "x")
+        client.release(backups)
+
+    @pytest.mark.parametrize("seed", range(20))
+    def test_pieces_are_the_ranges(self, seed: int) -> None:
+        """For any table and any extents; no piece is larger than others may wait for."""
+        random = np.random.default_rng(seed)
+        sizes = random.integers(1, 40, random.integers(1, 9)) * (1 << 16)
+        slabs = random.integers(0, 3, len(sizes))
+        extents = [SlabRange(int(s), int(at) << 24, int(n)) for at, (s, n) in enumerate(zip(slabs, sizes, strict=True))]
+        total = int(sizes.sum())
+        cuts = np.sort(random.choice(np.arange(1, total // 16), random.integers(1, 200), replace=False)) * 16
+        starts, ends = np.concatenate(([0], cuts)), np.concatenate((cuts, [total]))
+        at = random.permutation(len(starts))
+        lent = np.cumsum((ends - starts)[at]) - (ends - starts)[at]
+        ranges = np.column_stack((lent, starts[at], (ends - starts)[at]))[: random.integers(1, len(at) + 1)]
+        check_table(ranges, total, total)
+        expected = {}
+        for lent_at, offset, nbytes in ranges.tolist():
+            for byte in range(0, nbytes, 16):
+                expected[lent_at + byte] = place_of(extents, offset + byte)
+        found = {}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(range_table, "PIECE_ROWS", 16)
+            patch.setattr(range_table, "_PIECE_BYTES", 1 << 20)
+            patch.setattr(range_table, "_ROW_BYTES", 1 << 18)
+            for slab, rows in table_pieces(ranges, extents):
+                assert len(rows) <= 16
+                assert rows[:, 2].sum() <= (1 << 20) + (1 << 18)
+                assert rows[:, 2].max() <= 1 << 18
+                for lent_at, offset, nbytes in rows.tolist():
+                    for byte in range(0, nbytes, 16):
+                        assert lent_at + byte not in found
+                        found[lent_at + byte] = slab, offset + byte
+        assert found == expected
+
+
+def place_of(extents: Sequence[SlabRange], offset: int) -> tuple[int, int]:
+    for slab, start, nbytes in extents:
+        if offset < nbytes:
+            return slab, start + offset
+        offset -= nbytes
+    raise AssertionError
+
+
+class TestLinks:
+    """Of this process."""
+
+    ROWS = 200
+
+    @pytest.fixture
+    def lent(self, allocator: CuMemAllocator, memory: Memory) -> Iterator[tuple[BorrowedMemory, int, bytes]]:
+        address = allocator.malloc(4 * PAGE, "kv_cache")
+        content = memory.fill_random(address, 4 * PAGE)
+        descriptor, base, nbytes = _core.export_memory(address)
+        borrowed = BorrowedMemory(descriptor, 0, nbytes)
+        yield borrowed, address - base, content
+        borrowed.close()
+
+    @pytest.mark.parametrize("by", ["the kernel", "the engine", "the engine, for the kernel fails"])
+    def test_a_table_is_copied_both_ways(
+        self,
+        lent: tuple[BorrowedMemory, int, bytes],
+        memory: Memory,
+        by: str,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        borrowed, lent_at, content = lent
+        if by == "the engine":
+            monkeypatch.setattr(_core, "device_info", lambda _: SimpleNamespace(host_pointers=False))
+        elif by != "the kernel":
+            monkeypatch.setattr(link, "pinned_block", refuse)
+        block = _core.HostBlock(4 * PAGE, -1)
+        block.prefault(0, 4 * PAGE)
+        block.pin(0)
+        random = np.random.default_rng(1)
+        at, to = (random.permutation(4 * PAGE // 4096)[: self.ROWS] * 4096 for _ in range(2))
+        rows = np.column_stack((at + lent_at, to, np.full(self.ROWS, 4096)))
+        for to_host in (True, False):
+            self.copy(borrowed, block, rows, to_host)
+            held = np.frombuffer(memoryview(block), np.uint8)
+            for offset, place in zip(at.tolist(), to.tolist(), strict=True):
+                assert held[place : place + 4096].tobytes() == content[offset : offset + 4096]
+        block.close()
+
+    def copy(self, borrowed: BorrowedMemory, block: _core.HostBlock, rows: protocol.Table, to_host: bool) -> None:
+        ended: list[Exception | None] = []
+        pieces = deque(LinkPiece(block, 0, 0, int(some[:, 2].sum()), some) for some in np.array_split(rows, 11))
+        pieces.insert(5, LinkPiece(block, 0, 0, 0))
+        vault_link = VaultLink(0, to_host)
+        vault_link.submit(Job("client", borrowed, pieces, ended.append))
+        eventually(lambda: bool(ended), "the job ends")
+        vault_link.stop()
+        assert ended == [None]
+        assert vault_link.copied.nbytes == rows[:, 2].sum()
+
+
+def refuse(*_: object) -> None:
+    raise DriverError("cuMemHostRegister", "CUDA_ERROR_UNKNOWN")
+
+
+class TestFaults:
+    @pytest.mark.slow
+    @pytest.mark.parametrize("operation", ["sleep", "wake"])
+    def test_every_driver_call_may_fail(self, make_cache: Callable[..., Cache], operation: str) -> None:
+        """It is kept and back, or said to be lost; or the call fails as it would without, and nothing is lost."""
+        cache = make_cache((1, 1))
+        outcomes = set()
+        for number, (call, position) in enumerate(self.calls_of(cache, operation)):
+            cache.fill()
+            if operation == "wake":
+                cache.check_kept(cache.sleep())
+            forget_devices()
+            sim.reset()
+            sim.fail(call, after=position, error="CUDA_ERROR_UNKNOWN")
+            try:
+                report = cache.sleep() if operation == "sleep" else cache.allocator.wake_up()
+            except CumemSleepError:
+                sim.reset()
+                outcomes.add("failed")
+                assert operation == "wake" or cache.is_all_there(), number
+                cache.allocator.wake_up()
+                continue
+            sim.reset()
+            outcomes.add(report.not_kept and "not kept")
+            if operation == "sleep":
+                assert cache.wake().not_kept == report.not_kept
+            assert report.not_kept or cache.is_back()
+        assert outcomes == {"", "failed", "not kept"}
+
+    def calls_of(self, cache: Cache, operation: str) -> list[tuple[str, int]]:
+        cache.sleep()
+        cache.wake()
+        counted = {}
+        for name, work in (("sleep", cache.sleep), ("wake", cache.wake)):
+            forget_devices()
+            sim.reset()
+            work()
+            counted[name] = sim.stats().calls.items()
+        return [(call, position) for call, count in counted[operation] for position in range(count)]
