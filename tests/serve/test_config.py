@@ -367,6 +367,7 @@ def test_a_vllm_gets_the_gate_where_this_package_is_installed(tmp_path: Path, co
     assert has_gate(words, path) == (lib is not None)
     assert not has_gate(words, "/nowhere") or command.startswith("{bin}")
     assert not has_gate(["my-server", "{socket}"], path)
+    assert not has_gate(["python", "-m", "my_server", "{socket}"], path)
     assert not has_gate(["sh", "-c", "exec vllm serve m --uds {socket}"], path)
 
 
