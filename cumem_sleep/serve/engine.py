@@ -221,10 +221,12 @@ class Engine:
         """What it says of the layer in it."""
         try:
             answer = await self._client.get("/cumem_sleep/status", timeout=ASK_WITHIN_S)
-            self.has_gate = answer.is_success
-            if answer.status_code == httpx.codes.NOT_FOUND:
+            self.has_gate = answer.status_code != httpx.codes.NOT_FOUND
+            if not self.has_gate:
                 body = {"method": "cumem_sleep_status"}
                 answer = await self._client.post("/collective_rpc", json=body, timeout=ASK_WITHIN_S)
+            if answer.status_code == httpx.codes.SERVICE_UNAVAILABLE:  # the gate has no answer of the workers
+                return Facts()
             if not answer.is_success:
                 return Facts("")
             workers = answer.json()["results"]

@@ -201,7 +201,7 @@ class Server:
             await engine.close()
         if address.socket is None and (where := open_to_network(port := int(address.base_url.rpartition(":")[2]))):
             raise StartFailed(
-                "its server listens where other machines may reach it, and what it lets them do needs no key",
+                "its server listens where other machines may reach it without this front",
                 f"it listens at {where}, port {port}: have it listen at 127.0.0.1",
             )
 

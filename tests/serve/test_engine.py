@@ -319,6 +319,18 @@ def _usage(nbytes: int, backed_up_bytes: int = 0) -> dict[str, int]:
     return {"bytes": nbytes, "backed_up_bytes": backed_up_bytes}
 
 
+def test_a_gate_whose_workers_give_no_answer_is_a_gate() -> None:
+    async def asked_twice(one: Engine) -> Outcome:
+        await one.facts()
+        assert await one.facts() == Facts()
+        assert one.has_layer
+        return await one.sleep(3, 1)
+
+    deep = httpx.Response(200, json={"status": "sleeping", "level": 3})
+    server = Server(**{STATUS: [*OF_GATE, httpx.Response(503)]}, sleep=[deep])
+    assert do(server, asked_twice, has_layer=False) == Outcome(None, Phase.ASLEEP, 3)
+
+
 @pytest.mark.parametrize(
     ("answer", "facts"),
     [
