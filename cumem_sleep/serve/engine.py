@@ -106,7 +106,7 @@ class Engine:
         self._client = httpx.AsyncClient(
             transport=transport,
             base_url=address.base_url,
-            headers=dict(address.headers),
+            headers=dict(address.control),
             timeout=within_s,
             verify=_certificates(),
             trust_env=False,  # a proxy for the world is none for this machine's servers

@@ -111,7 +111,7 @@ class Server:
         except OSError as error:
             raise StartFailed("its log cannot be written", f"{self.log}: {error.strerror}") from None
         with log:
-            self.address = address = self._new_address(token or model.api_key)
+            self.address = address = self._new_address(token)
             command = command_line(self.name, model, address, gate=token is not None)
             log.write(f"\n==> {self._masked(shlex.join(command))}\n".encode())
             log.flush()
@@ -161,7 +161,7 @@ class Server:
         except OSError:
             return []
 
-    def _new_address(self, key: str | None) -> Address:
+    def _new_address(self, token: str | None) -> Address:
         if uses_socket(self.model.command or ()):
             try:
                 self._folder.mkdir(mode=0o700)  # it has the same address each time
@@ -169,13 +169,13 @@ class Server:
                 self._folder = Path(tempfile.mkdtemp(prefix="cumem-sleep-", dir=self._folder.parent))
             except OSError as error:
                 raise StartFailed("no folder for its socket can be made", str(error)) from None
-            return from_url(f"unix:{self._folder / 'server.sock'}", key)
+            return from_url(f"unix:{self._folder / 'server.sock'}", self.model.api_key, token)
         host = listening_host(self.model.command or ())
         is_ipv6 = ":" in host
         with socket.socket(socket.AF_INET6 if is_ipv6 else socket.AF_INET) as free:
             free.bind((host, 0))
             where = f"[{host}]" if is_ipv6 else host
-            return from_url(f"http://{where}:{free.getsockname()[1]}", key)
+            return from_url(f"http://{where}:{free.getsockname()[1]}", self.model.api_key, token)
 
     def _remove_folder(self) -> None:
         """Its supervisor has done so, unless it was killed."""

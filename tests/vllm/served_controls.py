@@ -109,7 +109,7 @@ async def check_as_the_front_does(checked: Checked) -> None:
     from cumem_sleep.serve.status import Phase
 
     at = (f"http://127.0.0.1:{checked.ports[0]}",) if not checked.admin else ("http://model", checked.admin)
-    engine = Engine(Address(*at, headers=(("Authorization", f"Bearer {TOKEN}"),)), 60.0)
+    engine = Engine(Address(*at, control=(("Authorization", f"Bearer {TOKEN}"),)), 60.0)
     try:
         awake = await engine.facts()
         assert (engine.has_gate, awake.layer, awake.wake_bytes) == (True, "active", 0), awake
