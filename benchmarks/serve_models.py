@@ -320,7 +320,7 @@ def write_models(arguments: argparse.Namespace, file: Path) -> None:
         if not arguments.server_command:
             command = [str(vllm_command(arguments.work)), "serve", str(arguments.work / shape)]
             command += ["--load-format", "dummy", "--skip-tokenizer-init", "--max-model-len", "4096", "--seed", "0"]
-            command += ["--no-enable-prefix-caching"]
+            command += ["--no-enable-prefix-caching", "--middleware", "cumem_sleep.vllm.SleepGate"]
             command += ["--gpu-memory-utilization", str(arguments.gpu_memory_utilization), *options]
             command += [*EXECUTION[arguments.execution], *shlex.split(" ".join(arguments.server_options))]
         else:

@@ -55,10 +55,10 @@ def vllm(arguments: list[str]) -> None:
 
         simulated_server.main([*where, "--served-model-name", *(asked.served_model_name or [asked.model])])
     else:
-        serve_behind(asked.middleware, asked.host, asked.port)
+        serve_behind(asked.middleware, asked.host, asked.port, asked.uds)
 
 
-def serve_behind(middleware: str, host: str, port: int) -> None:
+def serve_behind(middleware: str, host: str, port: int, uds: str | None) -> None:
     """Serve until SIGTERM."""
     import uvicorn
 
@@ -88,8 +88,9 @@ def serve_behind(middleware: str, host: str, port: int) -> None:
     async def asgi(scope: Any, receive: Any, send: Any) -> None:
         await gate({**scope, "app": app}, receive, send)
 
+    config = uvicorn.Config(asgi, host, port, uds=uds, lifespan="off", log_level="warning")
     try:
-        asyncio.run(uvicorn.Server(uvicorn.Config(asgi, host, port, lifespan="off", log_level="warning")).serve())
+        asyncio.run(uvicorn.Server(config).serve())
     finally:
         if not app.engine.asleep:
             GPU.unlink()

@@ -1,6 +1,6 @@
 """What the command of a server says of it: whether it is vLLM, and where it listens.
 
-A server has the development paths of vLLM, which need no key: it may listen where only this machine reaches it.
+A server may listen where only this machine reaches it: the paths of vLLM's development mode need no key.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ import shlex
 import shutil
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
+from pathlib import Path
 
 LOOPBACK = "127.0.0.1"
+GATE = "cumem_sleep.vllm.SleepGate"
 _SHELLS = ("sh", "bash", "dash", "zsh")
 _ASSIGNMENT = re.compile(r"\w+=")
 _BEGIN_ANOTHER = ("env", "nice", "nohup", "setsid", "exec")
@@ -28,6 +30,20 @@ def is_vllm(command: Sequence[str]) -> bool:
         if program == "vllm.entrypoints.openai.api_server" or word.endswith("vllm/entrypoints/openai/api_server.py"):
             return True
     return False
+
+
+def has_gate(command: Sequence[str], path: str) -> bool:
+    """Whether a server has the gate of this package: its command says so, or this package is installed where its vLLM
+    is, which gets it then.
+
+    Args:
+        path: where programs are looked for, as in `PATH`.
+    """
+    if any(GATE in word for word in command):
+        return True
+    is_installed = command[0].rpartition("/")[2].startswith(("vllm", "python")) and is_vllm(command)
+    program = shutil.which(command[0], path=path) if is_installed else None
+    return program is not None and any(Path(program).parents[1].glob("lib/python3*/*-packages/cumem_sleep-*.dist-info"))
 
 
 def uses_socket(command: Sequence[str]) -> bool:

@@ -23,7 +23,10 @@ ASK_EVERY_S = 0.2
 TRIES = 3
 _LACKS_HOST_MEMORY = ("host memory", "outofhostmemory", "no vault answers")  # in the layer's errors
 _IN_ENGINE = re.compile(r"^vllm:num_requests_(?:running|waiting)(?:\{.*\})? (\S+)$", re.MULTILINE)
-_NO_SLEEP_MODE = "its server has no sleep mode: it needs --enable-sleep-mode and VLLM_SERVER_DEV_MODE=1"
+_NO_SLEEP_MODE = (
+    "its server has no calls for sleep: it needs --enable-sleep-mode, and the gate of cumem-sleep with its api_key as"
+    " CUMEM_SLEEP_ADMIN_TOKEN, or VLLM_SERVER_DEV_MODE=1"
+)
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,7 @@ class Engine:
 
     Attributes:
         has_layer: cumem-sleep is in it, as far as is known.
+        has_gate: its gate, too. Without it, in vLLM's development mode, the layer is asked by `/collective_rpc`.
         stops_requests: its sleep ends requests that run, as far as is known; before 0.18 vLLM pulls memory from under
             them.
     """
@@ -95,14 +99,14 @@ class Engine:
         if address.socket is not None:
             transport = httpx.AsyncHTTPTransport(uds=address.socket, verify=_certificates())
         self.address = address
-        self.has_layer = False
+        self.has_layer = self.has_gate = False
         self.stops_requests = True
         self._within_s = within_s
         self._is_half_woken = False
         self._client = httpx.AsyncClient(
             transport=transport,
             base_url=address.base_url,
-            headers=dict(address.headers),
+            headers=dict(address.control),
             timeout=within_s,
             verify=_certificates(),
             trust_env=False,  # a proxy for the world is none for this machine's servers
@@ -171,15 +175,19 @@ class Engine:
         """From level 1 to 3. Whatever becomes of it, the server sleeps, and is woken from either in the same way."""
         if not self.has_layer:
             return Outcome(None, Phase.ASLEEP, 1, why_not_deeper="cumem-sleep is not in its server")
+        path = "/sleep" if self.has_gate else "/collective_rpc"
         try:
-            answer = await self._client.post("/collective_rpc", json={"method": "cumem_sleep_deepen"})
-            _check("/collective_rpc", answer)
-            workers = answer.json()["results"]
-            why = next((str(each["why"]) for each in workers if each["why"]), "")
-            level = OF_LAYER if all(each["checkpointed"] for each in workers) else 1
+            if self.has_gate:
+                said = _check(path, await self._client.post(path, params={"level": OF_LAYER})).json()
+                level, why = int(said["level"]), str(said.get("why_not_deeper", ""))
+            else:
+                answer = _check(path, await self._client.post(path, json={"method": "cumem_sleep_deepen"}))
+                workers = answer.json()["results"]
+                why = next((str(each["why"]) for each in workers if each["why"]), "")
+                level = OF_LAYER if all(each["checkpointed"] for each in workers) else 1
             return Outcome(None, Phase.ASLEEP, level, why_not_deeper=why)
         except (Failed, httpx.HTTPError, OSError, ValueError, KeyError, TypeError) as error:
-            return Outcome(None, Phase.ASLEEP, 1, why_not_deeper=f"/collective_rpc: {_text(error)}")
+            return Outcome(None, Phase.ASLEEP, 1, why_not_deeper=f"{path}: {_text(error)}")
 
     async def wake(self, level: int) -> Outcome:
         """Wake it from this level; weights that were dropped are loaded again before the KV cache comes."""
@@ -212,8 +220,13 @@ class Engine:
     async def facts(self) -> Facts:
         """What it says of the layer in it."""
         try:
-            body = {"method": "cumem_sleep_status"}
-            answer = await self._client.post("/collective_rpc", json=body, timeout=ASK_WITHIN_S)
+            answer = await self._client.get("/cumem_sleep/status", timeout=ASK_WITHIN_S)
+            self.has_gate = answer.status_code != httpx.codes.NOT_FOUND
+            if not self.has_gate:
+                body = {"method": "cumem_sleep_status"}
+                answer = await self._client.post("/collective_rpc", json=body, timeout=ASK_WITHIN_S)
+            if answer.status_code == httpx.codes.SERVICE_UNAVAILABLE:  # the gate has no answer of the workers
+                return Facts()
             if not answer.is_success:
                 return Facts("")
             workers = answer.json()["results"]
@@ -266,8 +279,8 @@ class Engine:
         except Failed as error:
             if not error.is_unknown:
                 raise
-            answer = await self._client.post("/collective_rpc", json={"method": "reload_weights"})
-            _check("/collective_rpc", answer)
+            body = {"method": "reload_weights"}
+            answer = _check("/collective_rpc", await self._client.post("/collective_rpc", json=body))
             if names := _left_out(answer):
                 raise Failed(f"reload_weights left out weights that level 2 dropped: {names}") from None
 
@@ -279,14 +292,14 @@ class Engine:
         """
         for number in range(1, TRIES + 1):
             try:
-                return _check(path, await self._client.post(path, params=query))
+                _check(path, await self._client.post(path, params=query))
+                return
             except httpx.TimeoutException:
                 raise
             except (httpx.HTTPError, OSError):
                 if number == TRIES:
                     raise
                 await asyncio.sleep(ASK_EVERY_S)
-        return None
 
 
 def _mapped_and_missing(workers: Iterable[Iterable[dict[str, Any]]]) -> tuple[int | None, int | None]:
@@ -306,11 +319,12 @@ def _certificates() -> ssl.SSLContext:
     return ssl.create_default_context()
 
 
-def _check(path: str, answer: httpx.Response) -> None:
+def _check(path: str, answer: httpx.Response) -> httpx.Response:
     if answer.status_code in (httpx.codes.NOT_FOUND, httpx.codes.METHOD_NOT_ALLOWED):
         raise Failed(_NO_SLEEP_MODE, is_unknown=True)
     if not answer.is_success:
         raise Failed(f"{path}: {answer.status_code}: {_said(answer)}")
+    return answer
 
 
 def _left_out(answer: httpx.Response) -> str:

@@ -1,6 +1,6 @@
 """Servers as child processes: started, watched, stopped with all that they started themselves.
 
-They listen on Unix sockets in a folder of this user alone, or on loopback: their development paths are for nobody else.
+They listen on Unix sockets in a folder of this user alone, or on loopback: their other paths are for nobody else.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import BinaryIO
 
 from ..http.asgi import within
 from .address import Address, from_url
-from .command import is_vllm, listening_host, uses_socket, values
+from .command import GATE, has_gate, is_vllm, listening_host, uses_socket, values
 from .config import ModelConfig
 from .engine import Engine
 from .lock import Lock
@@ -39,7 +39,8 @@ logger = logging.getLogger("cumem_sleep.serve")
 STOP_WITHIN_S = 45.0  # what a supervisor has to end a server, before both are killed
 POLL_S = 0.05
 _SYSTEMDS = ("NOTIFY_SOCKET", "CREDENTIALS_DIRECTORY")
-_NOT_FOR_SERVERS = ("VLLM_API_KEY", "CUMEM_SLEEP_ADMIN_TOKEN", "CUMEM_SLEEP_SERVE_TOKEN", *_SYSTEMDS)
+_CONTROLS = ("VLLM_SERVER_DEV_MODE", "CUMEM_SLEEP_ADMIN", "CUMEM_SLEEP_ADMIN_TOKEN")
+_NOT_FOR_SERVERS = ("VLLM_API_KEY", "CUMEM_SLEEP_SERVE_TOKEN", *_CONTROLS, *_SYSTEMDS)
 _SUPERVISOR = Path(__file__).with_name("supervisor.py")
 _TAIL_BYTES = 64 << 10
 _LISTENS = "0A"  # in /proc/net/tcp
@@ -102,14 +103,16 @@ class Server:
         Raises:
             StartFailed: it did not become healthy.
         """
-        variables = environment(self.model, os.environ, self._around.secrets)
+        model, path = self.model, self.model.env.get("PATH", os.environ.get("PATH", os.defpath))
+        token = (model.api_key or secrets.token_hex(16)) if has_gate(model.command or (), path) else None
+        variables = environment(model, os.environ, self._around.secrets, token)
         try:
             log = open_log(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         except OSError as error:
             raise StartFailed("its log cannot be written", f"{self.log}: {error.strerror}") from None
         with log:
-            self.address = address = self._new_address()
-            command = command_line(self.name, self.model, address)
+            self.address = address = self._new_address(token)
+            command = command_line(self.name, model, address, gate=token is not None)
             log.write(f"\n==> {self._masked(shlex.join(command))}\n".encode())
             log.flush()
             folders = (str(self._folder), str(self._around.leaves or ""))
@@ -158,7 +161,7 @@ class Server:
         except OSError:
             return []
 
-    def _new_address(self) -> Address:
+    def _new_address(self, token: str | None) -> Address:
         if uses_socket(self.model.command or ()):
             try:
                 self._folder.mkdir(mode=0o700)  # it has the same address each time
@@ -166,13 +169,13 @@ class Server:
                 self._folder = Path(tempfile.mkdtemp(prefix="cumem-sleep-", dir=self._folder.parent))
             except OSError as error:
                 raise StartFailed("no folder for its socket can be made", str(error)) from None
-            return from_url(f"unix:{self._folder / 'server.sock'}", self.model.api_key)
+            return from_url(f"unix:{self._folder / 'server.sock'}", self.model.api_key, token)
         host = listening_host(self.model.command or ())
         is_ipv6 = ":" in host
         with socket.socket(socket.AF_INET6 if is_ipv6 else socket.AF_INET) as free:
             free.bind((host, 0))
             where = f"[{host}]" if is_ipv6 else host
-            return from_url(f"http://{where}:{free.getsockname()[1]}", self.model.api_key)
+            return from_url(f"http://{where}:{free.getsockname()[1]}", self.model.api_key, token)
 
     def _remove_folder(self) -> None:
         """Its supervisor has done so, unless it was killed."""
@@ -198,7 +201,7 @@ class Server:
             await engine.close()
         if address.socket is None and (where := open_to_network(port := int(address.base_url.rpartition(":")[2]))):
             raise StartFailed(
-                "its server listens where other machines may reach it, and its development paths need no key",
+                "its server listens where other machines may reach it without this front",
                 f"it listens at {where}, port {port}: have it listen at 127.0.0.1",
             )
 
@@ -232,8 +235,8 @@ def _ip(words: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
     return (found.ipv4_mapped or found) if isinstance(found, ipaddress.IPv6Address) else found
 
 
-def command_line(name: str, model: ModelConfig, address: Address) -> list[str]:
-    """The words of a server's command with where it listens, and, for vLLM, its names and sleep mode."""
+def command_line(name: str, model: ModelConfig, address: Address, *, gate: bool = False) -> list[str]:
+    """The words of a server's command with where it listens, and, for vLLM, its names, sleep mode, and the gate."""
     port = address.base_url.rpartition(":")[2] if address.socket is None else ""
     words = [word.replace("{socket}", address.socket or "").replace("{port}", port) for word in model.command or ()]
     if not is_vllm(words):
@@ -244,15 +247,22 @@ def command_line(name: str, model: ModelConfig, address: Address) -> list[str]:
     added = [word for option, value in listens.items() if not values(words, option) for word in (option, value)]
     if "--enable-sleep-mode" not in words:
         added.append("--enable-sleep-mode")
+    if gate and not any(GATE in word for word in words):
+        added += ["--middleware", GATE]
     if not any(word.split("=")[0] == "--served-model-name" for word in words):
         added += ["--served-model-name", name, *model.aliases]
     return [*words, *added]
 
 
-def environment(model: ModelConfig, inherited: Mapping[str, str], known: Collection[str] = ()) -> dict[str, str]:
-    """A server's: vLLM offers sleep only in development mode, and backups are to be made before the first sleep.
+def environment(
+    model: ModelConfig, inherited: Mapping[str, str], known: Collection[str] = (), token: str | None = None
+) -> dict[str, str]:
+    """A server's: backups are to be made before the first sleep; and without the gate, vLLM offers sleep only in
+    development mode.
 
-    Of the secrets that are known to this front, it gets its own alone.
+    Args:
+        known: secrets of this front, of which it gets its own alone.
+        token: opens the gate's calls for sleep; None without a gate.
 
     Raises:
         StartFailed: it is to use a GPU that this process may not use.
@@ -269,8 +279,11 @@ def environment(model: ModelConfig, inherited: Mapping[str, str], known: Collect
     if visible and model.gpus[-1] >= len(visible):
         raise StartFailed(f"there is no GPU {model.gpus[-1]}: CUDA_VISIBLE_DEVICES has {len(visible)}")
     gpus = [visible[gpu] if visible else str(gpu) for gpu in model.gpus]
-    ours = {"VLLM_SERVER_DEV_MODE": "1", "CUDA_VISIBLE_DEVICES": ",".join(gpus), "PYTHONSAFEPATH": "1"}
-    return {"CUMEM_SLEEP_PREPARE": "1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID", **kept, **ours, **model.env}
+    ours = {"CUDA_VISIBLE_DEVICES": ",".join(gpus), "PYTHONSAFEPATH": "1"}
+    found = {"CUMEM_SLEEP_PREPARE": "1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID", **kept, **ours}
+    if token is None:
+        return {**found, "VLLM_SERVER_DEV_MODE": "1", **model.env}
+    return {**found, **model.env, "CUMEM_SLEEP_ADMIN_TOKEN": token}
 
 
 def vault_of(model: ModelConfig, inherited: Mapping[str, str]) -> str:

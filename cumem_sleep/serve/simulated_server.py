@@ -1,4 +1,4 @@
-"""A model server without a model, for `serve --demo` and for tests: OpenAI's paths, and vLLM's sleep and wake.
+"""A model server without a model, for `serve --demo` and for tests: OpenAI's paths, and the gate's for its sleep.
 
     python -m cumem_sleep.serve.simulated_server --port 8101 --served-model-name small
 
@@ -78,7 +78,7 @@ class SimulatedServer:
         method, path = str(scope["method"]), str(scope["path"])
         if (method, path) in _MODEL_PATHS:
             return await self._run_model(path, scope, body or b"", inbox, send)
-        for message in await self._answer(method, path, scope, body or b""):
+        for message in await self._answer(method, path, scope):
             await send(message)
 
     # What runs the model
@@ -141,17 +141,19 @@ class SimulatedServer:
 
     # What changes it, and looks
 
-    async def _answer(self, method: str, path: str, scope: Scope, body: bytes) -> list[Message]:
+    async def _answer(self, method: str, path: str, scope: Scope) -> list[Message]:
         query = parse_qs(bytes(scope.get("query_string", b"")).decode("latin-1"))
         if (method, path) == ("POST", "/sleep"):
-            return await self._sleep(int(query.get("level", ["1"])[-1]))
+            level = int(query.get("level", ["1"])[-1])
+            if level == 3 and self.asleep:
+                self.level = level
+                return response(200, {"level": level})
+            return await self._sleep(level)
         if (method, path) == ("POST", "/wake_up"):
             return await self._wake(frozenset(query.get("tags", PARTS)))
-        if (method, path) == ("POST", "/collective_rpc") and _object(body).get("method") == "cumem_sleep_deepen":
-            self.level = 3 if self.asleep else 0
-            why = "" if self.asleep else "it is awake"
-            return response(200, {"results": [{"checkpointed": not why, "why": why}]})
-        if (method, path) in (("POST", "/reload_weights"), ("POST", "/collective_rpc")):
+        if (method, path) == ("POST", "/reload_weights"):
+            return response(200, {})
+        if (method, path) == ("GET", "/cumem_sleep/status"):
             nbytes = self.options.weights_bytes
             mapped_bytes = 0 if "weights" in self.asleep else nbytes
             weights = {"bytes": nbytes, "mapped_bytes": mapped_bytes, "backed_up_bytes": self.options.prepared_bytes}

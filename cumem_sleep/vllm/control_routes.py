@@ -10,14 +10,14 @@ from typing import Any
 from urllib.parse import parse_qs
 
 from ..http.asgi import Message, Receive, Scope, Send, refusal, response
-from .routes import RELOAD, RESET, WAKE, route_path
+from .routes import RELOAD, RESET, STATUS, WAKE, route_path
 
 Query = dict[str, list[str]]
 
-# By path, the method. `SleepGate` itself turns a wake into /wake_up, and reloads weights.
+# By path, the method. `SleepGate` itself turns a wake into /wake_up, reloads weights, and says what the workers say.
 CONTROLS = {
     **dict.fromkeys(("/sleep", "/wake_up", WAKE, RELOAD, RESET, "/pause", "/resume"), "POST"),
-    "/is_sleeping": "GET",
+    **dict.fromkeys(("/is_sleeping", STATUS), "GET"),
 }
 
 

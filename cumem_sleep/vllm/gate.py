@@ -46,7 +46,7 @@ from .conductor import Conductor
 from .control_routes import CONTROLS
 from .engine_door import LEASE, EngineDoor, RequestLease
 from .idle import IdleSleep
-from .routes import GUARDED, OWN, RELOAD, RESET, WAKE, RouteKind, Routes, Taken, kind_of, route_path
+from .routes import GUARDED, OWN, RELOAD, RESET, STATUS, WAKE, RouteKind, Routes, Taken, kind_of, route_path
 from .siblings import BETWEEN_S, Busy
 from .sleeping_model import TAGS, GatePhase, RequestDecision, why_left_out
 from .worker_methods import KEEP_KV, Effect
@@ -236,6 +236,8 @@ class SleepGate:
         is_control = is_control or (self._has_controls and taken.template == RESET)
         if is_control and self._is_open and not taken.redirects:
             return await deliver(scope, inbox, send, await self._control(taken, scope, inbox))
+        if taken.template == STATUS and self._is_open:
+            return await deliver(scope, inbox, send, await self._workers_status())
         if taken.template.startswith("/metrics") and self._is_scraped and self.model.phase is not GatePhase.CHANGING:
             await self._status.fresh(self.conductor.engine)
         await self._app(scope, inbox, send)
@@ -743,6 +745,16 @@ class SleepGate:
             headers = {"Retry-After": str(self._settings.retry_after_s)}
             return await deliver(scope, inbox, send, refusal(503, self.model.why_disagrees, headers))
         return await self._controls(scope, inbox, send)
+
+    async def _workers_status(self) -> list[Message]:
+        """What each worker says of the layer in it; nobody says anything without the layer. Asked twice: see
+        `Conductor.ask_workers`.
+        """
+        status, engine = self._status, self.conductor.engine
+        ranks = await status.now(engine) or await status.now(engine)
+        if ranks is None and status.exists:
+            return refusal(503, "the workers do not say what is in their memory")
+        return response(200, {"results": ranks or []})
 
     def _health_code(self) -> int:
         setting = self._settings.health

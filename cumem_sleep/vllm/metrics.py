@@ -100,6 +100,8 @@ def sleep_level(rank: RankStatus) -> int:
 class WorkerStatus:
     """The workers' last status. One question is pending at a time, and each caller waits only as long as it wants.
 
+    `exists`: the workers have this layer, as far as is known.
+
     The question has no vLLM timeout: with one, vLLM's executors would leave a late answer in the workers' queues, where
     the next call would take it for its own. For the same reason it is never cancelled.
     """
@@ -107,7 +109,7 @@ class WorkerStatus:
     def __init__(self) -> None:
         self.ranks: list[RankStatus] = []
         self._question: asyncio.Task[list[RankStatus] | None] | None = None
-        self._exists = True
+        self.exists = True
 
     def ask(self, engine: Any) -> asyncio.Task[list[RankStatus] | None]:
         """Ask all workers, or join the pending question; the task's result is None if there is no answer."""
@@ -128,14 +130,14 @@ class WorkerStatus:
         return await asyncio.shield(self.ask(engine))
 
     async def _ask(self, engine: Any) -> list[RankStatus] | None:
-        if not self._exists:
+        if not self.exists:
             return None
         try:
             engines = await data_parallel.call_workers(engine, STATUS_METHOD)
             ranks = [rank for engine_ranks in engines for rank in engine_ranks]
         except Exception as error:
             if "not implemented" in str(error):  # vLLM's words for a method that its workers do not have
-                self._exists = False
+                self.exists = False
                 logger.warning(
                     "cumem-sleep is not active in vLLM's workers: no cumem_sleep metrics, and the gate knows only the"
                     " sleeps and wakes that pass through it"

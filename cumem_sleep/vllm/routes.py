@@ -39,7 +39,8 @@ GUARDED = frozenset(
 # The gate's own routes.
 WAKE, RELOAD = "/wake", "/reload_weights"
 RESET = "/reset_prefix_cache"
-OWN = frozenset((("POST", WAKE), ("POST", RELOAD)))
+STATUS = "/cumem_sleep/status"
+OWN = frozenset((("POST", WAKE), ("POST", RELOAD), ("GET", STATUS)))
 
 _POSTS = {
     RouteKind.CHANGES: ("/sleep", "/wake_up", WAKE, RELOAD, "/release_kv_cache_memory", "/pause", "/resume"),
@@ -63,6 +64,7 @@ _TABLE: dict[tuple[str, str], RouteKind] = {
     ("DELETE", "/adapters/{adapter_name}"): RouteKind.ADAPTS,
     ("WEBSOCKET", "/v1/realtime"): RouteKind.RUNS,
     ("GET", "/server_info"): RouteKind.ADMINISTERS,  # it shows the environment
+    ("GET", STATUS): RouteKind.ADMINISTERS,  # for whoever may change the sleep
     ("GET", "/health"): RouteKind.HEALTH,
     ("GET", "/ping"): RouteKind.HEALTH,
     ("GET", "/is_sleeping"): RouteKind.ASKS,

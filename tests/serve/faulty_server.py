@@ -103,15 +103,15 @@ class FaultyServer(SimulatedServer):
         self.half_woken = False
         return await self.perhaps_lost(await super()._wake(tags))
 
-    async def _answer(self, method: str, path: str, scope: Any, body: bytes) -> list[Message]:
-        if path == "/collective_rpc" and self.has_layer and b"deepen" not in body:
+    async def _answer(self, method: str, path: str, scope: Any) -> list[Message]:
+        if path == "/cumem_sleep/status" and self.has_layer:
             nbytes = 10 << 30
             mapped_bytes = nbytes if self.half_woken or "weights" not in self.asleep else 0
             weights = {"bytes": nbytes, "mapped_bytes": mapped_bytes, "backed_up_bytes": 0}
             return response(200, {"results": [{"version": "simulated", "usage": {"weights": weights}}]})
         if path == "/reload_weights":
             self.lost = False
-        return await super()._answer(method, path, scope, body)
+        return await super()._answer(method, path, scope)
 
     async def perhaps_lost(self, answer: list[Message]) -> list[Message]:
         """The connection may break off before the answer, although it was done."""

@@ -11,6 +11,7 @@ import pytest
 
 from cumem_sleep.serve import demo, servers
 from cumem_sleep.serve.address import from_url
+from cumem_sleep.serve.command import has_gate
 from cumem_sleep.serve.config import Config, ConfigError, FrontConfig, ModelConfig, load, parse
 from cumem_sleep.serve.policy import STOP
 
@@ -315,7 +316,7 @@ def test_a_server_is_asked_at_the_loopback_address_where_it_listens(host: str, t
         f"sh -c 'exec vllm serve m --host {host} --port {{port}}'",
     ):
         model = parse(json.dumps({"models": {"m": {"command": command}}})).models["m"]
-        address = servers.Server("m", model, tmp_path, tmp_path)._new_address()
+        address = servers.Server("m", model, tmp_path, tmp_path)._new_address(None)
         assert address.base_url.rpartition(":")[0] == f"http://{'[::1]' if host == '::1' else host}"
         words = servers.command_line("m", model, address)
         assert len([word for word in words if "--host" in word]) == 1
@@ -338,6 +339,50 @@ def test_a_server_gets_its_gpus_and_no_secret_of_the_front() -> None:
     with pytest.raises(servers.StartFailed, match="there is no GPU 2: CUDA_VISIBLE_DEVICES has 1"):
         servers.environment(model, {"CUDA_VISIBLE_DEVICES": "4"})
     assert not {"VLLM_API_KEY", "CUMEM_SLEEP_SERVE_TOKEN"} & found.keys()
+
+
+def test_a_server_with_the_gate_needs_no_development_mode() -> None:
+    inherited = {"VLLM_SERVER_DEV_MODE": "1", "CUMEM_SLEEP_ADMIN": "unix:/x", "CUMEM_SLEEP_ADMIN_TOKEN": "of others"}
+    model = ModelConfig.model_validate({"command": "x"})
+    found = servers.environment(model, inherited, token="t")
+    assert found["CUMEM_SLEEP_ADMIN_TOKEN"] == "t"
+    assert not {"VLLM_SERVER_DEV_MODE", "CUMEM_SLEEP_ADMIN"} & found.keys()
+    own = {"VLLM_SERVER_DEV_MODE": "1", "CUMEM_SLEEP_ADMIN_TOKEN": "another"}
+    found = servers.environment(ModelConfig.model_validate({"command": "x", "env": own}), {}, token="t")
+    assert (found["VLLM_SERVER_DEV_MODE"], found["CUMEM_SLEEP_ADMIN_TOKEN"]) == ("1", "t")
+
+
+@pytest.mark.parametrize("lib", ["lib/python3.12/site-packages", "lib/python3.12/dist-packages", None])
+@pytest.mark.parametrize(
+    "command", ["vllm serve m", "{bin}/vllm serve m", "python -m vllm.entrypoints.cli.main serve m"]
+)
+def test_a_vllm_gets_the_gate_where_this_package_is_installed(tmp_path: Path, command: str, lib: str | None) -> None:
+    (tmp_path / "bin").mkdir()
+    for name in ("vllm", "python", "my-server"):
+        (tmp_path / "bin" / name).touch(mode=0o755)
+    if lib is not None:
+        (tmp_path / lib / "cumem_sleep-0.1.0.dist-info").mkdir(parents=True)
+    path = str(tmp_path / "bin")
+    words = command.format(bin=path).split()
+    assert has_gate(words, path) == (lib is not None)
+    assert not has_gate(words, "/nowhere") or command.startswith("{bin}")
+    assert not has_gate(["my-server", "{socket}"], path)
+    assert not has_gate(["python", "-m", "my_server", "{socket}"], path)
+    assert not has_gate(["sh", "-c", "exec vllm serve m --uds {socket}"], path)
+
+
+@pytest.mark.parametrize(
+    "given", ["--middleware cumem_sleep.vllm.SleepGate", "--middleware=cumem_sleep.vllm.SleepGate", ""]
+)
+def test_a_vllm_has_the_gate_once(given: str) -> None:
+    command = f"vllm serve m {given}".split()
+    assert has_gate(command, "/nowhere") == bool(given)
+    model = ModelConfig.model_validate({"command": command})
+    address = from_url("unix:/s", None)
+    words = servers.command_line("m", model, address, gate=True)
+    assert " ".join(words).count("cumem_sleep.vllm.SleepGate") == 1
+    assert "SleepGate" in given or "--middleware" not in servers.command_line("m", model, address)
+    assert has_gate(["sh", "-c", f"exec vllm serve m --uds {{socket}} {given}"], "/nowhere") == bool(given)
 
 
 def test_files_of_different_models_differ() -> None:

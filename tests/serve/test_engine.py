@@ -14,6 +14,7 @@ from cumem_sleep.serve.engine import Engine, Facts, Outcome
 from cumem_sleep.serve.status import Phase
 
 Answer = httpx.Response | Exception
+STATUS = "cumem_sleep/status"  # the gate's, which is not there unless a test says so
 
 
 class Server:
@@ -27,7 +28,7 @@ class Server:
         name = request.url.path.strip("/")
         query = request.url.query.decode()
         self.called.append(f"{name}?{query}" if query else name)
-        answers = self.answers.get(name, [httpx.Response(200, json={})])
+        answers = self.answers.get(name, [httpx.Response(404 if name == STATUS else 200, json={})])
         answer = answers.pop(0) if len(answers) > 1 else answers[0]
         if isinstance(answer, Exception):
             raise answer
@@ -159,6 +160,39 @@ def test_level_3_is_level_1_and_more() -> None:
     assert do(server, lambda one: one.wake(3)) == Outcome(None, Phase.AWAKE)
 
 
+async def _with_gate(one: Engine, *levels: int) -> Outcome:
+    await one.facts()
+    assert one.has_gate
+    return await one.sleep(*levels)
+
+
+OF_GATE = [httpx.Response(200, json={"results": [{"usage": {"weights": {"bytes": 1, "backed_up_bytes": 0}}}]})]
+
+
+def test_the_gate_is_asked_for_level_3() -> None:
+    deep = httpx.Response(200, json={"status": "sleeping", "level": 3})
+    server = Server(**{STATUS: OF_GATE, "sleep": [httpx.Response(200), deep]}, collective_rpc=[httpx.Response(404)])
+    assert do(server, lambda one: _with_gate(one, 3)) == Outcome(None, Phase.ASLEEP, 3)
+    assert server.called == [STATUS, "sleep?level=1", "sleep?level=3"]
+    assert do(server, lambda one: _with_gate(one, 3, 1)) == Outcome(None, Phase.ASLEEP, 3)
+    assert server.called[3:] == [STATUS, "sleep?level=3"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        (httpx.Response(200, json={"status": "sleeping", "level": 1, "why_not_deeper": "no driver"}), "no driver"),
+        (FAILS, "/sleep: 500: it failed"),
+        (httpx.ReadTimeout("late"), "late"),
+    ],
+)
+def test_where_the_gate_does_not_get_to_level_3_the_server_sleeps_at_level_1(answer: Answer, why: str) -> None:
+    server = Server(**{STATUS: OF_GATE}, sleep=[answer])
+    outcome = do(server, lambda one: _with_gate(one, 3, 1))
+    assert (outcome.error, outcome.state, outcome.level) == (None, Phase.ASLEEP, 1)
+    assert why in outcome.why_not_deeper
+
+
 def test_from_level_1_to_3_nothing_wakes() -> None:
     server = Server(collective_rpc=[_deepened("")])
     assert do(server, lambda one: _with_layer(one, 3, 1)) == Outcome(None, Phase.ASLEEP, 3)
@@ -276,11 +310,25 @@ def test_what_a_server_is_in() -> None:
 def test_a_server_without_sleep_mode_says_what_it_needs() -> None:
     server = Server(**{name: [httpx.Response(404)] for name in ("sleep", "wake_up", "is_sleeping")})
     for call in (lambda one: one.look(), lambda one: one.sleep(1), lambda one: one.wake(1)):
-        assert "--enable-sleep-mode and VLLM_SERVER_DEV_MODE=1" in str(do(server, call).error)
+        error = str(do(server, call).error)
+        assert "--enable-sleep-mode" in error
+        assert "CUMEM_SLEEP_ADMIN_TOKEN, or VLLM_SERVER_DEV_MODE=1" in error
 
 
 def _usage(nbytes: int, backed_up_bytes: int = 0) -> dict[str, int]:
     return {"bytes": nbytes, "backed_up_bytes": backed_up_bytes}
+
+
+def test_a_gate_whose_workers_give_no_answer_is_a_gate() -> None:
+    async def asked_twice(one: Engine) -> Outcome:
+        await one.facts()
+        assert await one.facts() == Facts()
+        assert one.has_layer
+        return await one.sleep(3, 1)
+
+    deep = httpx.Response(200, json={"status": "sleeping", "level": 3})
+    server = Server(**{STATUS: [*OF_GATE, httpx.Response(503)]}, sleep=[deep])
+    assert do(server, asked_twice, has_layer=False) == Outcome(None, Phase.ASLEEP, 3)
 
 
 @pytest.mark.parametrize(
@@ -302,8 +350,11 @@ def _usage(nbytes: int, backed_up_bytes: int = 0) -> dict[str, int]:
         (LOST, Facts()),
     ],
 )
-def test_what_a_server_says_of_this_layer(answer: Answer, facts: Facts) -> None:
-    assert do(Server(collective_rpc=[answer]), lambda one: one.facts()) == facts  # type: ignore[comparison-overlap]
+@pytest.mark.parametrize("path", [STATUS, "collective_rpc"])
+def test_what_a_server_says_of_this_layer(answer: Answer, facts: Facts, path: str) -> None:
+    server = Server(**{path: [answer]})
+    assert do(server, lambda one: one.facts()) == facts  # type: ignore[comparison-overlap]
+    assert server.called == [STATUS] if path == STATUS else [STATUS, path]
 
 
 def _workers(mapped_bytes: int) -> httpx.Response:

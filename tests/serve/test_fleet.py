@@ -72,6 +72,46 @@ def test_requests_wake_their_models_and_nothing_is_left_in_the_end(tmp_path: Pat
     assert all(pid is not None and not lives(pid) for pid in pids)
 
 
+@pytest.mark.parametrize("key", [None, "key"])
+def test_a_server_with_the_gate_sleeps_without_development_mode(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str | None
+) -> None:
+    """The gate is real, and vLLM is that of its tests."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "lib/python3.12/site-packages/cumem_sleep-0.1.0.dist-info").mkdir(parents=True)
+    vllm = tmp_path / "bin" / "vllm"
+    vllm.write_text(f'#!/bin/sh\nexec {sys.executable} {Path(__file__).parents[1]}/documented_programs.py vllm "$@"\n')
+    vllm.chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+
+    async def scenario() -> None:
+        one = {"command": f"{vllm} serve m", "levels": [1, 2, 3], **({"api_key": key} if key else {})}
+        async with running(config(tmp_path, a=one)) as fleet:
+            (model,) = (await until(fleet, a=Phase.ASLEEP)).models
+            assert model.layer == "active"
+            for level in (2, 3, 1, 3):
+                async with fleet.lease("a") as lease:
+                    assert bool(lease.server.headers) == bool(key), "clients' requests come without the token"
+                    await post_without_key(lease, "/sleep")
+                await fleet.sleep("a", level)
+                (model,) = fleet.status().models
+                assert (model.phase, model.level, model.error) == (Phase.ASLEEP, level, None)
+            environ = Path(f"/proc/{model.pid}/environ").read_bytes()
+            assert b"VLLM_SERVER_DEV_MODE" not in environ
+            assert key is None or b"\0CUMEM_SLEEP_ADMIN_TOKEN=key\0" in environ
+
+    async def post_without_key(lease: ModelLease, path: str) -> None:
+        transport = httpx.AsyncHTTPTransport(uds=lease.server.socket)
+        async with httpx.AsyncClient(transport=transport, base_url=lease.server.base_url) as client:
+            assert (await client.post(path)).status_code == 401
+            assert (await client.post("/collective_rpc", json={"method": "sleep"})).status_code == 401
+            headers = dict(lease.server.control)
+            answer = await client.post("/collective_rpc", json={"method": "sleep"}, headers=headers)
+            assert answer.status_code == 404
+
+    run(scenario())
+
+
 def test_many_requests_cause_one_wake(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with running(config(tmp_path, a={})) as fleet:

@@ -34,12 +34,12 @@ class VaultServer(SimulatedServer):
         memory.write(address, np.random.default_rng(seed).bytes(options.weights_bytes))
         memory.close()
 
-    async def _answer(self, method: str, path: str, scope: Scope, body: bytes) -> list[Message]:
-        if (method, path) == ("POST", "/collective_rpc"):
+    async def _answer(self, method: str, path: str, scope: Scope) -> list[Message]:
+        if (method, path) == ("GET", "/cumem_sleep/status"):
             usage = {tag: asdict(usage) for tag, usage in self.allocator.usage().items()}
             worker: dict[str, Any] = {"usage": usage, "place": asdict(self.allocator.backup_place())}
             return response(200, {"results": [worker]})
-        return await super()._answer(method, path, scope, body)
+        return await super()._answer(method, path, scope)
 
     async def _sleep(self, level: int) -> list[Message]:
         try:

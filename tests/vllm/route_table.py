@@ -22,7 +22,7 @@ POOLING = ("embed", "classify", "token_embed", "token_classify", "embed&token_cl
 SCORES = ("bi-encoder", "cross-encoder", "late-interaction")
 # Registered only where Cohere's SDK is installed.
 COHERE = {("/cohere/v2/chat", "POST"), ("/cohere/v2/chat/render", "POST")}
-GATES_OWN = {("/wake", "POST"), ("/reload_weights", "POST")}
+GATES_OWN = {("/wake", "POST"), ("/reload_weights", "POST"), ("/cumem_sleep/status", "GET")}
 
 HEAD = """\
 # Every route of vLLM

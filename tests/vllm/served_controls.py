@@ -31,6 +31,7 @@ CONTROLS = (
     "/reset_prefix_cache",
     "/pause",
     "/resume",
+    "/cumem_sleep/status",
 )
 OTHERS = (
     *("/collective_rpc", "/update_weights", "/start_weight_update", "/finish_weight_update", "/abort_requests"),
@@ -85,6 +86,48 @@ async def check_that_the_port_gives_nothing(checked: Checked) -> None:
     assert (await checked.complete(checked.ports[0])).code == 200
 
 
+async def check_that_the_listener_gives_nothing_else(checked: Checked) -> None:
+    """What the gate refuses: the same paths by the same methods, but for the controls by theirs."""
+    if not checked.admin:
+        return
+    before = await checked.world.state()
+    for path in (*CONTROLS, *OTHERS, COMPLETIONS, "/health"):
+        for method in METHODS:
+            if path.rstrip("/") not in CONTROLS or method not in ("GET", "POST"):
+                assert (await checked.control(path, {}, method)).code == 404, (method, path)
+            for token in ("", "wrong"):
+                answer = await checked.control(path, {}, method, token)
+                is_question = (method, path) == ("GET", "/is_sleeping")
+                assert answer.code in ((200,) if is_question else (401, 404)), (method, path, answer)
+    assert await checked.world.state() == before
+
+
+async def check_as_the_front_does(checked: Checked) -> None:
+    """`serve` has the token as its key, and no way but that of the gate."""
+    from cumem_sleep.serve.address import Address
+    from cumem_sleep.serve.engine import Engine, Outcome
+    from cumem_sleep.serve.status import Phase
+
+    at = (f"http://127.0.0.1:{checked.ports[0]}",) if not checked.admin else ("http://model", checked.admin)
+    engine = Engine(Address(*at, control=(("Authorization", f"Bearer {TOKEN}"),)), 60.0)
+    try:
+        awake = await engine.facts()
+        assert (engine.has_gate, awake.layer, awake.wake_bytes) == (True, "active", 0), awake
+        assert awake.mapped_bytes
+        for level in (1, 2):
+            assert await engine.sleep(level) == Outcome(None, Phase.ASLEEP, level)
+            assert (await engine.look()).state is Phase.ASLEEP
+            assert (await engine.facts()).mapped_bytes == 0
+            assert await checked.asleep() == {"weights", "kv_cache"}
+            assert await engine.wake(level) == Outcome(None, Phase.AWAKE)
+            assert await engine.look() == Outcome(None, Phase.AWAKE)
+        assert (await engine.facts()).mapped_bytes == awake.mapped_bytes
+        for port in checked.ports:
+            assert b"good good good" in (await checked.complete(port)).body
+    finally:
+        await engine.close()
+
+
 async def check_sleeps(checked: Checked) -> None:
     for level in (1, 2, 0):
         slept = await checked.control("/sleep", {"level": level})
@@ -134,7 +177,10 @@ async def check(world: World, servers: int, folder: pathlib.Path) -> None:
                 app = world.gated(plan, number, found, gate_episodes.Counter())
                 ports.append((await stack.enter_async_context(Server(app, lifespan="on"))).port)
             checked = Checked(world, ports, admin)
-            for each in (check_that_the_port_gives_nothing, check_sleeps, check_the_rest):
+            for each in (
+                *(check_that_the_port_gives_nothing, check_that_the_listener_gives_nothing_else),
+                *(check_as_the_front_does, check_sleeps, check_the_rest),
+            ):
                 await each(checked)
                 print(f"{each.__name__}, {servers} servers, {'with' if admin else 'without'} a listener", flush=True)
         assert not found, found

@@ -20,6 +20,7 @@ from cumem_sleep import InvalidArgument
 from cumem_sleep.settings import GateSettings
 from cumem_sleep.vllm import SleepGate, admin_listener
 from cumem_sleep.vllm.control_routes import CONTROLS
+from cumem_sleep.vllm.routes import STATUS
 
 PATHS = (*CONTROLS, *(path for path in DEV if path not in CONTROLS), "/server_info", "/is_paused")
 PATHS += (
@@ -76,6 +77,42 @@ def test_an_error_of_the_engine_is_a_typed_answer(serve: Serve) -> None:
         assert (failed.code, failed.error["message"]) == (500, "/sleep failed: no host memory")
         assert (await client.post("/wake", key=TOKEN)).code == 200
         assert (await client.ask()).code == 200
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("dev_mode", [False, True])
+def test_the_workers_status_is_for_whoever_may_change_the_sleep(
+    serve: Serve, dev_mode: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        client = serve(FakeVllm(dev_mode=dev_mode), admin_token=TOKEN)
+        for method, path, key in (("GET", STATUS, ""), ("GET", f"{STATUS}/", "wrong"), ("GET", f"{STATUS}?x", "")):
+            assert (await client.request(method, path, key=key)).code == 401
+        assert (await client.request("POST", STATUS, key=TOKEN)).code in (404, 405)
+        assert client.engine.calls == []
+        for asleep in (False, True):
+            workers = (await client.request("GET", STATUS, key=TOKEN)).body["results"]
+            assert [worker["rank"] for worker in workers] == [0, 1]
+            assert (workers[0]["usage"]["weights"]["mapped_bytes"] == 0) == asleep
+            assert (await client.post("/sleep", key=TOKEN)).code == 200
+        client.engine.fails["cumem_sleep_status"] = [RuntimeError("no answer")]
+        assert (await client.request("GET", STATUS, key=TOKEN)).code == 200, "the first answer may be lost"
+        client.engine.fails["cumem_sleep_status"] = [RuntimeError("no answer")] * 2
+        assert (await client.request("GET", STATUS, key=TOKEN)).code == 503
+        client.engine.plugin = False
+        assert (await client.request("GET", STATUS, key=TOKEN)).body == {"results": []}
+
+    if dev_mode:
+        monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
+    run(scenario())
+
+
+def test_without_a_token_and_development_mode_there_is_no_status(serve: Serve) -> None:
+    async def scenario() -> None:
+        client = serve(FakeVllm(dev_mode=False))
+        assert (await client.get(STATUS)).code == 404
+        assert client.engine.calls == []
 
     run(scenario())
 
@@ -171,6 +208,7 @@ def test_a_socket_of_this_user_alone_needs_no_token(serve: Serve, place: str) ->
             assert answer.endswith(b'{"status": "sleeping", "level": 1}')
             assert (await client.ask()).code == 503
             assert b'{"is_sleeping": true}' in await ask(place, request("/is_sleeping", "GET"))
+            assert b'{"results": [{"rank": 0' in await ask(place, request(STATUS, "GET"))
             assert code(await ask(place, request("/wake", body=b'{"tags": ["all"]}'))) == 400
             assert code(await ask(place, request("/wake", more="Connection: keep-alive\r\n"))) == 200
             assert (await client.ask()).code == 200

@@ -1,4 +1,5 @@
-"""A real vLLM without anything of this package, behind a real `cumem-sleep serve`, beside another model.
+"""A real vLLM without the layer of this package, behind a real `cumem-sleep serve`, beside another model. It has the
+gate, or nothing of this package and development mode.
 
 Real are the front, and of vLLM the API server, with the arguments that the front gives to `vllm serve`, and the engine
 core in a process of its own. The worker is `WatchedWorker`, which records whoever touches memory that sleeps, and
@@ -46,16 +47,17 @@ uvloop.run(api_server.run_server(args))
 """
 
 
-def start_vllm(ready_process: ReadyProcess, folder: pathlib.Path, url: str) -> Program:
+def start_vllm(ready_process: ReadyProcess, folder: pathlib.Path, url: str, token: str | None) -> Program:
     """As the front starts a server, but for the program; of all plugins it loads those of the tests alone."""
     model = watched_server.model_folder(folder / "model")
     command = ["vllm", "serve", str(model), *watched_server.options()]
     config = ModelConfig(command=command, env={"VLLM_PLUGINS": "simulated_cuda"})  # type: ignore[arg-type]
-    words = servers.command_line("stock", config, from_url(url, None))
-    assert "--middleware" not in words
+    words = servers.command_line("stock", config, from_url(url, token), gate=token is not None)
+    assert ("--middleware" in words) == (token is not None)
     program = folder / "program.py"
     program.write_text(PROGRAM)
-    ours = {name: servers.environment(config, {})[name] for name in ("VLLM_SERVER_DEV_MODE", "VLLM_PLUGINS")}
+    controls = "VLLM_SERVER_DEV_MODE" if token is None else "CUMEM_SLEEP_ADMIN_TOKEN"
+    ours = {name: servers.environment(config, {}, token=token)[name] for name in (controls, "VLLM_PLUGINS")}
     record = str(folder / "touches.jsonl")
     log = folder / "vllm.log"
     log.touch()
@@ -67,14 +69,14 @@ def start_vllm(ready_process: ReadyProcess, folder: pathlib.Path, url: str) -> P
 class Front:
     """`cumem-sleep serve` as a process, with two models on one GPU: that vLLM, and a simulated server."""
 
-    def __init__(self, ready_process: ReadyProcess, folder: pathlib.Path) -> None:
-        self.folder = folder
+    def __init__(self, ready_process: ReadyProcess, folder: pathlib.Path, token: str | None) -> None:
+        self.folder, self.token = folder, token
         self.log = folder / "log"
         self.asked_asleep = folder / "asked_asleep"
         self.touches = folder / "touches.jsonl"
         self.file = folder / "models.yaml"
         self.vllm_url = f"unix:{folder}/vllm.sock"
-        self.vllm = start_vllm(ready_process, folder, self.vllm_url)
+        self.vllm = start_vllm(ready_process, folder, self.vllm_url, token)
         self.until_vllm_listens()  # else the front soon looks for it later, and calls that a start that failed
         self.configure(level=1)
         with self.log.open("wb") as log:
@@ -97,6 +99,7 @@ class Front:
         other += ["--served-model-name", "other", "--weights-bytes", "1", "--record", str(self.asked_asleep)]
         common = {"levels": [level], "idle": "never", "host_memory": "1MiB", "wait": WITHIN_S}
         stock = {"url": self.vllm_url, "start_timeout": WITHIN_S, "switch_timeout": WITHIN_S, **common}
+        stock |= {} if self.token is None else {"api_key": self.token}
         models = {"stock": stock, "other": {"command": other, "at_start": "stopped", **common}}
         front = {"front": {"port": 0}, "logs": str(self.folder / "logs")}
         self.file.with_suffix(".new").write_text(json.dumps({**front, "models": models}))
@@ -142,9 +145,9 @@ class Front:
         assert self.process.wait(WITHIN_S) == 0, self.said()
 
 
-@pytest.fixture
-def front(ready_process: ReadyProcess, tmp_path: pathlib.Path) -> Iterator[Front]:
-    front = Front(ready_process, tmp_path)
+@pytest.fixture(params=[None, "token"], ids=["development mode", "gate"])
+def front(request: pytest.FixtureRequest, ready_process: ReadyProcess, tmp_path: pathlib.Path) -> Iterator[Front]:
+    front = Front(ready_process, tmp_path, request.param)
     yield front
     front.process.kill()  # its servers end with it
     front.process.wait()
