@@ -100,6 +100,7 @@ def test_the_process_stays_at_level_3(allocator: CuMemAllocator, memory: Memory)
     allocator.sleep(3)
     assert allocator.forget("weights") == PAGE
     assert allocator.checkpoint is not None
+    assert allocator.usage()["weights"].host_bytes == 0, "only a later call gives it back"
     assert allocator.wake_up().restored_bytes == PAGE
     assert states() == {"weights": AWAKE, "default": AWAKE}
     check_bytes(memory, others)
