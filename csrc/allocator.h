@@ -127,6 +127,9 @@ class SegmentTable {
     // `keeps_bytes` keep them. Segments that `finish_wake` has woken are left alone.
     void undo_wake(const std::vector<SegmentPtr>& segments) noexcept;
 
+    // The segments, which must be held, sleep without their backups from now on: those that are kBackedUp are kDropped.
+    void forget_backups(const std::vector<SegmentPtr>& segments) noexcept;
+
     // Retries what the driver refused earlier, but leaves alone what an operation holds. Never throws; returns how many
     // segments and other mappings still take memory that nobody uses.
     size_t reclaim() noexcept;

@@ -206,6 +206,7 @@ void bind_segment_table(py::module_& module) {
         "Release memory of these, which sleep, that another process may still write to.");
     module.def("finish_wake", [](const std::vector<SegmentPtr>& all) { SegmentTable::get().finish_wake(all); });
     module.def("undo_wake", [](const std::vector<SegmentPtr>& all) { SegmentTable::get().undo_wake(all); }, NoGil());
+    module.def("forget_backups", [](const std::vector<SegmentPtr>& all) { SegmentTable::get().forget_backups(all); });
     module.def(
         "reclaim", [] { return SegmentTable::get().reclaim() + reclaim_host_memory(); }, NoGil(),
         "Retry what the driver refused to free earlier; 0 if nothing is left.");

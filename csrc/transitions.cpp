@@ -129,4 +129,12 @@ void SegmentTable::undo_wake(const std::vector<SegmentPtr>& segments) noexcept {
             release_waiter(device);  // a retry of the wake may need every byte
 }
 
+void SegmentTable::forget_backups(const std::vector<SegmentPtr>& segments) noexcept {
+    for (const SegmentPtr& segment : segments) {
+        if (segment->sleep != Segment::Sleep::kBackedUp) continue;
+        segment->sleep = Segment::Sleep::kDropped;
+        check_valid(*segment);
+    }
+}
+
 }  // namespace cumem_sleep

@@ -57,6 +57,7 @@ from .errors import (
 from .operations.agreement import Agreement, RankCall
 from .operations.deepen import deepen, why_not_for_ranks
 from .operations.first_allocation import FirstAllocation
+from .operations.forget import forget
 from .operations.layer import Layer
 from .operations.look import read_backup, usage
 from .operations.prepare import Preparation, wanted_ahead
@@ -170,10 +171,10 @@ class CuMemAllocator:
     def join(self, group: Any) -> None:
         """From now on sleep, wake and discard together with the other ranks of a group: all of them, or none.
 
-        Every rank of the group calls this, at the same time, and later every sleep (but at level 0), wake and discard,
-        with whatever tags. Each does its first half, waits until all are ready, and only then goes on. If one fails,
-        ends, or is not ready within `Settings.agreement_timeout_s`, all undo their half. Another group takes the place
-        of the one before. A group of one changes nothing.
+        Every rank of the group calls this, at the same time, and later every sleep (but at level 0), wake, discard
+        and forget, with whatever tags. Each does its first half, waits until all are ready, and only then goes on. If
+        one fails, ends, or is not ready within `Settings.agreement_timeout_s`, all undo their half. Another group takes
+        the place of the one before. A group of one changes nothing.
 
         Args:
             group: a `torch.distributed` process group with a CPU backend (gloo), which is used in this call only.
@@ -530,6 +531,30 @@ class CuMemAllocator:
                 arguments,
                 call=call,
                 counts_as="discard",
+                uses_cuda=CudaUse.LEASE_UNLESS_AWAY,
+            ).run()
+
+    def forget(self, tags: str | Iterable[str] | None = None) -> int:
+        """Let these tags (None: `weights` and `kv_cache`) sleep on without backups: new bytes are about to be loaded.
+
+        They come back with undefined bytes then, in the time that mapping takes, as after level 2. What sleeps have
+        kept of dropped memory goes, too. What is awake keeps its backup. A process at level 3 stays there.
+
+        Returns:
+            How many bytes will not come back.
+
+        Raises:
+            InvalidArgument: a tag that is neither `weights` nor `kv_cache` and was never used.
+            RankFailed: another rank failed, or did not answer, so that no rank forgets.
+        """
+        with self._call("forget") as call:
+            meant = in_pools(self._used_tags.checked(DEFERRABLE_TAGS if tags is None else tags))
+            return Operation(
+                self._operations,
+                "forget",
+                forget,
+                (self._layer, call, meant),
+                call=call,
                 uses_cuda=CudaUse.LEASE_UNLESS_AWAY,
             ).run()
 

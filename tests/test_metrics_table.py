@@ -48,7 +48,7 @@ def test_queries_name_metrics_and_labels_that_exist() -> None:
 @pytest.mark.parametrize("name", ["vllm", "several-models", "vault", "how-it-works", "benchmarks"])
 def test_other_pages_name_metrics_that_exist(name: str) -> None:
     for found in re.findall(r"`(cumem_sleep_\w+)`", (ROOT / "docs" / f"{name}.md").read_text()):
-        assert found in ALL or found in ("cumem_sleep_status", "cumem_sleep_deepen"), found
+        assert found in ALL or found in ("cumem_sleep_status", "cumem_sleep_deepen", "cumem_sleep_forget"), found
 
 
 def test_a_sample_has_exactly_the_labels_of_its_metric() -> None:

@@ -335,6 +335,15 @@ class Sequences(RuleBasedStateMachine):
             if woken and model.sleep != AWAKE:
                 self.models[segment.id] = replace(model, sleep=AWAKE, content=self.after_wake(model))
 
+    @rule(chosen=st.none() | st.sets(st.sampled_from(["weights", "kv_cache"])), failure=failures)
+    def forget(self, chosen: set[str] | None, failure: Failure) -> None:
+        result = self.attempt(failure, lambda: self.allocator.forget(chosen))
+        if isinstance(result, CumemSleepError):
+            return
+        for segment, model in self.pairs():
+            if model.sleep == BACKED_UP and model.tag in (("weights", "kv_cache") if chosen is None else chosen):
+                self.models[segment.id] = replace(model, sleep=DROPPED, content=None, saved=None)
+
     @rule(failure=failures)
     def prepare(self, failure: Failure) -> None:
         def prepare_all() -> None:

@@ -206,6 +206,11 @@ def _extra_awake(world: World) -> None:
     _malloc(world)
 
 
+def _forget(world: World) -> None:
+    world.allocator.forget()
+    world.note_drops()
+
+
 def _wake_without_restoring(world: World) -> None:
     world.allocator.wake_up(restore=False)
     for segment in world.segments:
@@ -223,6 +228,7 @@ PHASES = [
     Phase("wake of weights", _asleep, lambda world: world.allocator.wake_up("weights")),
     Phase("wake of all", _asleep, lambda world: world.allocator.wake_up()),
     Phase("wake without restoring", _asleep, _wake_without_restoring),
+    Phase("forget", _asleep, _forget),
     Phase("wake after level 2", _asleep_at_level_2, lambda world: world.allocator.wake_up()),
     Phase("free awake", _extra_awake, _free),
     Phase("free asleep", _extra_asleep, _free),

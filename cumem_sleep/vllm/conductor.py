@@ -15,11 +15,12 @@ from ..settings import GateSettings
 from . import data_parallel, events, metrics
 from .siblings import Busy, Siblings
 from .sleeping_model import TAGS, EngineCall, GatePhase, SleepingModel, State, Weights, why_left_out
-from .worker_methods import DEEPEN, Effect
+from .worker_methods import DEEPEN, FORGET, Effect
 
 logger = logging.getLogger("cumem_sleep")
 
 ASK_WITHIN_S = 10.0
+_NOT_ACTIVE = "cumem-sleep is not active in vLLM's workers"
 
 
 class Conductor:
@@ -280,11 +281,28 @@ class Conductor:
         try:
             answers = await self.engine.collective_rpc(DEEPEN)
         except Exception as error:
-            if "not implemented" in str(error):  # vLLM's words for a method that its workers do not have
-                return "cumem-sleep is not active in vLLM's workers"
+            if _is_unknown(error):
+                return _NOT_ACTIVE
             raise
         self.handle(events.Deepened(any(answer["checkpointed"] for answer in answers)))
         return next((str(answer["why"]) for answer in answers if answer["why"]), "")
+
+    async def forget(self, tags: frozenset[str]) -> str:
+        """Have the workers forget the backups of these tags, which sleep; returns what failed, in words, or ""."""
+        why = ""
+        try:
+            await self.engine.collective_rpc(FORGET, args=(sorted(tags),))
+        except Exception as error:
+            if _is_unknown(error):
+                return _NOT_ACTIVE
+            why = str(error) or type(error).__name__
+        await self.look_what_is_forgotten()
+        return why
+
+    async def look_what_is_forgotten(self) -> None:
+        """Find out, after workers may have forgotten backups: what one of them has forgotten is lost."""
+        if not await self.ask_workers():
+            self.handle(events.Forgot())
 
     async def slept(self, level: int, kept: bool) -> str:
         """The engine's sleep succeeded: why the memory does not sleep all the same, in words, or "".
@@ -399,6 +417,11 @@ class Conductor:
                 await self.wake_failed(frozenset(tags or ()))
                 raise
             self.handle(events.Woken(frozenset(tags or ()), loads_next=True))
+
+
+def _is_unknown(error: Exception) -> bool:
+    """Whether the workers do not have the method, in vLLM's words."""
+    return "not implemented" in str(error)
 
 
 def _retrieve(question: asyncio.Task[bool]) -> None:

@@ -108,6 +108,11 @@ class Released:
 
 
 @dataclass(frozen=True)
+class Forgot:
+    """Workers may have forgotten the backups of weights that sleep, and do not say."""
+
+
+@dataclass(frozen=True)
 class Paused:
     """Somebody paused the scheduler."""
 
@@ -156,6 +161,7 @@ GateEvent = (
     | Woken
     | WakeFailed
     | Released
+    | Forgot
     | Paused
     | WorkersWoken
     | WorkersPutToSleep

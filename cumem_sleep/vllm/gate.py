@@ -607,20 +607,25 @@ class SleepGate:
                 return _conflict("memory is asleep: POST /wake_up instead, which also resumes")
             await conductor.mend()
             if path in WAKES:
-                return await self._wake(frozenset(query.get("tags", ())), {**scope, **WAKE_UP}, inbox, gone)
+                return await self._wake(query, {**scope, **WAKE_UP}, inbox, gone)
             answer = await _called(self._controls, scope, inbox, gone)
             if status_of(answer) < 300 and path == "/release_kv_cache_memory":
                 conductor.handle(events.Released())
             return answer
 
     async def _wake(
-        self, tags: frozenset[str], scope: Scope, inbox: Inbox, gone: asyncio.Future[None]
+        self, query: dict[str, parameters.ParameterValues], scope: Scope, inbox: Inbox, gone: asyncio.Future[None]
     ) -> list[Message]:
-        model, conductor = self.model, self.conductor
+        model, conductor, tags = self.model, self.conductor, frozenset(query.get("tags", ()))
         if self._wakes_kept_requests_early(tags):
             return _conflict("requests were kept: POST /wake_up without tags, which wakes everything for them")
+        forgotten = (tags or TAGS) & model.asleep if query.get("restore") == ("false",) else frozenset[str]()
+        if forgotten and (conflict := self._conflict_of_forgetting()) is not None:
+            return conflict
         if conductor.several_servers and model.asleep and not model.state.kept:
             await conductor.flush()
+        if forgotten and (why := await conductor.forget(forgotten)):
+            return refusal(500, f"the backups cannot be forgotten, so nothing was woken: {why}")
         code = 500
         try:
             answer = await _called(self._controls, scope, inbox, gone)
@@ -635,7 +640,15 @@ class SleepGate:
     def _wakes_kept_requests_early(self, tags: frozenset[str]) -> bool:
         asleep = self.model.state.engine_asleep
         partial = bool(tags and asleep) and not asleep <= tags
-        return partial and self.model.state.kept and (self.conductor.several_servers or self._in_engine() > 0)
+        return partial and self._has_kept_requests()
+
+    def _has_kept_requests(self) -> bool:
+        return self.model.state.kept and (self.conductor.several_servers or self._in_engine() > 0)
+
+    def _conflict_of_forgetting(self) -> list[Message] | None:
+        if not self._has_kept_requests():
+            return None
+        return _conflict("requests were kept: without backups they would run before weights are loaded")
 
     async def _reload(self) -> list[Message]:
         if (conflict := self._conflict_of(Effect.LOADS)) is not None:
@@ -671,9 +684,14 @@ class SleepGate:
             return _conflict("only vLLM may change the workers' sleep: POST /sleep or /wake_up instead")
         gone = asyncio.ensure_future(inbox.until_gone())
         try:
-            if effect is Effect.DEEPENS:
+            if effect in (Effect.DEEPENS, Effect.FORGETS):
                 async with self.conductor.change(disturbs=False, gone=gone):
-                    return await _called(self._app, scope, inbox, gone)
+                    if effect is Effect.FORGETS and (conflict := self._conflict_of_forgetting()) is not None:
+                        return conflict
+                    answer = await _called(self._app, scope, inbox, gone)
+                    if effect is Effect.FORGETS and status_of(answer) < 300:
+                        await self.conductor.look_what_is_forgotten()
+                    return answer
             async with self.conductor.alone(gone):
                 await self.conductor.look_alone()
                 if (conflict := self._conflict_of(effect)) is not None:

@@ -55,7 +55,7 @@ def _known(path: str, call: Iterable[str]) -> Mapping[str, Callable[[str, object
     if path == "/sleep":
         return {"level": _level, "mode": _mode, "keep_kv": _boolean}
     if path in ("/wake_up", "/wake"):
-        return {"tags": _tags}
+        return {"tags": _tags, "restore": _boolean}
     if path == "/pause":
         switches = [name for name in ("wait_for_inflight_requests", "clear_cache") if name in call]
         return {"mode": _mode, **dict.fromkeys(switches, _boolean)}

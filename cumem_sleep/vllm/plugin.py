@@ -19,7 +19,7 @@ from ..allocator import CuMemAllocator
 from ..core.levels import is_deep
 from ..errors import CumemSleepError, InvalidState
 from ..settings import PREFIX, Settings, parse_bool
-from . import communicators, compatibility, deep_worker, engine_group, guard, kept_kv, kv_blocks, loaded
+from . import communicators, compatibility, deep_worker, engine_group, forget, guard, kept_kv, kv_blocks, loaded
 from .undone import undone_if_it_fails
 
 logger = logging.getLogger("cumem_sleep")
@@ -135,6 +135,7 @@ def _take_over() -> None:
     WorkerWrapperBase.reload_weights = reload_weights
     WorkerWrapperBase.discard = discard
     WorkerWrapperBase.cumem_sleep_deepen = cumem_sleep_deepen
+    WorkerWrapperBase.cumem_sleep_forget = cumem_sleep_forget
     WorkerWrapperBase.cumem_sleep_status = cumem_sleep_status
     WorkerWrapperBase.cumem_sleep_keep_kv = cumem_sleep_keep_kv
     WorkerWrapperBase.cumem_sleep_kept_kv = cumem_sleep_kept_kv
@@ -247,6 +248,12 @@ def cumem_sleep_deepen(self: Any) -> dict[str, Any]:
     """
     why = deep_worker.deepen(deep_worker.of(self))
     return {"rank": deep_worker.of(self).rank, "checkpointed": _core.driver_calls_suspended(), "why": why}
+
+
+def cumem_sleep_forget(self: Any, tags: Any = None) -> Any:
+    """One worker's answer to `collective_rpc("cumem_sleep_forget")`: bytes that the next wake does not restore."""
+    worker = deep_worker.of(self)
+    return engine_group.told_once(worker, partial(forget.forget, worker, tags))
 
 
 def cumem_sleep_status(self: Any) -> dict[str, Any]:

@@ -44,7 +44,7 @@ class Weights(Enum):
     """What the weights contain."""
 
     LOADED = "loaded"
-    LOST = "lost"  # dropped at level 2, and not loaded since: answers would be plausible garbage
+    LOST = "lost"  # dropped at level 2 or forgotten, and not loaded since: answers would be plausible garbage
     STAGED = "staged"  # lost; somebody woke them and is loading them, and a request must not interfere
     FAILED = "failed"  # lost; loading them failed, and whoever tried has to try again
 
@@ -201,11 +201,11 @@ class SleepingModel:
         if self.phase is GatePhase.DISAGREEING:
             return self.why_disagrees
         if state.weights is Weights.FAILED:
-            return f"weights were dropped at level 2, and loading them failed: {state.cause}: POST /reload_weights"
+            return f"weights were dropped, and loading them failed: {state.cause}: POST /reload_weights"
         if self.phase is GatePhase.AWAKE and state.left_out:
             return why_left_out(state.left_out)
         if self.phase is GatePhase.AWAKE:
-            return "weights were dropped at level 2 and not reloaded: POST /reload_weights"
+            return "weights were dropped and not reloaded: POST /reload_weights"
         return f"the model is asleep (level {self.level}): POST /wake_up"
 
     @property
@@ -295,6 +295,8 @@ class SleepingModel:
             case events.Released():
                 kv_cache = {"kv_cache"}
                 return replace(state, asleep=state.asleep | kv_cache, mapped=state.mapped - kv_cache)
+            case events.Forgot():
+                return _lost(state) if "weights" in state.asleep else state
             case events.Paused():
                 return replace(state, stopped=state.stopped | Stopped.PAUSE)
             case events.WorkersWoken():
@@ -429,7 +431,7 @@ def why_left_out(names: str | None) -> str:
     if not names:
         return ""
     return (
-        f"not all weights that level 2 dropped were loaded again, {names} among them: load these as well, or sleep at"
+        f"not all weights that were dropped were loaded again, {names} among them: load these as well, or sleep at"
         " level 1; vLLM 0.33 also keeps a draft model with --sleep-preserve-parameter-names 'draft.*'"
     )
 

@@ -10,6 +10,7 @@ class Effect(Enum):
     """What a method does to sleeping memory."""
 
     DEEPENS = "goes from a sleep to level 3"
+    FORGETS = "forgets backups of what sleeps"
     CHANGES_SLEEP = "changes the sleep"  # without the engine's knowledge, which would run the model on sleeping memory
     RUNS = "runs the model"  # needs all memory awake and the weights loaded
     STARTS = "starts a weight update"  # nothing is loaded until it is finished
@@ -23,11 +24,13 @@ class Effect(Enum):
 
 MAY_LOAD_ALL = (Effect.LOADS, Effect.UPDATES, Effect.FINISHES)
 DEEPEN = "cumem_sleep_deepen"
+FORGET = "cumem_sleep_forget"
 KEEP_KV = "cumem_sleep_keep_kv"  # says whether the next sleep keeps the KV cache
 ASK_KV = "cumem_sleep_kept_kv"  # the engine core's questions
 
 _METHODS = {
     Effect.DEEPENS: (DEEPEN,),
+    Effect.FORGETS: (FORGET,),
     Effect.CHANGES_SLEEP: (
         *("sleep", "wake_up", "discard", "checkpoint_prepare", "checkpoint_restore", "shutdown"),
         *("execute_method", "sleep_mode_backend"),  # the first calls any other method
@@ -71,7 +74,7 @@ CALLS_BY_ENGINE = frozenset(("execute_model", "execute_dummy_batch", "sample_tok
 
 def effect_of(method: str, loading: tuple[str, ...] = ()) -> Effect:
     """What a worker method does; `loading` names a trainer's own methods that load all weights."""
-    if method in loading and _EFFECTS.get(method) not in (Effect.CHANGES_SLEEP, Effect.DEEPENS):
+    if method in loading and _EFFECTS.get(method) not in (Effect.CHANGES_SLEEP, Effect.DEEPENS, Effect.FORGETS):
         return Effect.LOADS
     return _EFFECTS.get(method, Effect.WRITES)
 

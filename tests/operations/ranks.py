@@ -113,7 +113,7 @@ class _Worker:
             extra.get("threads", contextlib.nullcontext)(),
         ):
             try:
-                phases = dict(getattr(self._allocator, operation)(**arguments).phases)
+                phases = dict(getattr(getattr(self._allocator, operation)(**arguments), "phases", {}))
             except (CumemSleepError, KeyboardInterrupt) as raised:
                 error = raised.with_traceback(None)
         if error is None:
@@ -128,7 +128,7 @@ class _Worker:
 
     def _note_loss(self, operation: str, arguments: dict[str, Any]) -> None:
         """Weights that were dropped are loaded anew, as a server does it."""
-        if operation == "sleep" and arguments.get("level") == 2:
+        if operation == "forget" or (operation == "sleep" and arguments.get("level") == 2):
             self._lost = True
         elif operation == "wake_up" and self._lost:
             self._lost = False
@@ -169,8 +169,7 @@ class _Worker:
 
     def raised_before(self, operation: str) -> Outcome:
         """A call whose arguments are refused."""
-        arguments = {"sleep": {"level": 7}, "wake_up": {"tags": "unknown"}, "discard": {"tags": "unknown"}}
-        return self.operate(operation, arguments[operation], None, {})
+        return self.operate(operation, {"level": 7} if operation == "sleep" else {"tags": "unknown"}, None, {})
 
 
 @contextlib.contextmanager

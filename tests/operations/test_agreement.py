@@ -86,6 +86,18 @@ def test_arguments_that_one_rank_refuses(two: Ranks, operation: str) -> None:
     assert_done(two.operate(operation, arguments))
 
 
+def test_all_forget_or_none(two: Ranks) -> None:
+    asleep = two.operate("sleep")
+    two.begin(0, "raised_before", "forget")
+    two.begin(1, "operate", "forget", {}, None, {})
+    assert_failed(two.answers(), asleep, 0)
+    woken = two.operate("wake_up")
+    assert_done(woken)
+    assert all(each.whole for each in woken), "one has forgotten"
+    for operation in ("sleep", "forget", "wake_up"):
+        assert_done(two.operate(operation))
+
+
 def test_arguments_that_all_refuse(two: Ranks) -> None:
     """Nobody is a round behind afterwards."""
     for _ in range(3):

@@ -143,6 +143,27 @@ def test_regions_sleep_and_their_backups_are_read(through: MakeAllocator, memory
     assert allocator._store.room.bytes == 0
 
 
+@pytest.mark.parametrize("how", ["alive", "killed", "stopped"])
+def test_what_is_forgotten_is_not_in_the_vault_any_more(
+    through: MakeAllocator, memory: Memory, vault: RunningVault, how: str
+) -> None:
+    allocator = through()
+    fill(allocator, memory, "weights")
+    allocator.sleep()
+    assert vault.status()["asleep_bytes"] > 0
+    if how != "alive":
+        vault.signal(signal.SIGKILL if how == "killed" else signal.SIGSTOP)
+    if how == "killed":
+        vault.process.wait()
+    assert allocator.forget("weights") == 2 * PAGE
+    assert allocator.usage()["weights"].vault_bytes == 0
+    if how == "stopped":
+        vault.signal(signal.SIGCONT)
+    if how != "killed":
+        eventually(lambda: not vault.status()["asleep_bytes"], "the vault has forgotten it")
+    assert allocator.wake_up().restored_bytes == 0
+
+
 class TestCycles:
     def test_first_clean_dirty(
         self, through: MakeAllocator, memory: Memory, vault: RunningVault, compress: str

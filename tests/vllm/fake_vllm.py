@@ -29,6 +29,8 @@ class FakeEngine:
         self.scheduler_paused = False
         self.weights = "good"
         self.backed_up = False
+        self.forgets = {0, 1}  # the ranks that forget when they are told to
+        self.forgot: set[int] = set()
         self.place = {"vault": "", "lost": ""}
         self.dead = False
         self.checkpointed = False
@@ -64,7 +66,7 @@ class FakeEngine:
 
     def _sleep(self, level: int) -> None:
         self.asleep = set(TAGS)
-        self.backed_up = level == 1
+        self.backed_up, self.forgot = level == 1, set()
         if level != 1:
             self.weights, self.not_loaded = "garbage", "every weight"
 
@@ -127,6 +129,8 @@ class FakeEngine:
             return [self.status(0), self.status(1)]
         if method == "cumem_sleep_deepen":
             return [self._deepen(0), self._deepen(1)]
+        if method == "cumem_sleep_forget":
+            self._forget(*args)
         if method in ("reload_weights", "update_weights", "refit", "load_it"):  # the last two are a trainer's own
             self.write_weights()
         return [None]
@@ -137,6 +141,16 @@ class FakeEngine:
         why = self.why_not_deeper or ("" if self.asleep == TAGS else "something is awake")
         self.checkpointed = self.checkpointed or self.stuck or not why
         return {"rank": rank, "checkpointed": self.checkpointed, "why": why}
+
+    def _forget(self, tags: Any = None) -> None:
+        if not self.plugin:
+            raise RuntimeError("Call to collective_rpc method failed: Method 'cumem_sleep_forget' is not implemented.")
+        if "weights" in self.asleep and (tags is None or "weights" in tags):
+            self.forgot |= self.forgets
+            if self.forgot:
+                self.weights, self.not_loaded = "garbage", "every weight"
+        if self.forgets != {0, 1}:
+            raise RuntimeError("RankFailed: forget: a rank failed")
 
     def write_weights(self) -> None:
         if "weights" in self.asleep:
@@ -164,7 +178,7 @@ class FakeEngine:
             "devices": [rank + 4],
             "simulated": True,
             "usage": {
-                "weights": usage("weights", 600, 600 if self.backed_up else 0),
+                "weights": usage("weights", 600, 600 if self.backed_up and rank not in self.forgot else 0),
                 "kv_cache": usage("kv_cache", 400, 0),
             },
             "place": self.place,

@@ -135,8 +135,10 @@ class Chance:
             return [post(f"/sleep?level={level}&mode={choose.choice(['abort', 'wait', 'keep'])}")]
 
         def wake() -> list[tuple[str, str, bytes]]:
-            tags = choose.choice(["", "", "", "?tags=weights", "?tags=kv_cache", "?tags=weights&tags=kv_cache"])
-            return [post(choose.choice(["/wake_up", "/wake"]) + tags)]
+            tags = choose.choice(["", "", "", "tags=weights", "tags=kv_cache", "tags=weights&tags=kv_cache"])
+            restore = choose.choice(["", "", "", "restore=0"])
+            query = "&".join(filter(None, (tags, restore)))
+            return [post(choose.choice(["/wake_up", "/wake"]) + (query and f"?{query}"))]
 
         def staged_wake() -> list[tuple[str, str, bytes]]:
             return [post("/wake_up?tags=weights"), *load(), post("/wake_up?tags=kv_cache")]
@@ -175,7 +177,7 @@ class Chance:
                     "execute_dummy_batch",
                     "receive_weights",
                 ),
-                *("start_weight_update", "finish_weight_update"),
+                *("start_weight_update", "finish_weight_update", "cumem_sleep_forget"),
             )
             more: dict[str, Any] = {
                 "sleep": {"kwargs": {"level": choose.choice([1, 2])}},

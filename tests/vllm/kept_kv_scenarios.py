@@ -46,6 +46,14 @@ def _update_asleep(core: Any) -> None:
     core.wake_up(["kv_cache"])
 
 
+def _forget(core: Any) -> None:
+    sleep(core)
+    assert kept_bytes(core) > 0
+    core.collective_rpc("cumem_sleep_forget", args=(["weights"],))
+    assert kept_bytes(core) == 0
+    core.wake_up()
+
+
 def _function_for_workers(core: Any) -> None:
     core.collective_rpc(lambda worker: None)
     sleep(core)
@@ -238,6 +246,7 @@ SCENARIOS: dict[str, tuple[Callable[[Any], None], bool, str]] = {
     "calls that write nothing": (_look, True, KEPT),
     "an update awake": (_update_awake, False, "change_weights may have changed weights since the last reset"),
     "an update asleep": (_update_asleep, False, "change_weights may have changed weights while the model slept"),
+    "a forget": (_forget, False, "cumem_sleep_forget may have changed weights while the model slept"),
     "a function for the workers": (_function_for_workers, False, "<lambda> may have changed weights"),
     "a reset asleep": (_reset_asleep, False, ""),
     "not wanted": (_unwanted, False, ""),

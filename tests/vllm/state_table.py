@@ -73,6 +73,7 @@ EVENTS: dict[str, events.GateEvent] = {
     "KV cache woken": Woken(KV_CACHE),
     "a wake failed": events.WakeFailed(),
     "KV cache released": events.Released(),
+    "backups may be forgotten": events.Forgot(),
     "paused": events.Paused(),
     "workers woken past the engine": events.WorkersWoken(),
     "workers put to sleep past the engine": events.WorkersPutToSleep(),
@@ -111,6 +112,7 @@ weights woken, for a request | . | . | . | . | . | no KV | missing | . | . | awa
 KV cache woken | . | . | . | . | . | KV only | . | . | awake | . | loading | . | . | . | .
 a wake failed | . | . | . | . | . | half awake | half awake | half awake | half awake | half awake | . | . | . | . | .
 KV cache released | . | . | no KV | no KV | no KV | . | . | . | . | level 1 | . | . | . | . | .
+backups may be forgotten | . | . | . | . | . | level 2 | . | . | . | level 2 | . | . | . | . | .
 paused | . | . | paused | . | . | . | . | . | . | . | . | . | . | . | .
 workers woken past the engine | . | . | level 0 | . | . | half awake | half awake | half awake | half awake | half awake | . | . | . | . | level 0
 workers put to sleep past the engine | . | . | half asleep | half asleep | half asleep | . | . | . | half asleep | half asleep | half asleep | half asleep | half asleep | level 1 | .

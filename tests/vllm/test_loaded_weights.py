@@ -11,7 +11,7 @@ import pytest
 from environment import Stock, skip_unless_vllm
 from real_worker import PAGE, backends
 
-from cumem_sleep import CuMemAllocator
+from cumem_sleep import CuMemAllocator, InvalidArgument
 from cumem_sleep.vllm import loaded
 
 skip_unless_vllm()
@@ -191,6 +191,101 @@ def test_parameters_that_are_out_of_the_model_while_it_is_loaded_are_told_afterw
     assert models.not_loaded == "draft.fc"
     models.model.weight = weight
     assert models.not_loaded == "weight, draft.fc"
+
+
+@backends
+@pytest.mark.parametrize("level", [1, 3])
+def test_what_was_forgotten_counts_as_dropped(models: Models, choose: Any, backend: str, level: int) -> None:
+    import torch
+
+    choose(backend)
+    weight = models.add(models.model, "weight", 300, 70)
+    old = weight.clone()
+    models.add(models.draft, "fc", 100, 30)
+    table = models.add(models.model, "table", 5, 16, buffer=True)
+    models.model.register_buffer("column", table[:, 3:5])
+    models.model.register_buffer("elsewhere", torch.ones(3))
+    models.model.register_buffer("nothing", table[:0])
+    before = table.clone()
+    for _ in range(2):
+        models.wrapper.sleep(level=level)
+        nbytes = models.wrapper.cumem_sleep_forget(["weights"])
+        assert nbytes == PAGE
+        status = models.wrapper.cumem_sleep_status()
+        assert status["usage"]["weights"]["backed_up_bytes"] == 0
+        assert status["checkpointed"] == (level == 3)
+        assert models.wrapper.cumem_sleep_forget() == 0
+        models.wrapper.wake_up(["weights"])
+        assert models.not_loaded == "weight, draft.fc"
+        assert not torch.equal(weight, old)
+        assert torch.equal(table, before), "no loader writes buffers again"
+        models.load(models.model)
+        models.load(models.draft)
+        assert models.not_loaded == ""
+        models.wrapper.wake_up()
+
+
+def test_the_draft_models_buffers_are_as_after_level_2(models: Models) -> None:
+    import torch
+
+    if not hasattr(models.worker, "_restore_sleep_parameters"):
+        pytest.skip("this vLLM loses them")
+    table = models.add(models.draft, "table", 16, buffer=True)
+    before = table.clone()
+    models.worker.get_draft_model = lambda: models.draft
+    models.wrapper.sleep(level=1)
+    models.wrapper.cumem_sleep_forget()
+    models.wrapper.wake_up()
+    assert torch.equal(table, before)
+
+
+def test_parameters_that_vllm_keeps_over_a_sleep_are_kept_over_a_forget(models: Models) -> None:
+    import torch
+
+    if not hasattr(models.worker, "_restore_sleep_parameters"):
+        pytest.skip("this vLLM keeps no parameters over a sleep")
+    models.add(models.model, "weight", 64)
+    fc = models.add(models.draft, "fc", 64)
+    before = fc.clone()
+    models.worker.model_config.sleep_preserve_parameter_names = ["draft.*"]
+    models.worker.get_draft_model = lambda: models.draft
+    models.wrapper.sleep(level=1)
+    models.wrapper.cumem_sleep_forget()
+    models.wrapper.wake_up()
+    assert torch.equal(fc, before)
+    assert models.not_loaded == "weight"
+
+
+@pytest.mark.parametrize("tags", ["kv_cache", ["kv_cache"]])
+def test_other_tags_forget_no_weights(models: Models, tags: Any) -> None:
+    import torch
+
+    weight = models.add(models.model, "weight", 64)
+    table = models.add(models.model, "table", 16, buffer=True)
+    before = weight.clone()
+    models.wrapper.sleep(level=1)
+    assert models.wrapper.cumem_sleep_forget(tags) == 0
+    models.wrapper.wake_up(["kv_cache"])
+    models.wrapper.wake_up(["weights"])
+    assert torch.equal(weight, before)
+    assert models.not_loaded == ""
+    table.zero_()
+    models.wrapper.wake_up()
+    assert not table.any(), "an old copy was put back"
+
+
+def test_a_forget_that_is_refused_leaves_everything_as_it_was(models: Models) -> None:
+    import torch
+
+    weight = models.add(models.model, "weight", 64)
+    models.add(models.model, "table", 16, buffer=True)
+    before = weight.clone()
+    models.wrapper.sleep(level=1)
+    with pytest.raises(InvalidArgument, match="wieghts"):
+        models.wrapper.cumem_sleep_forget(["wieghts"])
+    assert models.worker._sleep_saved_buffers == {}
+    models.wrapper.wake_up()
+    assert torch.equal(weight, before)
 
 
 @backends

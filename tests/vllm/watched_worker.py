@@ -152,6 +152,10 @@ class WatchedWorker(WorkerBase):  # type: ignore[misc]
 
     def wake_up(self, tags: list[str] | None = None) -> None:
         time.sleep(CHANGE_S)
+        weights = self._allocator.usage()[WEIGHTS]
+        if weights.asleep_segments and not weights.backed_up_bytes:  # at level 2, or forgotten since
+            self._lost |= self._models
+            self._torn = self._session is not None
         self._allocator.wake_up(tags)
         if self._failing and self._failing.pop(0):
             raise RuntimeError("a wake failed after its memory was mapped")
