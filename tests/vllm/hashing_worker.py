@@ -37,7 +37,7 @@ class HashingWorker(WatchedWorker):
         self.version = self.oldest = 0  # of weights: now, and of what a hit may have been computed with
         self.breaks: list[str] = []  # the next sleeps and wakes fail so: "before" or "after" the memory's
         self._requests: dict[str, SimpleNamespace] = {}
-        self._chains: dict[tuple[int, ...], Chain] = {}
+        self._chains: dict[tuple[str, tuple[int, ...]], Chain] = {}
 
     def get_kv_cache_spec(self) -> dict[str, Any]:
         spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=HEADS, head_size=HEAD_SIZE, dtype=torch.bfloat16)
@@ -114,6 +114,10 @@ class HashingWorker(WatchedWorker):
         if self._asleep():
             self.oldest = self.version
 
+    def add_lora(self, lora_request: Any) -> bool:
+        self.change_weights()
+        return True
+
     # Steps
 
     def execute_model(self, scheduler_output: Any) -> Any:
@@ -123,6 +127,7 @@ class HashingWorker(WatchedWorker):
         for new in scheduler_output.scheduled_new_reqs:
             tokens = list(getattr(new, "prefill_token_ids", None) or new.prompt_token_ids)
             self._requests[new.req_id] = SimpleNamespace(tokens=tokens, blocks=list(new.block_ids[0]))
+            self._requests[new.req_id].adapter = new.lora_request.lora_name if new.lora_request else ""
             computed[new.req_id] = new.num_computed_tokens
             self.hits += new.num_computed_tokens
         cached = scheduler_output.scheduled_cached_reqs
@@ -141,7 +146,7 @@ class HashingWorker(WatchedWorker):
         for name, count in scheduled.items():
             request, end = self._requests[name], computed[name] + count
             assert end <= len(request.tokens), (name, computed[name], count, len(request.tokens))
-            chain = self._chain(tuple(request.tokens[:end]))
+            chain = self._chain(request.adapter, tuple(request.tokens[:end]))
             self._check(name, request, chain[: computed[name]])
             places = [divmod(position, BLOCK) for position in range(computed[name], end)]
             ids = np.array([request.blocks[block] for block, _ in places])
@@ -177,13 +182,13 @@ class HashingWorker(WatchedWorker):
                     where = f"token {first} of {len(chain)}, block {ids[first]}, {layer}"
                     self.faults.append(f"request {name} reads what is of {what}: {where}")
 
-    def _chain(self, tokens: tuple[int, ...]) -> Chain:
-        """For each token, the hash of it and all before it."""
-        known = self._chains.get(tokens)
+    def _chain(self, adapter: str, tokens: tuple[int, ...]) -> Chain:
+        """For each token, the hash of the adapter, it, and all tokens before it."""
+        known = self._chains.get((adapter, tokens))
         if known is None:
-            state, hashes = hashlib.blake2b(digest_size=7), []
+            state, hashes = hashlib.blake2b(adapter.encode(), digest_size=7), []
             for token in tokens:
                 state.update(token.to_bytes(4, "little"))
                 hashes.append(int.from_bytes(state.digest(), "little"))
-            known = self._chains[tokens] = tuple(hashes)
+            known = self._chains[adapter, tokens] = tuple(hashes)
         return known

@@ -19,7 +19,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -34,6 +34,11 @@ MUTANTS = {
     "other-blocks": (kv_blocks, "np.asarray(blocks, dtype=np.int64)", "np.asarray(blocks) % (self.num_blocks - 1) + 1"),
     "no-verdict": (kept_kv, "if why := self._why_lost():", 'if why := "":'),
     "unexecuted-blocks": (kept_kv, "request.num_computed_tokens // group.block_size :", "len(blocks) :"),
+    "unheard-eviction": (
+        kept_kv,
+        "manager.evict_blocks(hashed.difference(blocks))",
+        "[manager.evict_blocks(hashed.difference(blocks)), manager.take_events()]",
+    ),
     "no-change": (kept_kv, "self._changed = what", "pass"),
 }
 BLOCK_BYTES = 2 * 32 << 10  # in both layers
@@ -83,6 +88,7 @@ def engine(folder: pathlib.Path, *more: str, blocks: int = 61) -> Any:
             self._idle_state_callbacks = []
 
             self.other = OtherRank(self.model_executor)
+            self.published = PublishedBlocks(self)
 
         def _send_abort_outputs(self, aborted: Any) -> None: ...
 
@@ -111,13 +117,22 @@ def engine(folder: pathlib.Path, *more: str, blocks: int = 61) -> Any:
 
     line = ["--model", str(folder), "--enable-sleep-mode", *watched_server.options(), "--block-size", "16"]
     line += ["--num-gpu-blocks-override", str(blocks), "--max-num-batched-tokens", "96", "--max-num-seqs", "8"]
+    line += ["--kv-events-config", '{"enable_kv_cache_events": true, "publisher": "null"}']
     line[line.index("watched_worker.WatchedWorker")] = "hashing_worker.HashingWorker"
     args = EngineArgs.from_cli_args(watched_server.parsed([*line, *more]))
     return Core(args.create_engine_config())
 
 
-def add(core: Any, name: str, tokens: list[int], most: int, priority: int = 0) -> None:
-    """A request that asks for `most` tokens."""
+def adapter(number: int) -> Any:
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(f"adapter {number}", number, "/nowhere")
+
+
+def add(
+    core: Any, name: str, tokens: list[int], most: int, priority: int = 0, adapter_number: int = 0, client: int = 0
+) -> None:
+    """A request that asks for `most` tokens, from one of several API servers."""
     from vllm import SamplingParams
     from vllm.v1.engine import EngineCoreRequest
 
@@ -128,10 +143,11 @@ def add(core: Any, name: str, tokens: list[int], most: int, priority: int = 0) -
         sampling_params=SamplingParams(max_tokens=most, ignore_eos=True, temperature=0.0),
         pooling_params=None,
         arrival_time=time.time(),
-        lora_request=None,
+        lora_request=adapter(adapter_number) if adapter_number else None,
         cache_salt=None,
         data_parallel_rank=None,
         priority=priority,
+        client_index=client,
     )
     core.add_request(*core.preprocess_add_request(request))
 
@@ -145,11 +161,43 @@ def run_to_end(core: Any) -> None:
     raise AssertionError(f"requests are left: {sorted(core.scheduler.requests)}")
 
 
+class PublishedBlocks:
+    """What a router knows of an engine's prefix cache from its KV events."""
+
+    def __init__(self, core: Any) -> None:
+        self._pool = core.scheduler.kv_cache_manager.block_pool
+        self._stored: set[Any] = set()  # since all were cleared
+        self._known: set[Any] = set()  # of these, what was not removed; of equal blocks vLLM may remove one
+        core.scheduler.kv_event_publisher.publish = lambda batch: self._read(batch.events)
+
+    def _read(self, events: Iterable[Any]) -> None:
+        for event in events:
+            kind, hashes = type(event).__name__, set(getattr(event, "block_hashes", ()))
+            if kind == "BlockStored":
+                self._stored |= hashes
+                self._known |= hashes
+            elif kind == "BlockRemoved":
+                self._known -= hashes
+            else:
+                assert kind == "AllBlocksCleared", kind
+                self._stored, self._known = set(), set()
+
+    def faults(self) -> list[str]:
+        """Where events, with those that the next step publishes, and the index disagree."""
+        from vllm.v1.core.kv_cache_utils import get_block_hash, maybe_convert_block_hash
+
+        self._read(self._pool.take_events())
+        index = {maybe_convert_block_hash(get_block_hash(key)) for key in self._pool.cached_block_hash_to_block._cache}
+        gone, unheard = len(self._known - index), len(index - self._stored)
+        return [f"events tell of {gone} blocks that are gone, not of {unheard} that are there"] * bool(gone or unheard)
+
+
 class KeptEpisode:
     def __init__(self, core: Any, seed: int) -> None:
         self.core, self.chance = core, random.Random(seed)
         self.counts: Counter[str] = Counter()
         self.log: list[str] = []
+        self._is_lora = core.vllm_config.lora_config is not None
         self._prefixes = [self._tokens(200) for _ in range(3)]
         self._names, self._name = 0, f"{seed}"
 
@@ -171,18 +219,21 @@ class KeptEpisode:
         if core.scheduler.kv_cache_config.num_blocks == CROWDED:
             self.crowd()
         actions_of = [self._add] * 10 + [self._step] * 10 + [self._sleep] * 6 + [self._abort, self._abort]
-        actions_of += [self._update, self._reset]
+        actions_of += [self._update, self._reset] + [self._reload_adapter] * self._is_lora
         for _ in range(actions):
             action = self.chance.choice(actions_of)
             self.log.append(action.__name__)
             action()
+            core.worker.faults += core.published.faults()
         run_to_end(core)
 
     def _add(self) -> None:
         prompt = self.chance.choice(self._prefixes)[: self.chance.randrange(1, 200)]
         prompt = prompt + self._tokens(self.chance.randrange(1, 40))
         self._names += 1
-        add(self.core, f"{self._name}.{self._names}", prompt, self.chance.randrange(1, 40), self.chance.randrange(3))
+        most, priority, client = (self.chance.randrange(*of) for of in ((1, 40), (3,), (2,)))
+        number = self.chance.randrange(3) if self._is_lora else 0
+        add(self.core, f"{self._name}.{self._names}", prompt, most, priority, number, client)
 
     def crowd(self) -> None:
         """Requests that lose their blocks again in the very step for which they got them, to more urgent ones."""
@@ -203,6 +254,9 @@ class KeptEpisode:
 
     def _update(self) -> None:
         self.core.collective_rpc("change_weights")
+
+    def _reload_adapter(self) -> None:
+        self.core.add_lora(adapter(1))
 
     def _reset(self) -> None:
         self.core.reset_prefix_cache()
@@ -239,6 +293,7 @@ class KeptEpisode:
     def _asleep(self, level: int) -> None:
         core, chance, worker = self.core, self.chance, self.core.worker
         self.counts["kept"] += kept_kv._of(core)._is_pending
+        worker.faults += core.published.faults()
         for _ in range(chance.randrange(3)):
             action = chance.choice([self._add, self._add, self._abort, self._sleep_again, self._lose, self._reset])
             self.log.append(f"  asleep: {action.__name__}")
@@ -280,7 +335,8 @@ def _configurations() -> Iterator[tuple[Any, ...]]:
     for number in itertools.count():
         policy = ("--scheduling-policy", "priority", "--long-prefill-token-threshold", "32") if number % 2 == 0 else ()
         scheduling = "--async-scheduling" if number // 2 % 2 else "--no-async-scheduling"
-        yield BLOCKS[number % len(BLOCKS)], *policy, scheduling
+        lora = ("--enable-lora", "--max-loras", "1", "--max-lora-rank", "8") if number % 4 in (1, 2) else ()
+        yield BLOCKS[number % len(BLOCKS)], *policy, scheduling, *lora
 
 
 def run(seeds: Callable[[], int | None], report: Callable[[str], None]) -> int:

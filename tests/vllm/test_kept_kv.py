@@ -25,7 +25,7 @@ from cumem_sleep.vllm import kept_kv, kv_blocks
 skip_unless_vllm()
 torch = pytest.importorskip("torch")
 
-MUTANTS = ("no-eviction", "other-blocks", "no-verdict", "unexecuted-blocks", "no-change")
+MUTANTS = ("no-eviction", "other-blocks", "no-verdict", "unexecuted-blocks", "no-change", "unheard-eviction")
 
 
 def _is_served() -> bool:
@@ -71,7 +71,7 @@ def test_no_hit_finds_other_bytes_than_its_hash_says(ready_process: ReadyProcess
 def test_the_episodes_find_what_is_broken(ready_process: ReadyProcess, mutant: str, tmp_path: pathlib.Path) -> None:
     code, log = _episodes(ready_process, tmp_path, "--seconds", "200", "--mutant", mutant)
     assert code == 1, log[-40_000:]
-    assert " reads what is of " in log
+    assert (" blocks that are gone" if mutant == "unheard-eviction" else " reads what is of ") in log
 
 
 # Layouts
