@@ -604,7 +604,7 @@ class CuMemAllocator:
 
     # Preparing
 
-    def prepare(self) -> Preparation:
+    def prepare(self, *, keep_bytes: int = 0) -> Preparation:
         """Back up in the background what a sleep at level 1 would copy, so that it will copy nothing. Returns at once.
 
         Host memory is taken, pinned and filled by a thread while the model runs, also beside the capture of CUDA
@@ -614,20 +614,26 @@ class CuMemAllocator:
         The thread finds out the sizes of compressed backups segment by segment. So this call only refuses what no code
         could make fit (at five eighths of the bytes); a limit that is reached later ends the preparation.
 
+        Args:
+            keep_bytes: pin host memory for so much that sleeps keep of each GPU (`sleep(keep=...)`), too, if the limits
+                leave it beside the backups, which it gives way to.
+
         Returns:
             The preparation: it can be waited for and stopped, and says why it ended early, if it did.
 
         Raises:
+            InvalidArgument: `keep_bytes` is no such number.
             InvalidState: the settings do not retain backups; this thread captures a CUDA graph.
             OutOfHostMemory: a limit leaves too little for all of it, compressed or not; nothing was taken.
         """
         if not self.settings.retain_backups:
             raise InvalidState("prepare() makes backups ahead, but retain_backups is off: none would be kept")
-        return Operation(self._operations, "prepare", self._begin_preparing).run()
+        check_integer("keep_bytes", keep_bytes, minimum=0)
+        return Operation(self._operations, "prepare", self._begin_preparing, (keep_bytes,)).run()
 
-    def _begin_preparing(self) -> Preparation:
+    def _begin_preparing(self, keep_bytes: int) -> Preparation:
         self._stop_preparing()
-        preparation = Preparation(wanted_ahead(self._layer), self._layer)
+        preparation = Preparation(wanted_ahead(self._layer), self._layer, keep_bytes)
         self._preparation = preparation  # before it starts: whatever happens, it can be stopped
         preparation.start()
         return preparation

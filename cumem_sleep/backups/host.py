@@ -101,6 +101,12 @@ class HostTier(Tier):
     def finish_releasing(self) -> None:  # noqa: D102
         self._releasing.finish()
 
+    def pin(self, device: int, extents: Iterable[Extent]) -> None:  # noqa: D102
+        for block in _blocks(extents):
+            if not block.pinned:
+                block.prefault(0, block.bytes)
+                block.pin(device)
+
     def unpin(self, extents: Iterable[Extent]) -> None:  # noqa: D102
         for block in _blocks(extents):
             _core.stop_if_asked()

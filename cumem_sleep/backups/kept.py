@@ -43,7 +43,7 @@ class _Place:
 
     Attributes:
         segments: of which it has kept them.
-        extents: all as large as the first, but the last.
+        extents: all as large as the first, but the last; spare ones are all as large as the tier's.
     """
 
     tier: Tier
@@ -151,16 +151,43 @@ class KeptRanges:
         Raises:
             OutOfHostMemory: they do not.
         """
-        sizes = extent_sizes(nbytes, None, place.tier.extent_bytes)
+        full = place.tier.extent_bytes
         spare = [p for p in self._spare() if p.tier is place.tier and p.device == place.device]
         self._places.append(place)
         for other in spare:
-            while other.extents and len(place.extents) < len(sizes):
-                if other.extents[-1].bytes != sizes[len(place.extents)]:
-                    break
+            while other.extents and other.extents[-1].bytes == full and len(place.extents) * full < nbytes:
                 place.extents.append(other.extents.pop())
-        lacking = sizes[len(place.extents) :]
-        place.extents += place.tier.reserve_expendable(place.device, lacking)
+        lacking = nbytes - len(place.extents) * full
+        if lacking <= 0:
+            return
+        sizes = extent_sizes(lacking, None, full)
+        if place.tier.expendable_room() >= full * len(sizes):
+            sizes[-1] = full  # of use for the next sleep, whatever that keeps
+        place.extents += place.tier.reserve_expendable(place.device, sizes)
+
+    def pin_ahead(self, tier: Tier, segments: Sequence[_core.Segment], nbytes: int) -> int:
+        """Take and pin one more extent, for sleeps that keep up to so much of `segments`, all of one device.
+
+        Returns:
+            Its bytes; 0: there is enough, or no room for more.
+
+        Raises:
+            DriverError, OutOfHostMemory: refused; nothing was taken.
+        """
+        device, full = segments[0].device, tier.extent_bytes
+        has = sum(len(place.extents) for place in self._places if place.tier is tier and place.device == device)
+        if has * full >= nbytes or tier.expendable_room() < full:
+            return 0
+        for segment in segments:
+            segment.note_backup()
+        place = _Place(tier, device, segments, list(tier.reserve_expendable(device, [full])))
+        self._places.append(place)
+        try:
+            tier.pin(device, place.extents)
+        except BaseException:
+            self._release(place, 0)
+            raise
+        return full
 
     def bring_back(
         self, segments: Sequence[_core.Segment], digester: DeviceDigester | None, timer: PhaseTimer, *, wanted: bool

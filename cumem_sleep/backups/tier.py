@@ -179,6 +179,13 @@ class Tier(ABC):
 
     # Where this process pins the memory itself. Otherwise there is nothing to do
 
+    def pin(self, device: int, extents: Iterable[Extent]) -> None:  # noqa: B027
+        """Pin now what the first copy to it would pin.
+
+        Raises:
+            DriverError, OutOfHostMemory: refused.
+        """
+
     def unpin(self, extents: Iterable[Extent]) -> None:  # noqa: B027
         """Leave the bytes, but do not keep them pinned until they are copied again. No copy of them is in flight.
 

@@ -17,7 +17,7 @@ from ..codec.workspace import Workspace
 from ..core import log
 from ..core.extents import Piece
 from ..core.levels import dropped_at_level, in_pools
-from ..core.segments import total_bytes
+from ..core.segments import by_device, total_bytes
 from ..digest.device import DigestRun
 from ..errors import CodecError, CumemSleepError, InvalidArgument, InvalidArgumentType, InvalidState
 from .layer import Layer
@@ -41,6 +41,12 @@ def wanted_ahead(layer: Layer) -> list[_core.Segment]:
     return wanted
 
 
+def dropped_awake() -> list[_core.Segment]:
+    """What a sleep at level 1 would drop, and may keep ranges of."""
+    is_dropped, awake = dropped_at_level(1), _core.Segment.Sleep.AWAKE
+    return [s for s in in_pools()() if s.sleep == awake and is_dropped and is_dropped(s.tag)]
+
+
 class Preparation:
     """Backups in the making; what `CuMemAllocator.prepare` returns. `TagUsage.backed_up_bytes` shows its progress.
 
@@ -55,9 +61,10 @@ class Preparation:
         error: why it ended early, or None; what was backed up by then stays.
     """
 
-    def __init__(self, segments: Sequence[_core.Segment], layer: Layer) -> None:
+    def __init__(self, segments: Sequence[_core.Segment], layer: Layer, keep_bytes: int) -> None:
         self.wanted_bytes = total_bytes(segments)
         self._segments = segments
+        self._keep_bytes = keep_bytes
         self._layer = layer
         self._store = layer.store
         self._tuning = layer.tuning
@@ -114,6 +121,8 @@ class Preparation:
                 self._layer.warm_up()
                 for segment in self._segments:
                     self._prepare(segment, digests)
+                if self._keep_bytes:
+                    self._pin_for_kept()
                 if self._is_cut_short and self._is_ended_by_finaliser:
                     raise InvalidState(
                         "prepare was ended by a finaliser, which the garbage collector happened to run on its thread"
@@ -164,6 +173,16 @@ class Preparation:
             if backup.being_prepared:
                 backup.being_prepared = False
                 self._prune()
+
+    def _pin_for_kept(self) -> None:
+        """Pin what a sleep may keep of memory that it drops: after the backups, which it gives way to."""
+        for segments in by_device(dropped_awake()).values():
+            nbytes, pinned_bytes = min(self._keep_bytes, total_bytes(segments)), 1
+            while pinned_bytes:
+                with self._turn(segments[0]) as mine:
+                    kept, tier = self._store.catalogue.kept, self._store.room.tier
+                    pinned_bytes = kept.pin_ahead(tier, segments, nbytes) if mine else 0
+                self._pace(pinned_bytes)
 
     def _plan(self, segment: _core.Segment) -> dict[int, Encoding] | None:
         """How to encode the segment, by its id (empty: not at all); None: it is left to the next sleep.

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..allocator import CuMemAllocator
+from .kept_kv import version_misfit
 
 logger = logging.getLogger("cumem_sleep")
 
@@ -84,6 +85,14 @@ def _room(worker: Any, budget: int | str) -> dict[str, Any]:
     layout, allocator = layout_of(worker), _allocator()
     room = allocator.kept_room()
     return {"block_bytes": layout.block_bytes, "room": room if budget == "auto" else min(room, int(budget))}
+
+
+def bytes_to_prepare(worker: Any) -> int:
+    """How much the engine core may have a sleep keep, as far as this worker knows: `CuMemAllocator.prepare` pins it."""
+    budget = _allocator().settings.keep_kv_bytes
+    if not budget or version_misfit() or not worker.vllm_config.cache_config.enable_prefix_caching:
+        return 0
+    return int(answer(worker, "room", budget).get("room", 0))
 
 
 def _take_plan(worker: Any, generation: int, blocks: list[int]) -> dict[str, Any]:

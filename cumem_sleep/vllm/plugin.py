@@ -177,7 +177,7 @@ def compile_or_warm_up_model(self: Any, *args: Any, **kwargs: Any) -> Any:
     allocator = CuMemAllocator.instance
     if allocator is not None and allocator.settings.prepare and allocator.get_current_usage():
         try:
-            allocator.prepare()
+            allocator.prepare(keep_bytes=kv_blocks.bytes_to_prepare(worker))
         except CumemSleepError as error:
             logger.warning("prepare did not begin, so the first sleep copies everything: %s", error)
     return result

@@ -135,7 +135,7 @@ class TestBytes:
         assert sim.stats().calls["cuLaunchKernel"] > launches
         cache.sleep()
         extents = cache.allocator._store.catalogue.kept._places[0].extents
-        np.frombuffer(memoryview(extents[-1]), np.uint8)[-1 - seed] ^= 1  # type: ignore[arg-type]
+        np.frombuffer(memoryview(extents[0]), np.uint8)[-1 - seed] ^= 1  # type: ignore[arg-type]
         cache.check_lost("digest")
 
     def test_of_ranges_that_are_next_to_each_other(self, allocator: CuMemAllocator) -> None:
@@ -367,6 +367,83 @@ class TestGivenUp:
         report = cache.sleep()
         assert "asleep" in report.not_kept
         assert report.kept_bytes == 0
+        cache.check_back()
+
+
+@pytest.mark.sim
+class TestPinnedAhead:
+    """Host memory that sleeps need not pin any more."""
+
+    @pytest.fixture(autouse=True)
+    def by_engine(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A kernel's table is pinned as well; and, to verify, what the CPU digests."""
+        monkeypatch.setattr(HostLane, "_by_kernel", lambda *_, **__: False)
+
+    @pytest.mark.parametrize("devices", [1, 2])
+    def test_the_first_sleep_pins_nothing(self, make_allocator: MakeAllocator, devices: int) -> None:
+        cache = Cache(make_allocator(prepare_bytes_per_second=0, verify="off"), (2, 3, 1, 2), devices=devices)
+        preparation = cache.allocator.prepare(keep_bytes=cache.bytes)
+        assert preparation.wait(30)
+        assert preparation.error is None
+        assert cache.bytes <= cache.host_bytes
+        assert cache.kept_bytes == 0
+        for _ in range(2):
+            pinned = sim.stats().calls["cuMemHostRegister"]
+            cache.check_kept(cache.sleep())
+            assert sim.stats().calls["cuMemHostRegister"] == pinned + 1  # to digest the weights
+            cache.check_back()
+
+    def test_a_second_sleep_uses_what_the_first_has_pinned(self, make_allocator: MakeAllocator) -> None:
+        cache = Cache(make_allocator(verify="off"))
+        cache.sleep()
+        cache.wake()
+        pinned = sim.stats().calls["cuMemHostRegister"]
+        cache.keep = {address: rows[1:] for address, rows in cache.keep.items()}
+        cache.check_kept(cache.sleep())
+        assert sim.stats().calls["cuMemHostRegister"] == pinned + 1  # to digest the weights
+        cache.check_back()
+
+    def test_no_more_than_there_may_be_to_keep(self, make_allocator: MakeAllocator) -> None:
+        cache = Cache(make_allocator(prepare_bytes_per_second=0), (2, 3))
+        for _ in range(2):
+            assert cache.allocator.prepare(keep_bytes=1 << 50).wait(30)
+            assert cache.host_bytes == 5 * PAGE
+
+    def test_no_more_than_the_limits_leave_beside_backups(self, make_allocator: MakeAllocator) -> None:
+        cache = Cache(make_allocator(prepare_bytes_per_second=0, host_budget_bytes=2 * PAGE + 4096))
+        preparation = cache.allocator.prepare(keep_bytes=1 << 50)
+        assert preparation.wait(30)
+        assert preparation.error is None
+        assert cache.host_bytes == PAGE
+        assert cache.allocator.usage()["weights"].backed_up_bytes == PAGE
+
+    def test_backups_get_it_where_memory_is_short(self, make_allocator: MakeAllocator) -> None:
+        cache = Cache(make_allocator(prepare_bytes_per_second=0, host_budget_bytes=2 * PAGE))
+        assert cache.allocator.prepare(keep_bytes=PAGE).wait(30)
+        assert cache.host_bytes == PAGE
+        cache.allocator.malloc(PAGE, "weights")
+        assert cache.allocator.sleep().copied_bytes == PAGE
+        assert cache.host_bytes == 0
+
+    def test_it_is_given_back_with_the_backups(self, make_allocator: MakeAllocator) -> None:
+        cache = Cache(make_allocator(prepare_bytes_per_second=0))
+        assert cache.allocator.prepare(keep_bytes=PAGE).wait(30)
+        assert cache.allocator.release_backups() == 2 * PAGE
+        assert cache.host_bytes == 0
+
+    @pytest.mark.parametrize("keep_bytes", [-1, 1.5, "auto", None])
+    def test_nonsense_is_refused(self, cache: Cache, keep_bytes: Any) -> None:
+        with pytest.raises(InvalidArgument, match="keep_bytes"):
+            cache.allocator.prepare(keep_bytes=keep_bytes)
+
+    def test_a_driver_that_refuses_costs_nothing_but_the_preparation(self, make_allocator: MakeAllocator) -> None:
+        cache = Cache(make_allocator(prepare_bytes_per_second=0))
+        sim.fail("cuMemHostRegister", after=4)
+        preparation = cache.allocator.prepare(keep_bytes=PAGE)
+        assert preparation.wait(30)
+        assert preparation.error is not None
+        assert cache.host_bytes == MIB
+        cache.check_kept(cache.sleep())
         cache.check_back()
 
 

@@ -107,6 +107,30 @@ def _read(layout: kv_blocks.BlockLayout, blocks: list[int], views: dict[str, Any
     return sorted(set(np.concatenate(read).tolist()))
 
 
+@pytest.mark.parametrize(
+    ("budget", "caches_prefixes", "version", "prepared"),
+    [
+        (1000, True, "0.26.0", 1000),
+        (1 << 40, True, "0.33.0", 5000),
+        ("auto", True, "0.33.0", 5000),
+        (0, True, "0.33.0", 0),
+        (1000, False, "0.33.0", 0),
+        (1000, True, "0.27.0", 0),
+    ],
+)
+def test_what_is_prepared(
+    monkeypatch: pytest.MonkeyPatch, budget: int | str, caches_prefixes: bool, version: str, prepared: int
+) -> None:
+    allocator = SimpleNamespace(settings=SimpleNamespace(keep_kv_bytes=budget), kept_room=lambda: 5000)
+    worker = SimpleNamespace(
+        vllm_config=SimpleNamespace(cache_config=SimpleNamespace(enable_prefix_caching=caches_prefixes))
+    )
+    monkeypatch.setattr(kv_blocks, "_allocator", lambda: allocator)
+    monkeypatch.setattr(kv_blocks, "layout_of", lambda _: kv_blocks.BlockLayout(1, {16: [(0, 16)]}))
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__=version))
+    assert kv_blocks.bytes_to_prepare(worker) == prepared
+
+
 def test_each_layer_may_have_a_tensor_of_its_own() -> None:
     views = {name: _bytes(7, 16, 64) for name in ("a", "b")}
     layout = kv_blocks.layout_of(_worker(7, views, [(7 << 10, 0)] * 2))
