@@ -6,7 +6,7 @@
 #   tests [400]  or its halves tests_1, tests_2;  vault_tests [15] belongs to it;  sanitizer [240]
 #   tests_1+tests_2 two_gpu_tests [~250]  the same on two GPUs at once
 #   bench [100]  small [60]  beside [50 a turn; $TURNS (2)]  level_3 [25]  decoder [100]  compressed [280]  codec [200]
-#   decode_after_wake [~60]  host_memory [120]  kept_ranges [~60]  vault [~300]  vault_small [~80]  vault_kills [140]
+#   decode_after_wake [~60]  host_memory [120]  kept_ranges [~60]  forget [~20]  vault [~300]  vault_small [~80]  vault_kills [140]
 #   first_clients [~180, several GPUs]
 #   peers [500]  saver [~420]  saver_30 [~150]  saver_tests [~240]
 # With vLLM, from .gpu/1/*.tar.xz and .gpu/2/*.tar.xz, unless it is installed:
@@ -14,7 +14,7 @@
 #   models [~330; $MODELS_OPTIONS, as --restart-seconds 120]
 #   serve_level_3 [~240; $LEVEL_3_OPTIONS, as --deadline 330]
 #   serve_level_3_own [~240, at once with it on a second GPU]
-#   vault_servers [~70]  scenarios [300]  two_gpus [400]
+#   kept_kv [~280]  vault_servers [~70]  scenarios [300]  two_gpus [400]
 #   ranks [~400, two GPUs; with Ray from .gpu/3/*.tar.xz, if it is there]
 #
 # What is in .gpu may come in several calls to one machine: each call unpacks what it finds, once. Other things in .gpu:
@@ -222,6 +222,8 @@ part() {
     codec) measure 200 codec codec "${checkpoint[@]}" ;;
     host_memory) measure 200 host_memory host_memory ;;
     kept_ranges) measure 200 kept_ranges kept_ranges ;;
+    forget) measure 100 forget forget ;;
+    kept_kv) with_vllm && measure 420 vllm_kept_kv vllm_kept_kv --deadline 170 ;;
     bench) timeout 280 python3 -m cumem_sleep bench --weights 62488MiB --kv 54.63GiB --json >"$out/bench.json" ;;
     small)
         timeout 200 python3 -m cumem_sleep bench --weights 8000MiB --segment-size 2MiB --kv 20GiB --json \
