@@ -712,7 +712,7 @@ def test_wake_with_room_for_the_weights_alone(allocator: CuMemAllocator) -> None
 
 
 def test_a_flipped_bit_in_a_backup_is_found(allocator: CuMemAllocator) -> None:
-    weights = placed(allocator, [bf16(32 * MIB) for _ in range(3)])
+    weights = placed(allocator, [bf16(20 * MIB) for _ in range(3)])
     expected = bytes_of(weights)
     allocator.sleep()
     asleep = free_bytes()
@@ -721,7 +721,8 @@ def test_a_flipped_bit_in_a_backup_is_found(allocator: CuMemAllocator) -> None:
     assert backup is not None
     assert backup.encoding is not None
     layout, sizes = backup.encoding.code.layout, backup.encoding.sizes
-    content = np.frombuffer(memoryview(backup.extents[0]), np.uint8)
+    (extent,) = backup.extents
+    content = np.frombuffer(memoryview(extent), np.uint8)
     places = {
         "header, by 4096 bytes": (1, 0x10),
         "header, beyond the chunk": (3, 0x80),
