@@ -1,6 +1,6 @@
 """A wake before new weights are loaded: what it takes to restore the old ones, not to, and to forget them before.
 
-    python benchmarks/forget.py --gib 32 --out forget.json
+python benchmarks/forget.py --gib 32 --out forget.json
 """
 
 from __future__ import annotations

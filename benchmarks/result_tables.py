@@ -24,6 +24,7 @@ from measured import (
     switching,
     torch_memory_saver,
     vault,
+    vllm_kept_kv,
     vllm_level_3,
     vllm_serve,
 )
@@ -58,6 +59,7 @@ BLOCKS: dict[str, dict[str, Callable[[], Sequence[str]]]] = {
         "vLLM at level 3": lambda: vllm_level_3.table(load("vllm_level_3_own.json"), load("vllm_level_3.json")),
         "models": lambda: serve_models.table(load("serve_models.json")),
     },
+    "docs/vllm.md": {"kept KV cache": lambda: vllm_kept_kv.table(load("vllm_kept_kv.json"))},
     "docs/vllm-scenarios.md": {"scenarios": of_vllm},
     "docs/vault.md": {"vault": of_the_vault},
     "docs/torch-memory-saver.md": {"saver": lambda: torch_memory_saver.table(load("saver.json"))},

@@ -157,6 +157,7 @@ WITH_VLLM = (
     ),
     WithVllm(
         "a KV cache that survives",
+        ran=(Ran("vllm_kept_kv.json"), Ran("vllm_kept_kv_tensor_parallel.json")),
         test=Tested("vllm/test_kept_kv.py", "test_each_way_to_keep_and_to_lose_it"),
         versions=kept_kv.VERSIONS,
         refused_in="cumem_sleep/vllm/kept_kv.py",
