@@ -325,7 +325,7 @@ class Settings(_FromEnvironment):
         _BYTES_OR_AUTO,
         0,
         "In vLLM 0.26 and 0.33: how many bytes of each worker's KV cache"
-        " [survive a sleep](vllm.md#a-kv-cache-that-survives) at level 1. `auto`: what host memory has left.",
+        " [survive a sleep](vllm.md#a-kv-cache-that-survives) at level 1 or 3. `auto`: what host memory has left.",
     )
     agreement_timeout_s: float = _setting(
         _seconds(0.1),
@@ -373,8 +373,8 @@ class GateSettings(_FromEnvironment):
     admin_token: str | None = _setting(
         _TOKEN,
         None,
-        "With it, whatever changes the server's state (sleep, wake, pause, reload, weight updates, adapters, …) needs"
-        " `Authorization: Bearer <token>`; otherwise it gets 401. [Every route](vllm-routes.md).",
+        "With it, [whatever changes the server's state](vllm-routes.md) (sleep, wake, pause, reload, weight updates,"
+        " adapters, …) needs `Authorization: Bearer <token>`; otherwise it gets 401.",
     )
     idle_s: float | None = _setting(
         _seconds(1, is_optional=True),

@@ -67,7 +67,7 @@ def test_the_vllm_versions_that_are_served_are_the_same_everywhere() -> None:
 def test_the_vllm_that_gpus_have_seen_is_the_same_everywhere() -> None:
     scenarios = json.loads((ROOT / "benchmarks" / "results" / "vllm_scenarios.json").read_text())["scenarios"]
     (seen,) = {outcome["machine"]["vllm"] for outcome in scenarios.values()}
-    assert the_only(r"Tested on GPUs \(H200\): ([\d.]+\d),", (ROOT / "docs" / "vllm.md").read_text()) == seen
+    assert the_only(r"Tested on GPUs \(H200, H100\): ([\d.]+\d),", (ROOT / "docs" / "vllm.md").read_text()) == seen
     assert the_only(r"vllm==([\d.]+)", (ROOT / "CONTRIBUTING.md").read_text()) == seen
     said = the_only(r"\| vLLM \|.* Tested on GPUs with ([\d.]+)\. \|", (ROOT / "README.md").read_text())
     assert said == seen.rpartition(".")[0]

@@ -53,7 +53,8 @@ examples:
 
 STATUS_DESCRIPTION = """\
 Shows the memory of the vault, its GPUs, and its clients. "asleep" is what segments that sleep
-need; "awake" are retained backups of segments that are awake, which are evicted when memory runs short."""
+need; "awake" are retained backups of segments that are awake, and kept ranges: both are evicted when
+memory runs short."""
 
 
 def add_command(
