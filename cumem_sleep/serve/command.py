@@ -43,7 +43,11 @@ def has_gate(command: Sequence[str], path: str) -> bool:
         return True
     is_installed = command[0].rpartition("/")[2].startswith(("vllm", "python")) and is_vllm(command)
     program = shutil.which(command[0], path=path) if is_installed else None
-    return program is not None and any(Path(program).parents[1].glob("lib/python3*/*-packages/cumem_sleep-*.dist-info"))
+    if program is None:
+        return False
+    # A script may be a link from elsewhere, as `uv tool` makes it; a Python that is one belongs where the link is.
+    where = Path(program).resolve() if Path(program).name.startswith("vllm") else Path(program).absolute()
+    return any(where.parent.parent.glob("lib/python3*/*-packages/cumem_sleep-*.dist-info"))
 
 
 def uses_socket(command: Sequence[str]) -> bool:

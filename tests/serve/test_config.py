@@ -371,6 +371,30 @@ def test_a_vllm_gets_the_gate_where_this_package_is_installed(tmp_path: Path, co
     assert not has_gate(["sh", "-c", "exec vllm serve m --uds {socket}"], path)
 
 
+def test_a_linked_vllm_is_looked_for_where_the_link_leads(tmp_path: Path) -> None:
+    tool, local = tmp_path / "tools/vllm", tmp_path / "local"
+    for place in (tool, local):
+        (place / "bin").mkdir(parents=True)
+    for name in ("vllm", "python"):
+        (tool / "bin" / name).touch(mode=0o755)
+        (local / "bin" / name).symlink_to(tool / "bin" / name)
+    (local / "lib/python3.12/site-packages/cumem_sleep-0.1.0.dist-info").mkdir(parents=True)
+    path = str(local / "bin")
+    assert not has_gate(["vllm", "serve", "m"], path)
+    assert has_gate(["python", "-m", "vllm.entrypoints.cli.main", "serve", "m"], path), "such as that of a venv"
+
+
+@pytest.mark.parametrize("program", ["./vllm", "./python"])
+def test_a_vllm_may_be_where_the_front_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / program).touch(mode=0o755)
+    monkeypatch.chdir(tmp_path / "bin")
+    command = [program, "-m", "vllm", "serve", "m"]
+    assert not has_gate(command, "/nowhere")
+    (tmp_path / "lib/python3.12/site-packages/cumem_sleep-0.1.0.dist-info").mkdir(parents=True)
+    assert has_gate(command, "/nowhere")
+
+
 @pytest.mark.parametrize(
     "given", ["--middleware cumem_sleep.vllm.SleepGate", "--middleware=cumem_sleep.vllm.SleepGate", ""]
 )
