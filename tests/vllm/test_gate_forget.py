@@ -121,14 +121,36 @@ def test_workers_that_do_not_say_what_they_forgot_have_forgotten(serve: Serve, b
     run(scenario())
 
 
-def test_without_the_plugin_it_is_refused(serve: Serve) -> None:
+def test_a_call_that_failed_may_have_forgotten_what_workers_do_not_say(serve: Serve) -> None:
+    async def scenario() -> None:
+        client = serve()
+        client.engine.forgets = {1}
+        await client.post("/sleep")
+        client.engine.fails["cumem_sleep_status"] = [RuntimeError("lost")] * 20
+        with pytest.raises(RuntimeError, match="RankFailed"):
+            await client.post("/collective_rpc", FORGET)
+        await client.post("/wake_up")
+        client.engine.fails.clear()
+        assert (await client.ask()).code == 503
+        await client.post("/reload_weights")
+        assert (await client.ask()).body == {"text": "good"}
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("by_route", [True, False])
+def test_without_the_plugin_it_is_refused(serve: Serve, by_route: bool) -> None:
     async def scenario() -> None:
         client = serve()
         client.engine.plugin = False
         await client.post("/sleep")
-        answer = await client.post("/wake_up?restore=0")
-        assert answer.code == 500
-        assert "not active in vLLM's workers" in answer.error["message"]
+        if by_route:
+            answer = await client.post("/wake_up?restore=0")
+            assert answer.code == 500
+            assert "not active in vLLM's workers" in answer.error["message"]
+        else:
+            with pytest.raises(RuntimeError, match="not implemented"):
+                await client.post("/collective_rpc", FORGET)
         await client.post("/wake_up")
         assert (await client.ask()).body == {"text": "good"}
 
