@@ -643,7 +643,8 @@ class SleepGate:
         return partial and self._has_kept_requests()
 
     def _has_kept_requests(self) -> bool:
-        return self.model.state.kept and (self.conductor.several_servers or self._in_engine() > 0)
+        has_some = self._in_engine() > 0 or self._door.let_in > 0  # some go on after their answer
+        return self.model.state.kept and (self.conductor.several_servers or has_some)
 
     def _conflict_of_forgetting(self) -> list[Message] | None:
         if not self._has_kept_requests():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from types import SimpleNamespace
 
 import pytest
 from fake_vllm import FakeVllm, until_idle
@@ -200,6 +201,30 @@ def test_requests_that_were_kept_do_not_run_without_weights(serve: Serve, target
         await client.post("/wake_up")
         client.engine.waits["generate"].set()
         assert (await request.response()).body == {"text": "good"}
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("target", ["/wake_up?restore=0", "/wake_up?tags=weights"])
+def test_a_kept_request_may_have_been_answered_already(serve: Serve, target: str) -> None:
+    """As vLLM answers `/v1/responses` with `background`. One that waits at the engine's door is none of them."""
+
+    async def scenario() -> None:
+        left = 1
+        client = serve(on_request="wait")
+        client.engine.output_processor = SimpleNamespace(get_num_unfinished_requests=lambda: left)
+        await client.post("/sleep?mode=keep")
+        answer = await client.post(target)
+        assert answer.code == 409
+        assert "requests were kept" in answer.error["message"]
+        late = asyncio.create_task(client.engine.engine_core.add_request_async(SimpleNamespace(request_id="1")))
+        await until_idle()
+        left = 2
+        assert (await client.post(target)).code == 409
+        left = 1
+        assert (await client.post(target)).code == 200
+        late.cancel()
+        await asyncio.wait({late})
 
     run(scenario())
 
