@@ -6,10 +6,11 @@ A server may listen where only this machine reaches it: the paths of vLLM's deve
 from __future__ import annotations
 
 import ipaddress
+import os
 import re
 import shlex
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
 
@@ -32,18 +33,24 @@ def is_vllm(command: Sequence[str]) -> bool:
     return False
 
 
-def has_gate(command: Sequence[str], path: str) -> bool:
+def has_gate(command: Sequence[str], variables: Mapping[str, str]) -> bool:
     """Whether a server has the gate of this package: its command says so, or this package is installed where its vLLM
-    is, which gets it then.
+    is, which gets it then. The Rust frontend of vLLM 0.33 takes no middleware, and does not start with one.
 
     Args:
-        path: where programs are looked for, as in `PATH`.
+        variables: of its environment.
     """
     if any(GATE in word for word in command):
         return True
+    if variables.get("VLLM_USE_RUST_FRONTEND", "0") != "0":
+        return False
     is_installed = command[0].rpartition("/")[2].startswith(("vllm", "python")) and is_vllm(command)
-    program = shutil.which(command[0], path=path) if is_installed else None
-    return program is not None and any(Path(program).parents[1].glob("lib/python3*/*-packages/cumem_sleep-*.dist-info"))
+    program = shutil.which(command[0], path=variables.get("PATH", os.defpath)) if is_installed else None
+    if program is None:
+        return False
+    # A script may be a link from elsewhere, as `uv tool` makes it; a Python that is one belongs where the link is.
+    where = Path(program).resolve() if Path(program).name.startswith("vllm") else Path(program).absolute()
+    return any(where.parent.parent.glob("lib/python3*/*-packages/cumem_sleep-*.dist-info"))
 
 
 def uses_socket(command: Sequence[str]) -> bool:

@@ -103,8 +103,8 @@ class Server:
         Raises:
             StartFailed: it did not become healthy.
         """
-        model, path = self.model, self.model.env.get("PATH", os.environ.get("PATH", os.defpath))
-        token = (model.api_key or secrets.token_hex(16)) if has_gate(model.command or (), path) else None
+        model, found = self.model, {**os.environ, **self.model.env}
+        token = (model.api_key or secrets.token_hex(16)) if has_gate(model.command or (), found) else None
         variables = environment(model, os.environ, self._around.secrets, token)
         try:
             log = open_log(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)

@@ -301,7 +301,7 @@ class Conductor:
 
     async def look_what_is_forgotten(self) -> None:
         """Find out, after workers may have forgotten backups: what one of them has forgotten is lost."""
-        if not await self.ask_workers():
+        if not await self.ask_workers() and self._status.exists:
             self.handle(events.Forgot())
 
     async def slept(self, level: int, kept: bool) -> str:

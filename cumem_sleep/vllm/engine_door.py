@@ -50,7 +50,7 @@ class EngineDoor:
 
     def __init__(self, admit: Admit) -> None:
         self._admit = admit
-        self._passing = 0
+        self._passing = self._waiting = 0
         self._empty = asyncio.Event()
         self._aborts: set[asyncio.Future[None]] = set()
         self._requests: Any = None
@@ -71,6 +71,7 @@ class EngineDoor:
 
         async def add_request_async(*arguments: Any, **keywords: Any) -> Any:
             lease = LEASE.get() or RequestLease()
+            self._waiting += 1
             try:
                 arrived = await self._admit(lease)
             except BaseException as error:
@@ -78,6 +79,8 @@ class EngineDoor:
                     lease.refusal = error
                 self._forget(engine, *arguments)
                 raise
+            finally:
+                self._waiting -= 1
             self._passing += 1  # no await since it was admitted
             lease.admitted = True
             try:
@@ -109,6 +112,11 @@ class EngineDoor:
         """
         count = getattr(self._requests, "get_num_unfinished_requests", None)
         return 0 if count is None else int(count())
+
+    @property
+    def let_in(self) -> int:
+        """How many of these are not waiting here."""
+        return self.unfinished - self._waiting
 
     async def forgets(self, within_s: float) -> bool:
         """Whether vLLM's frontend knows of no request any more in time."""

@@ -643,7 +643,8 @@ class SleepGate:
         return partial and self._has_kept_requests()
 
     def _has_kept_requests(self) -> bool:
-        return self.model.state.kept and (self.conductor.several_servers or self._in_engine() > 0)
+        has_some = self._in_engine() > 0 or self._door.let_in > 0  # some go on after their answer
+        return self.model.state.kept and (self.conductor.several_servers or has_some)
 
     def _conflict_of_forgetting(self) -> list[Message] | None:
         if not self._has_kept_requests():
@@ -688,10 +689,11 @@ class SleepGate:
                 async with self.conductor.change(disturbs=False, gone=gone):
                     if effect is Effect.FORGETS and (conflict := self._conflict_of_forgetting()) is not None:
                         return conflict
-                    answer = await _called(self._app, scope, inbox, gone)
-                    if effect is Effect.FORGETS and status_of(answer) < 300:
-                        await self.conductor.look_what_is_forgotten()
-                    return answer
+                    try:
+                        return await _called(self._app, scope, inbox, gone)
+                    finally:
+                        if effect is Effect.FORGETS:  # if it failed, some workers may have forgotten
+                            await self.conductor.look_what_is_forgotten()
             async with self.conductor.alone(gone):
                 await self.conductor.look_alone()
                 if (conflict := self._conflict_of(effect)) is not None:

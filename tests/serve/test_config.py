@@ -364,11 +364,37 @@ def test_a_vllm_gets_the_gate_where_this_package_is_installed(tmp_path: Path, co
         (tmp_path / lib / "cumem_sleep-0.1.0.dist-info").mkdir(parents=True)
     path = str(tmp_path / "bin")
     words = command.format(bin=path).split()
-    assert has_gate(words, path) == (lib is not None)
-    assert not has_gate(words, "/nowhere") or command.startswith("{bin}")
-    assert not has_gate(["my-server", "{socket}"], path)
-    assert not has_gate(["python", "-m", "my_server", "{socket}"], path)
-    assert not has_gate(["sh", "-c", "exec vllm serve m --uds {socket}"], path)
+    variables = {"PATH": path, "VLLM_USE_RUST_FRONTEND": "0"}
+    assert has_gate(words, variables) == (lib is not None)
+    assert not has_gate(words, {**variables, "VLLM_USE_RUST_FRONTEND": "1"}), "which would not start with it"
+    assert not has_gate(words, {"PATH": "/nowhere"}) or command.startswith("{bin}")
+    assert not has_gate(["my-server", "{socket}"], variables)
+    assert not has_gate(["python", "-m", "my_server", "{socket}"], variables)
+    assert not has_gate(["sh", "-c", "exec vllm serve m --uds {socket}"], variables)
+
+
+def test_a_linked_vllm_is_looked_for_where_the_link_leads(tmp_path: Path) -> None:
+    tool, local = tmp_path / "tools/vllm", tmp_path / "local"
+    for place in (tool, local):
+        (place / "bin").mkdir(parents=True)
+    for name in ("vllm", "python"):
+        (tool / "bin" / name).touch(mode=0o755)
+        (local / "bin" / name).symlink_to(tool / "bin" / name)
+    (local / "lib/python3.12/site-packages/cumem_sleep-0.1.0.dist-info").mkdir(parents=True)
+    variables = {"PATH": str(local / "bin")}
+    assert not has_gate(["vllm", "serve", "m"], variables)
+    assert has_gate(["python", "-m", "vllm.entrypoints.cli.main", "serve", "m"], variables), "such as that of a venv"
+
+
+@pytest.mark.parametrize("program", ["./vllm", "./python"])
+def test_a_vllm_may_be_where_the_front_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / program).touch(mode=0o755)
+    monkeypatch.chdir(tmp_path / "bin")
+    command = [program, "-m", "vllm", "serve", "m"]
+    assert not has_gate(command, {"PATH": "/nowhere"})
+    (tmp_path / "lib/python3.12/site-packages/cumem_sleep-0.1.0.dist-info").mkdir(parents=True)
+    assert has_gate(command, {"PATH": "/nowhere"})
 
 
 @pytest.mark.parametrize(
@@ -376,13 +402,13 @@ def test_a_vllm_gets_the_gate_where_this_package_is_installed(tmp_path: Path, co
 )
 def test_a_vllm_has_the_gate_once(given: str) -> None:
     command = f"vllm serve m {given}".split()
-    assert has_gate(command, "/nowhere") == bool(given)
+    assert has_gate(command, {"PATH": "/nowhere"}) == bool(given)
     model = ModelConfig.model_validate({"command": command})
     address = from_url("unix:/s", None)
     words = servers.command_line("m", model, address, gate=True)
     assert " ".join(words).count("cumem_sleep.vllm.SleepGate") == 1
     assert "SleepGate" in given or "--middleware" not in servers.command_line("m", model, address)
-    assert has_gate(["sh", "-c", f"exec vllm serve m --uds {{socket}} {given}"], "/nowhere") == bool(given)
+    assert has_gate(["sh", "-c", f"exec vllm serve m --uds {{socket}} {given}"], {"PATH": "/nowhere"}) == bool(given)
 
 
 def test_files_of_different_models_differ() -> None:

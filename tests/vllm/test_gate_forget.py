@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from types import SimpleNamespace
 
 import pytest
 from fake_vllm import FakeVllm, until_idle
@@ -121,14 +122,36 @@ def test_workers_that_do_not_say_what_they_forgot_have_forgotten(serve: Serve, b
     run(scenario())
 
 
-def test_without_the_plugin_it_is_refused(serve: Serve) -> None:
+def test_a_call_that_failed_may_have_forgotten_what_workers_do_not_say(serve: Serve) -> None:
+    async def scenario() -> None:
+        client = serve()
+        client.engine.forgets = {1}
+        await client.post("/sleep")
+        client.engine.fails["cumem_sleep_status"] = [RuntimeError("lost")] * 20
+        with pytest.raises(RuntimeError, match="RankFailed"):
+            await client.post("/collective_rpc", FORGET)
+        await client.post("/wake_up")
+        client.engine.fails.clear()
+        assert (await client.ask()).code == 503
+        await client.post("/reload_weights")
+        assert (await client.ask()).body == {"text": "good"}
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("by_route", [True, False])
+def test_without_the_plugin_it_is_refused(serve: Serve, by_route: bool) -> None:
     async def scenario() -> None:
         client = serve()
         client.engine.plugin = False
         await client.post("/sleep")
-        answer = await client.post("/wake_up?restore=0")
-        assert answer.code == 500
-        assert "not active in vLLM's workers" in answer.error["message"]
+        if by_route:
+            answer = await client.post("/wake_up?restore=0")
+            assert answer.code == 500
+            assert "not active in vLLM's workers" in answer.error["message"]
+        else:
+            with pytest.raises(RuntimeError, match="not implemented"):
+                await client.post("/collective_rpc", FORGET)
         await client.post("/wake_up")
         assert (await client.ask()).body == {"text": "good"}
 
@@ -178,6 +201,30 @@ def test_requests_that_were_kept_do_not_run_without_weights(serve: Serve, target
         await client.post("/wake_up")
         client.engine.waits["generate"].set()
         assert (await request.response()).body == {"text": "good"}
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("target", ["/wake_up?restore=0", "/wake_up?tags=weights"])
+def test_a_kept_request_may_have_been_answered_already(serve: Serve, target: str) -> None:
+    """As vLLM answers `/v1/responses` with `background`. One that waits at the engine's door is none of them."""
+
+    async def scenario() -> None:
+        left = 1
+        client = serve(on_request="wait")
+        client.engine.output_processor = SimpleNamespace(get_num_unfinished_requests=lambda: left)
+        await client.post("/sleep?mode=keep")
+        answer = await client.post(target)
+        assert answer.code == 409
+        assert "requests were kept" in answer.error["message"]
+        late = asyncio.create_task(client.engine.engine_core.add_request_async(SimpleNamespace(request_id="1")))
+        await until_idle()
+        left = 2
+        assert (await client.post(target)).code == 409
+        left = 1
+        assert (await client.post(target)).code == 200
+        late.cancel()
+        await asyncio.wait({late})
 
     run(scenario())
 
