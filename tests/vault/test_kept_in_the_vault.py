@@ -245,6 +245,38 @@ class TestLost:
         eventually(sleeps, "it is used again")
         cache.check_back()
 
+    def test_so_does_one_that_falls_silent_after_another_error(
+        self, cache: Cache, vault: RunningVault, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        cache.check_kept(cache.sleep())
+        client_of(cache).deadline_s = 0.2
+        copy_table, begun = VaultClient.copy_table, []
+
+        def first_wrong_then_silent(
+            client: VaultClient, lent: Any, backup: VaultBackup, ranges: Any, *, to_host: bool
+        ) -> int:
+            if not begun:
+                begun.append(copy_table(client, lent, backup, ranges + 8, to_host=to_host))
+                assert vault.status(), "it has answered"
+                return begun[0]
+            vault.signal(signal.SIGSTOP)
+            return copy_table(client, lent, backup, ranges, to_host=to_host)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(VaultClient, "copy_table", first_wrong_then_silent)
+            with pytest.raises(InvalidArgument, match="multiples of 16"):
+                cache.allocator.wake_up()
+        assert all(segment.sleep != AWAKE for segment in _core.segments())
+        vault.signal(signal.SIGCONT)
+
+        def wakes() -> bool:
+            with suppress(VaultLost):
+                cache.wake()
+                return True
+            return False
+
+        eventually(wakes, "it answers again")
+
     def test_memory_is_noted_as_lent_before_it_is_filled(self, cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
         noted: list[tuple[str, bool]] = []
         lend_memory, copy_table = _core.lend_memory, VaultClient.copy_table
