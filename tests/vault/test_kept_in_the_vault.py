@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import sys
+import types
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -510,6 +512,32 @@ class TestTables:
                         assert lent_at + byte not in found
                         found[lent_at + byte] = slab, offset + byte
         assert found == expected
+
+    def test_large_backups_are_no_more_work(self) -> None:
+        """Than the rows that are copied, as far as the interpreter goes: the vault does nothing else meanwhile."""
+        few, many = (
+            lines_run(lambda size=size: [*table_pieces(table((0, 0, 16)), [SlabRange(0, 0, size)])])
+            for size in (1 << 20, 1 << 30)
+        )
+        assert few == many
+
+
+def lines_run(work: Callable[[], object]) -> int:
+    """Of `range_table`."""
+    count = 0
+
+    def trace(frame: types.FrameType, event: str, _: object) -> Callable[..., object] | None:
+        nonlocal count
+        count += event == "line"
+        return trace if frame.f_code.co_filename == range_table.__file__ else None
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        work()
+    finally:
+        sys.settrace(before)
+    return count
 
 
 def place_of(extents: Sequence[SlabRange], offset: int) -> tuple[int, int]:
