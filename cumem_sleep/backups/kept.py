@@ -179,12 +179,16 @@ class KeptRanges:
             return 0
         for segment in segments:
             segment.note_backup()
-        place = _Place(tier, device, segments, list(tier.reserve_expendable(device, [full])))
-        self._places.append(place)
+        extents = tier.reserve_expendable(device, [full])
+        place = next((place for place in self._spare() if place.segments is segments), None)
+        if place is None:  # one for all of them: there may be thousands
+            place = _Place(tier, device, segments)
+            self._places.append(place)
+        place.extents += extents
         try:
-            tier.pin(device, place.extents)
+            tier.pin(device, extents)
         except BaseException:
-            self._release(place, 0)
+            self._release(place, len(place.extents) - 1)
             raise
         return full
 
