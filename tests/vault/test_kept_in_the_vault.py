@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import signal
 import sys
 import types
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +25,7 @@ from cumem_sleep.vault import link, protocol, range_table
 from cumem_sleep.vault.client import VaultBackup, VaultClient
 from cumem_sleep.vault.ledger import UNIT_BYTES, SlabRange
 from cumem_sleep.vault.link import BorrowedMemory, Job, LinkPiece, VaultLink
+from cumem_sleep.vault.pool import VaultHost, VaultPool
 from cumem_sleep.vault.range_table import check_table, table_pieces
 
 pytestmark = pytest.mark.sim
@@ -389,6 +392,43 @@ class TestZeroed:
         client = vault.client()
         (backup,) = fill_up(client, MEMORY)
         assert not np.frombuffer(from_slabs(client, backup), np.uint8).any()
+
+    def test_although_no_thread_can_be_started(
+        self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        allocator._operations.open()
+        posted: deque[Callable[[], None]] = deque()
+        host = VaultHost(lambda: 1 << 40, 2, lambda _: None)
+        pool = VaultPool(PAGE, None, 0, [-1], host, posted.append, lambda: None)
+        pool.take_more()
+
+        def is_free() -> bool:
+            while posted:
+                posted.popleft()()
+            return pool.ledger.free_bytes == PAGE
+
+        eventually(is_free, "it has its memory")
+        (hold,) = pool.ledger.reserve("me", "GPU", [PAGE], expendable=True)
+        content = np.frombuffer(memoryview(pool.slabs[1].block), np.uint8)
+        ctypes.memset(pool.slabs[1].block.address, 0xA5, PAGE)
+        monkeypatch.setattr(ThreadPoolExecutor, "submit", refused_in("_zero_parts", ThreadPoolExecutor.submit))
+        pool.ledger.release("me", [hold.number])
+        eventually(is_free, "it is zeroed")
+        assert not content.any()
+        del content
+        pool.finish()
+        pool.close()
+
+
+def refused_in(function: str, submit: Callable[..., Any]) -> Callable[..., Any]:
+    """As that, but for what is submitted by this function: a limit on threads is reached."""
+
+    def submitted(*arguments: Any) -> Any:
+        if sys._getframe(1).f_code.co_name == function:
+            raise RuntimeError("can't start new thread")
+        return submit(*arguments)
+
+    return submitted
 
 
 def table(*rows: tuple[int, int, int]) -> protocol.Table:
