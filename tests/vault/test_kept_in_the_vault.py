@@ -628,6 +628,23 @@ class TestLinks:
                 assert held[place : place + 4096].tobytes() == content[offset : offset + 4096]
         block.close()
 
+    def test_a_table_that_no_kernel_can_copy_disables_none(self, lent: tuple[BorrowedMemory, int, bytes]) -> None:
+        """An adopted backup may lie at any offset."""
+        borrowed, lent_at, content = lent
+        block = _core.HostBlock(PAGE, -1)
+        block.prefault(0, PAGE)
+        block.pin(0)
+        ended: list[Exception | None] = []
+        vault_link = VaultLink(0, True)
+        pieces = deque([LinkPiece(block, 0, 0, 16, table((lent_at, 8, 16)))])
+        vault_link.submit(Job("client", borrowed, pieces, ended.append))
+        eventually(lambda: bool(ended), "the job ends")
+        vault_link.stop()
+        assert ended == [None]
+        assert memoryview(block)[8:24].tobytes() == content[:16]
+        assert vault_link._has_rows_kernel
+        block.close()
+
     def copy(self, borrowed: BorrowedMemory, block: _core.HostBlock, rows: protocol.Table, to_host: bool) -> None:
         ended: list[Exception | None] = []
         pieces = deque(LinkPiece(block, 0, 0, int(some[:, 2].sum()), some) for some in np.array_split(rows, 11))
