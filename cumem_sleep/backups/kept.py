@@ -24,7 +24,6 @@ from ..errors import (
     CumemSleepError,
     InvalidArgument,
     InvalidArgumentType,
-    VaultLost,
     check_integer,
     shown,
 )
@@ -180,12 +179,16 @@ class KeptRanges:
             return 0
         for segment in segments:
             segment.note_backup()
-        place = _Place(tier, device, segments, list(tier.reserve_expendable(device, [full])))
-        self._places.append(place)
+        extents = tier.reserve_expendable(device, [full])
+        place = next((place for place in self._spare() if place.segments is segments), None)
+        if place is None:  # one for all of them: there may be thousands
+            place = _Place(tier, device, segments)
+            self._places.append(place)
+        place.extents += extents
         try:
-            tier.pin(device, place.extents)
+            tier.pin(device, extents)
         except BaseException:
-            self._release(place, 0)
+            self._release(place, len(place.extents) - 1)
             raise
         return full
 
@@ -202,7 +205,7 @@ class KeptRanges:
 
         Raises:
             OperationStopped: all is kept still.
-            VaultLost: likewise; a vault may still write to this memory, so the wake has to fail.
+            CumemSleepError: likewise; a vault may still write to this memory, so the wake has to fail.
         """
         if not wanted and self._kept:
             self.give_up("the wake was not to restore")
@@ -307,9 +310,9 @@ def _brought_back(kept: Sequence[_Kept], digester: DeviceDigester | None) -> str
     try:
         _copy(kept, out=False)
         digests = {} if digester is None else _digests(digester, kept)
-    except VaultLost:
-        raise
     except (CumemSleepError, MemoryError) as error:
+        if not all(each.segment.keeps_memory for each in kept):
+            raise
         return _in_words(error)
     changed = [each for each in kept if each.digest != digests.get(each.segment.id)]
     return f"the digest of what was kept of {describe(changed[0].segment)} differs" if changed else ""

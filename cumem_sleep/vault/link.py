@@ -306,7 +306,8 @@ class VaultLink:
 
     def _copy_rows(self, stream: _core.CopyStream, rows: Table, block: _core.HostBlock, stack: ExitStack) -> None:
         """By a kernel, where it reaches host memory."""
-        if self._has_rows_kernel and block.pinned and _core.device_info(self.device).host_pointers:
+        is_aligned = not (rows % 16).any()  # what was adopted lies wherever its owner says
+        if self._has_rows_kernel and block.pinned and is_aligned and _core.device_info(self.device).host_pointers:
             try:
                 if self._table is None:
                     table_bytes = _IN_FLIGHT * PIECE_ROWS * _ROW_BYTES

@@ -132,9 +132,13 @@ class VaultPool:
         self._zeroer.submit(self._zero_parts, parts, entry)
 
     def _zero_parts(self, parts: Sequence[tuple[int, int]], entry: Entry) -> None:
-        with ThreadPoolExecutor(self._host.threads, "vault-zero") as threads:
+        try:
+            with ThreadPoolExecutor(self._host.threads, "vault-zero") as threads:
+                for address, nbytes in parts:
+                    threads.submit(ctypes.memset, address, 0, nbytes)
+        except RuntimeError:  # no more threads can be started, and others wait for this memory
             for address, nbytes in parts:
-                threads.submit(ctypes.memset, address, 0, nbytes)
+                ctypes.memset(address, 0, nbytes)
         self._post(partial(self._zeroed, entry))
 
     def _zeroed(self, entry: Entry) -> None:

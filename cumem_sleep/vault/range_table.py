@@ -36,14 +36,11 @@ def check_table(ranges: Table, lent_bytes: int, backup_bytes: int) -> None:
 def table_pieces(ranges: Table, extents: Sequence[SlabRange]) -> Iterator[tuple[int, Table]]:
     """The slab of each piece, and its rows: of an offset in lent memory, one in the slab, and bytes."""
     at, offset, nbytes = ranges.T
-    cut = np.array(
-        [
-            (slab, start, min(_ROW_BYTES, begin + size - start))
-            for slab, begin, size in extents
-            for start in range(begin, begin + size, _ROW_BYTES)
-        ]
-    )
-    slab, start, size = cut.T
+    whole = np.array(extents)
+    counts = -(-whole[:, 2] // _ROW_BYTES)  # parts of an extent
+    slab, start, size = np.repeat(whole, counts, axis=0).T
+    skipped = (np.arange(len(slab)) - np.repeat(np.cumsum(counts) - counts, counts)) * _ROW_BYTES
+    start, size = start + skipped, np.minimum(_ROW_BYTES, size - skipped)
     ends = np.cumsum(size)
     first = np.searchsorted(ends, offset, "right")
     counts = np.searchsorted(ends, offset + nbytes - 1, "right") - first + 1  # parts that a range lies in

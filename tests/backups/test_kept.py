@@ -387,6 +387,7 @@ class TestPinnedAhead:
         assert preparation.error is None
         assert cache.bytes <= cache.host_bytes
         assert cache.kept_bytes == 0
+        assert len(cache.allocator._store.catalogue.kept._places) == devices, "each operation looks at all of them"
         for _ in range(2):
             pinned = sim.stats().calls["cuMemHostRegister"]
             cache.check_kept(cache.sleep())

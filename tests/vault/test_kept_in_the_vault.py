@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import signal
+import sys
+import types
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +25,7 @@ from cumem_sleep.vault import link, protocol, range_table
 from cumem_sleep.vault.client import VaultBackup, VaultClient
 from cumem_sleep.vault.ledger import UNIT_BYTES, SlabRange
 from cumem_sleep.vault.link import BorrowedMemory, Job, LinkPiece, VaultLink
+from cumem_sleep.vault.pool import VaultHost, VaultPool
 from cumem_sleep.vault.range_table import check_table, table_pieces
 
 pytestmark = pytest.mark.sim
@@ -245,6 +250,38 @@ class TestLost:
         eventually(sleeps, "it is used again")
         cache.check_back()
 
+    def test_so_does_one_that_falls_silent_after_another_error(
+        self, cache: Cache, vault: RunningVault, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        cache.check_kept(cache.sleep())
+        client_of(cache).deadline_s = 0.2
+        copy_table, begun = VaultClient.copy_table, []
+
+        def first_wrong_then_silent(
+            client: VaultClient, lent: Any, backup: VaultBackup, ranges: Any, *, to_host: bool
+        ) -> int:
+            if not begun:
+                begun.append(copy_table(client, lent, backup, ranges + 8, to_host=to_host))
+                assert vault.status(), "it has answered"
+                return begun[0]
+            vault.signal(signal.SIGSTOP)
+            return copy_table(client, lent, backup, ranges, to_host=to_host)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(VaultClient, "copy_table", first_wrong_then_silent)
+            with pytest.raises(InvalidArgument, match="multiples of 16"):
+                cache.allocator.wake_up()
+        assert all(segment.sleep != AWAKE for segment in _core.segments())
+        vault.signal(signal.SIGCONT)
+
+        def wakes() -> bool:
+            with suppress(VaultLost):
+                cache.wake()
+                return True
+            return False
+
+        eventually(wakes, "it answers again")
+
     def test_memory_is_noted_as_lent_before_it_is_filled(self, cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
         noted: list[tuple[str, bool]] = []
         lend_memory, copy_table = _core.lend_memory, VaultClient.copy_table
@@ -355,6 +392,43 @@ class TestZeroed:
         client = vault.client()
         (backup,) = fill_up(client, MEMORY)
         assert not np.frombuffer(from_slabs(client, backup), np.uint8).any()
+
+    def test_although_no_thread_can_be_started(
+        self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        allocator._operations.open()
+        posted: deque[Callable[[], None]] = deque()
+        host = VaultHost(lambda: 1 << 40, 2, lambda _: None)
+        pool = VaultPool(PAGE, None, 0, [-1], host, posted.append, lambda: None)
+        pool.take_more()
+
+        def is_free() -> bool:
+            while posted:
+                posted.popleft()()
+            return pool.ledger.free_bytes == PAGE
+
+        eventually(is_free, "it has its memory")
+        (hold,) = pool.ledger.reserve("me", "GPU", [PAGE], expendable=True)
+        content = np.frombuffer(memoryview(pool.slabs[1].block), np.uint8)
+        ctypes.memset(pool.slabs[1].block.address, 0xA5, PAGE)
+        monkeypatch.setattr(ThreadPoolExecutor, "submit", refused_in("_zero_parts", ThreadPoolExecutor.submit))
+        pool.ledger.release("me", [hold.number])
+        eventually(is_free, "it is zeroed")
+        assert not content.any()
+        del content
+        pool.finish()
+        pool.close()
+
+
+def refused_in(function: str, submit: Callable[..., Any]) -> Callable[..., Any]:
+    """As that, but for what is submitted by this function: a limit on threads is reached."""
+
+    def submitted(*arguments: Any) -> Any:
+        if sys._getframe(1).f_code.co_name == function:
+            raise RuntimeError("can't start new thread")
+        return submit(*arguments)
+
+    return submitted
 
 
 def table(*rows: tuple[int, int, int]) -> protocol.Table:
@@ -479,6 +553,32 @@ class TestTables:
                         found[lent_at + byte] = slab, offset + byte
         assert found == expected
 
+    def test_large_backups_are_no_more_work(self) -> None:
+        """Than the rows that are copied, as far as the interpreter goes: the vault does nothing else meanwhile."""
+        few, many = (
+            lines_run(lambda size=size: [*table_pieces(table((0, 0, 16)), [SlabRange(0, 0, size)])])
+            for size in (1 << 20, 1 << 30)
+        )
+        assert few == many
+
+
+def lines_run(work: Callable[[], object]) -> int:
+    """Of `range_table`."""
+    count = 0
+
+    def trace(frame: types.FrameType, event: str, _: object) -> Callable[..., object] | None:
+        nonlocal count
+        count += event == "line"
+        return trace if frame.f_code.co_filename == range_table.__file__ else None
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        work()
+    finally:
+        sys.settrace(before)
+    return count
+
 
 def place_of(extents: Sequence[SlabRange], offset: int) -> tuple[int, int]:
     for slab, start, nbytes in extents:
@@ -526,6 +626,23 @@ class TestLinks:
             held = np.frombuffer(memoryview(block), np.uint8)
             for offset, place in zip(at.tolist(), to.tolist(), strict=True):
                 assert held[place : place + 4096].tobytes() == content[offset : offset + 4096]
+        block.close()
+
+    def test_a_table_that_no_kernel_can_copy_disables_none(self, lent: tuple[BorrowedMemory, int, bytes]) -> None:
+        """An adopted backup may lie at any offset."""
+        borrowed, lent_at, content = lent
+        block = _core.HostBlock(PAGE, -1)
+        block.prefault(0, PAGE)
+        block.pin(0)
+        ended: list[Exception | None] = []
+        vault_link = VaultLink(0, True)
+        pieces = deque([LinkPiece(block, 0, 0, 16, table((lent_at, 8, 16)))])
+        vault_link.submit(Job("client", borrowed, pieces, ended.append))
+        eventually(lambda: bool(ended), "the job ends")
+        vault_link.stop()
+        assert ended == [None]
+        assert memoryview(block)[8:24].tobytes() == content[:16]
+        assert vault_link._has_rows_kernel
         block.close()
 
     def copy(self, borrowed: BorrowedMemory, block: _core.HostBlock, rows: protocol.Table, to_host: bool) -> None:
