@@ -124,7 +124,7 @@ def test_a_client_that_goes(many: Many) -> None:
     other = many.connect()
     other.reserve(many.gpu, [UNIT_BYTES] * (3 * MANY))
     other.close()
-    assert len(many.client.status()["clients"]) == 0
+    eventually(lambda: not many.client.status()["clients"], "it is gone")
     eventually(lambda: many.client.status()["free_bytes"] == MEMORY, "all of it is free")
 
 
