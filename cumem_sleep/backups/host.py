@@ -25,7 +25,7 @@ from .tier import Footprint, HostLimit, Tier, Turn, budget_limits
 _MOST_PREFAULT_THREADS = 16
 _ROW_BYTES = 32  # of a piece in the table of a kernel
 _LEAST_ROWS = 512  # of such a table: it stays pinned from one operation to the next
-_PART_BYTES = 64 << 10
+_PART_BYTES = 64 << 10  # of a piece, that one block of the kernel copies
 _HEAP_BYTES = 16 << 10  # more than the driver allocates when it registers a block
 
 
