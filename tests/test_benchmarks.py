@@ -200,19 +200,9 @@ def results(
     folder = tmp_path / "results"
     folder.mkdir()
     (folder / "peers.json").write_text(json.dumps({**peers[1], "machine": MACHINE}))
-    kept = (
-        "prepare_cost",
-        "vllm_serve",
-        "vllm_scenarios",
-        "compressed",
-        "vault",
-        "saver",
-        "vllm_level_3",
-        "vllm_level_3_own",
-        "serve_models",
-    )
-    for name in (f"{stem}.json" for stem in kept):
-        (folder / name).write_bytes((BENCHMARKS / "results" / name).read_bytes())
+    for real in (BENCHMARKS / "results").glob("*.json"):
+        if not real.name.startswith("peers"):
+            (folder / real.name).write_bytes(real.read_bytes())
     (tmp_path / "docs").mkdir()
     for page, blocks in tables.BLOCKS.items():
         lines = "\n".join(mark for name in blocks for mark in tables.marks(name))
