@@ -168,6 +168,8 @@ void Mapping::adopt(CUmemGenericAllocationHandle handle) noexcept {
     state_ = State::kDetached;
 }
 
+void Mapping::share_with(int peer) { peers_.push_back({device_location(peer), CU_MEM_ACCESS_FLAGS_PROT_READWRITE}); }
+
 int Mapping::export_fd() const {
     const auto& call = Driver::get().mem_export_to_shareable_handle;
     if (!(handle_support(device_).handle_types & CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR))

@@ -112,6 +112,8 @@ VAULT_GPU = _table(
     ("vault_gpu_shared_bytes", "gpu", "gauge", "How much of both several processes share."),
     ("vault_gpu_copied_out_bytes", "gpu", "counter", "Copied from the GPU."),
     ("vault_gpu_copied_in_bytes", "gpu", "counter", "Copied to the GPU."),
+    ("vault_gpu_relayed_out_bytes", "gpu", "counter", "Copied from other GPUs over this one's link."),
+    ("vault_gpu_relayed_in_bytes", "gpu", "counter", "Copied to other GPUs over this one's link."),
     ("vault_gpu_busy_out_s", "gpu", "counter", "Seconds in which copies from the GPU were in flight."),
     ("vault_gpu_busy_in_s", "gpu", "counter", "Seconds in which copies to the GPU were in flight."),
     ("vault_gpu_last_out_gbps", "gpu", "gauge", "Rate of the last copies from the GPU, in 10⁹ bytes per second."),

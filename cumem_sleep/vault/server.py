@@ -26,6 +26,7 @@ from .address import VaultAddress
 from .ledger import HeldBytes
 from .pool import VaultHost, VaultPool
 from .protocol import Nonsense
+from .relay import Relaying
 from .service import Service, VaultGpu
 from .session import Session
 
@@ -70,11 +71,13 @@ class Vault:
         host: VaultHost,
         slab_bytes: int | None = None,
         used_at_once: Sequence[VaultGpu] = (),
+        relays: Sequence[VaultGpu] = (),
     ) -> None:
         """Nothing is taken yet.
 
         Args:
             used_at_once: GPUs that get their contexts at the start. The first of all gets it in any case.
+            relays: GPUs whose links help others, once they have a context.
 
         Raises:
             InvalidArgument: a size makes no sense, or there is no GPU.
@@ -90,7 +93,15 @@ class Vault:
         self._pool = VaultPool(memory_bytes, slab_bytes, gpus[0].ordinal, nodes, host, self._post, self._serve_waiting)
         self._used_at_once = dict.fromkeys((gpus[0], *used_at_once))
         self._service = Service(
-            address.path, gpus, self._pool, self._sessions, self._post, self._end, self._fail, self._gpu_lost
+            address.path,
+            gpus,
+            self._pool,
+            self._sessions,
+            self._post,
+            self._end,
+            self._fail,
+            self._gpu_lost,
+            Relaying([gpu.ordinal for gpu in relays]),
         )
         self.memory_bytes = self._pool.memory_bytes
         self._selector = selectors.DefaultSelector()

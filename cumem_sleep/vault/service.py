@@ -23,11 +23,13 @@ from typing import Any
 from .. import __version__, _core
 from ..errors import CumemSleepError, DriverError, InvalidArgument, InvalidState, VaultError
 from . import memory, protocol
+from .jobs import BorrowedMemory, Job, LinkPiece
 from .ledger import Entry, HeldBytes, Hold, Key, SlabRange, needed_bytes
-from .link import PIECE_BYTES, BorrowedMemory, CopyTotals, Job, LinkPiece, VaultLink
+from .link import PIECE_BYTES, CopyTotals, LinkGroup, VaultLink
 from .pool import VaultPool
 from .protocol import Nonsense, VaultMessage, boolean, integer, integers, objects, rows, table, text
 from .range_table import check_table, table_pieces
+from .relay import Relaying
 from .session import Session
 
 _NOTE_BYTES, _NOTE_SHARE = 4096, 1024  # a note may have so many, and one for so many of its backup
@@ -86,6 +88,7 @@ class Service:
         end: Callable[[Session], None],
         fail: Callable[[Session, Exception], None],
         gpu_lost: Callable[[VaultError], None],
+        relaying: Relaying,
     ) -> None:
         """Nothing is done yet.
 
@@ -96,12 +99,14 @@ class Service:
             end: ends the connection of a session.
             fail: is called when a client has said what no client says, or the vault has failed at its request.
             gpu_lost: is called when no call for a GPU works any more.
+            relaying: whose links may carry copies for other GPUs.
         """
         self._path, self._pool, self._sessions = path, pool, sessions
         self._post, self._end, self._fail, self._gpu_lost = post, end, fail, gpu_lost
         self._instance = uuid.uuid4().hex
         self._gpus = {gpu.uuid: gpu for gpu in gpus}
         self._links: dict[tuple[str, bool], VaultLink] = {}
+        self._groups = {to_host: LinkGroup(to_host, relaying.allows) for to_host in (True, False)}
         self._givers: dict[int, ThreadPoolExecutor] = {}  # give back what was lent of each GPU
         self._waiting: deque[_Reservation] = deque()
         self._is_evicting = False  # for the first of those who wait
@@ -375,7 +380,8 @@ class Service:
                 self._give_back([lent])
             for entry in entries:
                 ledger.end_copy(entry)
-            self._answer(asked, error or {})
+            relays = [gpu.uuid for gpu in self._gpus.values() if gpu.ordinal in job.relays]
+            self._answer(asked, error or {"relays": relays})
             self._memory_came_back()
             if gpu_is_lost:
                 self._gpu_lost(VaultError(f"{gpu.uuid} does not work for this process any more: {error}"))
@@ -383,7 +389,8 @@ class Service:
         def done(error: Exception | None) -> None:
             self._post(partial(over, error, isinstance(error, DriverError) and _is_lost(gpu)))
 
-        link.submit(Job(asked.session, lent, pieces, done))
+        job = Job(asked.session, lent, pieces, done)
+        link.submit(job)
         return None
 
     def _lent(self, asked: _Request, gpu: VaultGpu) -> BorrowedMemory:
@@ -523,7 +530,7 @@ class Service:
 
     def _link(self, gpu: VaultGpu, to_host: bool) -> VaultLink:
         if (gpu.uuid, to_host) not in self._links:
-            self._links[gpu.uuid, to_host] = VaultLink(gpu.ordinal, to_host)
+            self._links[gpu.uuid, to_host] = VaultLink(gpu.ordinal, self._groups[to_host])
             if to_host:  # so that the way back is ready when a wake comes
                 self._link(gpu, False)
         return self._links[gpu.uuid, to_host]
@@ -597,8 +604,9 @@ class Service:
         }
         for direction, to_host in (("out", True), ("in", False)):
             link = self._links.get((gpu.uuid, to_host))
-            copied, last = (link.copied, link.last) if link else (CopyTotals(), CopyTotals())
+            copied, last, relayed = (link.copied, link.last, link.relayed) if link else [CopyTotals()] * 3
             facts |= {f"copied_{direction}_bytes": copied.nbytes, f"busy_{direction}_s": copied.seconds}
+            facts |= {f"relayed_{direction}_bytes": relayed.nbytes, f"relayed_{direction}_s": relayed.seconds}
             facts |= {f"{direction}_gbps": copied.gbps}
             facts |= {f"last_{direction}_bytes": last.nbytes, f"last_{direction}_gbps": last.gbps}
         return facts

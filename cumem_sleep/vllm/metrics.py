@@ -48,6 +48,7 @@ class WorkerBackupPlace(TypedDict):
 
     vault: str
     lost: str
+    relays: list[str]
 
 
 class _Optional(TypedDict, total=False):
