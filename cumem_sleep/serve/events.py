@@ -86,10 +86,9 @@ class KeptBytes:
 
 @dataclass(frozen=True)
 class LacksHostMemory:
-    """A model cannot fall asleep for want of so much host memory."""
+    """A model cannot fall asleep for want of it: one sleeper is to give up the KV cache that it keeps."""
 
     model: str
-    nbytes: int
 
 
 @dataclass(frozen=True)

@@ -94,7 +94,8 @@ class Scheduler:
             case events.KeptBytes():
                 self._kept(event)
             case events.LacksHostMemory():
-                self._give_up_kept(event.nbytes, f"{event.model} lacks host memory to fall asleep")
+                if not self.models[event.model].in_vault:
+                    self._give_up_kept(1, f"{event.model} lacks host memory to fall asleep")
             case events.HasLayer():
                 model = self.models[event.model]
                 model.has_layer, model.in_vault = event.has_layer, event.in_vault

@@ -225,9 +225,9 @@ class Units:
         while True:
             short = await self._lacks_host_memory(unit, engine, action)
             outcome = short or await engine.sleep(action.level, action.from_level)
-            if not outcome.lacks_host_memory or self._models[action.model].in_vault:
-                return outcome
-            if not await self._others_give_up(unit, 1):  # how much its server lacks, nobody knows
+            if outcome.lacks_host_memory and not self._giving_up:
+                self._handle(events.LacksHostMemory(unit.name))
+            if not outcome.lacks_host_memory or not await self._given_up():
                 return outcome
 
     async def _lacks_gpu_memory(self, unit: Unit, engine: Engine, action: actions.Wake) -> Outcome | None:
@@ -270,7 +270,7 @@ class Units:
         gib = 1 << 30
         why = f"level {action.level} needs {needed / gib:.1f} GiB more host memory; {available / gib:.1f} GiB are there"
         if action.from_level is not None:  # it sleeps, and is left so
-            return Outcome(None, Phase.ASLEEP, action.from_level, why_not_deeper=why)
+            return Outcome(None, Phase.ASLEEP, action.from_level, lacks_host_memory=True, why_not_deeper=why)
         return Outcome(why, Phase.AWAKE, lacks_host_memory=True)
 
     async def _too_little_for(self, unit: Unit, needed: int) -> int | None:
@@ -282,8 +282,6 @@ class Units:
                 unit.pins_bytes = needed
                 return None
             if not others or wanted > available:
-                if await self._others_give_up(unit, wanted - available):
-                    continue
                 return available
             # How much of theirs is pinned by now, nobody knows: it is certain when one of them has ended.
             changes = [each.change for each in others if each.change is not None]
@@ -309,13 +307,8 @@ class Units:
             await engine.facts()
         self._handle(events.KeptBytes(unit.name, engine.kept_bytes))
 
-    async def _others_give_up(self, unit: Unit, nbytes: int) -> bool:
-        """Whether sleepers had kept KV cache to give up for so much host memory, or less. Returns when they have."""
-        if not self._giving_up:
-            self._handle(events.LacksHostMemory(unit.name, nbytes))
-        return await self._given_up()
-
     async def _given_up(self) -> bool:
+        """Whether kept KV cache was being given up. Returns when that has ended."""
         waited = bool(self._giving_up)
         while self._giving_up:
             await asyncio.wait(self._giving_up)

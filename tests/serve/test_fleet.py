@@ -505,6 +505,7 @@ def test_kept_kv_cache_leaves_before_a_model_sleeps_deeper(
         calls.append("sleep")
         return await sleep(engine, level, from_level)
 
+    monkeypatch.setattr(hardware, "host_available_bytes", lambda: 1 << 40)
     monkeypatch.setattr(Engine, "give_up_kept", slowly)
     monkeypatch.setattr(Engine, "sleep", noted)
 
@@ -546,16 +547,15 @@ def test_kept_kv_cache_leaves_before_the_host_lacks_memory(
     def available() -> int:
         states = fleets[0]._scheduler.models.values() if fleets else ()
         slept = sum(10 * GIB for state in states if state.phase is Phase.ASLEEP)
-        return 50 * GIB - slept - sum(state.kept_bytes for state in states)
+        return 47 * GIB - slept - sum(state.kept_bytes for state in states)
 
     async def refuse(engine: Engine, level: int, from_level: int | None = None) -> Outcome:
         if level == 1 and available() < 12 * GIB:
             return Outcome("/sleep: 500: not enough host memory", Phase.AWAKE, lacks_host_memory=True)
         return await sleep(engine, level, from_level)
 
-    if refuses == "the front":
-        monkeypatch.setattr(hardware, "host_available_bytes", available)
-    else:
+    monkeypatch.setattr(hardware, "host_available_bytes", available if refuses == "the front" else lambda: 1 << 40)
+    if refuses == "its server":
         monkeypatch.setattr(Engine, "sleep", refuse)
 
     async def scenario() -> None:
@@ -563,14 +563,15 @@ def test_kept_kv_cache_leaves_before_the_host_lacks_memory(
         async with running(config(tmp_path, **models)) as fleet:
             fleets.append(fleet)
             await wake_in_turns(fleet, "a", "b", "c", "d", "a")
-            await kept(fleet, a=0, b=0, c=4, d=4)
+            await kept(fleet, a=0, b=0, c=0, d=4)
             assert {model.name: model.level for model in fleet.status().models} == {"a": None, "b": 1, "c": 1, "d": 1}
             assert not any(result == "failed" for _, _, result in fleet.counters.switches)
 
     with caplog.at_level("INFO", "cumem_sleep.serve"):
         run(scenario())
     given_up = [text for text in caplog.messages if "gives up the KV cache" in text]
-    assert given_up == ["b: gives up the KV cache that it keeps: d lacks host memory to fall asleep"]
+    why = "gives up the KV cache that it keeps: d lacks host memory to fall asleep"
+    assert given_up == [f"b: {why}", f"c: {why}"]
 
 
 @pytest.mark.slow

@@ -500,7 +500,7 @@ def test_no_more_kept_kv_cache_leaves_than_is_needed() -> None:
     assert (world.scheduler.models["b"].kept_bytes, world.scheduler.models["b"].kept) == (100, KeptState.STAYS)
     world.give_up()
     world.done("d")
-    world.send(LacksHostMemory("d", 1))
+    world.send(LacksHostMemory("d"))
     assert gives_up(world) == ["b", "c"], "nobody is told twice, and a wakes"
     world.done("a")
     assert world.scheduler.kept_bytes() == 100
@@ -532,9 +532,13 @@ def test_kept_kv_cache_in_the_vault_takes_nothing_of_the_budget() -> None:
     world.send(HasLayer("a", True, in_vault=True))
     awake(world, "a", "b")
     world.keep("a", 5000)
-    world.send(LacksHostMemory("b", 5000))
+    world.send(LacksHostMemory("b"))
     assert (gives_up(world), world.scheduler.kept_bytes()) == ([], 0)
     assert world.scheduler.models["a"].kept_bytes == 5000
+    awake(world, "a")
+    world.keep("b", 100)
+    world.send(LacksHostMemory("a"))
+    assert gives_up(world) == [], "that would give the vault nothing"
 
 
 def test_what_is_said_of_a_model_that_does_not_sleep_is_out_of_date() -> None:
