@@ -119,7 +119,7 @@ of_two_gpus=(
     tests/gpu/test_torch_compress.py::test_two_devices
 )
 # Speaks HTTP and reaches no GPU, with packages that such a host may lack.
-without_gpu=(tests/serve tests/vllm/test_serve_without_layer.py)
+without_gpu=(tests/serve tests/vllm/test_serve_{without_layer,kept_kv}.py)
 
 suite() {
     local name=$1 begun before rest result crashed=0
