@@ -214,6 +214,7 @@ PARTS = {
     "serve_level_3": "benchmarks/vllm_level_3.py",
     "serve_level_3_own": "benchmarks/vllm_level_3.py",
     "models": "benchmarks/serve_models.py",
+    "serve_kept_kv": "benchmarks/serve_kept_kv.py",
     "switching_vault": "benchmarks/switching.py",
     "saver": "benchmarks/torch_memory_saver_beside.py",
     "saver_30": "benchmarks/torch_memory_saver_beside.py",

@@ -20,6 +20,7 @@ from .status import Phase
 
 ASK_WITHIN_S = 10.0
 ASK_EVERY_S = 0.2
+_RESET = "/reset_prefix_cache"
 TRIES = 3
 _LACKS_HOST_MEMORY = ("host memory", "outofhostmemory", "no vault answers")  # in the layer's errors
 _IN_ENGINE = re.compile(r"^vllm:num_requests_(?:running|waiting)(?:\{.*\})? (\S+)$", re.MULTILINE)
@@ -90,6 +91,7 @@ class Engine:
     Attributes:
         has_layer: cumem-sleep is in it, as far as is known.
         has_gate: its gate, too. Without it, in vLLM's development mode, the layer is asked by `/collective_rpc`.
+        kept_bytes: of its KV cache, what it keeps in host memory while it sleeps, as it has said last.
         stops_requests: its sleep ends requests that run, as far as is known; before 0.18 vLLM pulls memory from under
             them.
     """
@@ -100,6 +102,7 @@ class Engine:
             transport = httpx.AsyncHTTPTransport(uds=address.socket, verify=_certificates())
         self.address = address
         self.has_layer = self.has_gate = False
+        self.kept_bytes = 0
         self.stops_requests = True
         self._within_s = within_s
         self._is_half_woken = False
@@ -238,10 +241,20 @@ class Engine:
             backed_up_bytes = sum(int(tag["backed_up_bytes"]) for tag in usage)
             vault = str(workers[0].get("place", {}).get("vault", ""))
             version = str(workers[0].get("version", "active"))
+            self.kept_bytes = sum(_kept_bytes(tag) for worker in workers for tag in worker["usage"].values())
             mapped_bytes, wake_bytes = _mapped_and_missing(worker["usage"].values() for worker in workers)
             return Facts(version, host_bytes, backed_up_bytes, vault, mapped_bytes, wake_bytes)
-        except (httpx.HTTPError, OSError, ValueError, KeyError, TypeError, AttributeError, IndexError):
+        except (httpx.HTTPError, OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError):
             return Facts()
+
+    async def give_up_kept(self) -> str:
+        """Have it give up the KV cache that it keeps while it sleeps; returns why it did not, in words, or ""."""
+        try:
+            _check(_RESET, await self._client.post(_RESET, timeout=ASK_WITHIN_S))
+        except (Failed, httpx.HTTPError, OSError) as error:
+            return _text(error)
+        await self.facts()
+        return f"it still keeps {self.kept_bytes} bytes" if self.kept_bytes else ""
 
     async def learn_version(self) -> None:
         """Find out whether its sleep stops requests."""
@@ -311,6 +324,12 @@ def _mapped_and_missing(workers: Iterable[Iterable[dict[str, Any]]]) -> tuple[in
     mapped = [sum(mapped for _, mapped in usage) for usage in sums]
     missing = [sum(total - mapped for total, mapped in usage) for usage in sums]
     return sum(mapped), max(missing)
+
+
+def _kept_bytes(tag: dict[str, Any]) -> int:
+    """Of a tag's memory, whatever a server says: older layers say nothing."""
+    said = tag.get("kept_bytes")
+    return min(said, int(tag["bytes"])) if type(said) is int and said > 0 else 0
 
 
 @functools.cache

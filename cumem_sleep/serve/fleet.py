@@ -304,8 +304,8 @@ class Fleet:
         now, wall = time.monotonic(), time.time()
         models = tuple(self._model_status(unit, now, wall) for unit in self._units if self._knows(unit))
         numbers = sorted({gpu for model in models for gpu in model.gpus})
-        held = self._scheduler.held_bytes()
-        host = HostStatus(self._scheduler.host_bytes, held, hardware.host_available_bytes(), self._vault)
+        held, kept = self._scheduler.held_bytes(), self._scheduler.kept_bytes()
+        host = HostStatus(self._scheduler.host_bytes, held, hardware.host_available_bytes(), self._vault, kept)
         gpus = tuple(self._gpu_status(number) for number in numbers)
         return FleetStatus(wall, self._version, self.simulated, gpus, models, host)
 
@@ -355,6 +355,7 @@ class Fleet:
             restarts=unit.restarts,
             layer=unit.layer,
             in_vault=state.in_vault,
+            kept_bytes=state.kept_bytes,
         )
 
     def _gpu_status(self, number: int) -> GpuStatus:
@@ -398,6 +399,8 @@ class Fleet:
             case actions.Obeyed():
                 for future in self._orders.pop((action.model, action.depth), ()):
                     _fail(future, OrderRefused(action.error)) if action.error else _resolve(future, None)
+            case actions.GiveUpKept():
+                self._units.give_up_kept(action)
             case actions.Removed():
                 if (engine := self._units.remove(action.model)) is not None:
                     self._spawn(engine.close())

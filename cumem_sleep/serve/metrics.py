@@ -19,6 +19,7 @@ def exposition(fleet: Fleet) -> str:
         samples.add("serve_oldest_wait_seconds", model.oldest_wait_s, model=model.name)
         samples.add("serve_requests_running", model.running, model=model.name)
         samples.add("serve_model_host_bytes", model.host_bytes, model=model.name)
+        samples.add("serve_model_kept_bytes", model.kept_bytes, model=model.name)
         samples.add("serve_restarts", model.restarts, model=model.name)
     for gpu in status.gpus:
         if gpu.total_bytes is not None:
@@ -28,6 +29,7 @@ def exposition(fleet: Fleet) -> str:
         samples.add("serve_gpu_share", sum(holder.share for holder in gpu.holders), gpu=str(gpu.gpu))
     samples.add("serve_host_budget_bytes", status.host.budget_bytes)
     samples.add("serve_host_held_bytes", status.host.held_bytes)
+    samples.add("serve_host_kept_bytes", status.host.kept_bytes)
     if status.host.available_bytes is not None:
         samples.add("serve_host_available_bytes", status.host.available_bytes)
     for (name, kind, result), count in counters.switches.items():

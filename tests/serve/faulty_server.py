@@ -108,10 +108,21 @@ class FaultyServer(SimulatedServer):
             nbytes = 10 << 30
             mapped_bytes = nbytes if self.half_woken or "weights" not in self.asleep else 0
             weights = {"bytes": nbytes, "mapped_bytes": mapped_bytes, "backed_up_bytes": 0}
-            return response(200, {"results": [{"version": "simulated", "usage": {"weights": weights}}]})
+            kept = -5 if self.happens(0.05) else "much" if self.happens(0.05) else self.kept_bytes
+            kv_cache = {"bytes": nbytes, "mapped_bytes": 0, "backed_up_bytes": 0, "kept_bytes": kept}
+            if self.happens(0.05):
+                return response(200, {"results": [{"version": "simulated"}]})
+            usage = {"weights": weights, "kv_cache": kv_cache}
+            return response(200, {"results": [{"version": "simulated", "usage": usage}]})
         if path == "/reload_weights":
             self.lost = False
         return await super()._answer(method, path, scope)
+
+    async def _reset(self) -> list[Message]:
+        await self.pause()
+        if self.happens(0.2):
+            return refusal(500, "a reset that was to fail")
+        return await self.perhaps_lost(await super()._reset())
 
     async def perhaps_lost(self, answer: list[Message]) -> list[Message]:
         """The connection may break off before the answer, although it was done."""
@@ -160,7 +171,9 @@ def main() -> None:
     seed = hash((asked.seed, asked.served_model_name[0], os.getpid())) & 0xFFFFFFFF
     for gpu in asked.gpus:  # whoever held it under this name has ended
         (gpu / asked.served_model_name[0]).unlink(missing_ok=True)
-    options = SimulatedServerOptions(tuple(asked.served_model_name), token_s=0.001, record=asked.record)
+    options = SimulatedServerOptions(
+        tuple(asked.served_model_name), token_s=0.001, keep_bytes=6 << 30, record=asked.record
+    )
     app = FaultyServer(options, asked.gpus, asked.executed, asked.faults, seed)
     if app.happens(0.1):
         sys.exit(5)

@@ -357,6 +357,83 @@ def test_what_a_server_says_of_this_layer(answer: Answer, facts: Facts, path: st
     assert server.called == [STATUS] if path == STATUS else [STATUS, path]
 
 
+def _keeps(*said: object) -> httpx.Response:
+    """What a worker for each of these says that it keeps of 9 bytes of KV cache."""
+    kv_cache = [{**_usage(9, 0), "kept_bytes": each} for each in said]
+    return httpx.Response(
+        200, json={"results": [{"usage": {"weights": _usage(5, 3), "kv_cache": of}} for of in kv_cache]}
+    )
+
+
+@pytest.mark.parametrize(
+    ("said", "kept_bytes"),
+    [
+        ((4, 2), 6),
+        ((4, 1 << 70), 4 + 9),
+        *(((4, nonsense), 4) for nonsense in (-3, "3", 3.5, True, None, [3], {"bytes": 3})),
+    ],
+)
+def test_what_a_sleeper_keeps_of_its_kv_cache_is_never_more_than_that(
+    said: tuple[object, ...], kept_bytes: int
+) -> None:
+    async def ask(one: Engine) -> Outcome:
+        assert (await one.facts()).host_bytes == 10
+        assert one.kept_bytes == kept_bytes
+        return Outcome()
+
+    do(Server(**{STATUS: [_keeps(*said)]}), ask)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        *(
+            httpx.Response(200, json={"results": results})
+            for results in ([{}], [{"usage": None}], [{"usage": 3}], "x", 3)
+        ),
+        httpx.Response(200, json={"results": [{"usage": {"weights": _usage(5, 3), "kv_cache": None}}]}),
+        httpx.Response(200, text='{"results": [{"usage": {"weights": {"bytes": Infinity, "backed_up_bytes": 0}}}]}'),
+        httpx.Response(200, text="nonsense"),
+        httpx.Response(503),
+        FAILS,
+        LOST,
+    ],
+)
+def test_a_server_that_does_not_say_what_it_keeps_is_taken_to_keep_what_it_said_last(answer: Answer) -> None:
+    async def ask(one: Engine) -> Outcome:
+        for _ in range(2):
+            await one.facts()
+            assert one.kept_bytes == 4
+        return Outcome()
+
+    do(Server(**{STATUS: [_keeps(4), answer]}), ask)
+
+
+@pytest.mark.parametrize(
+    ("reset", "says", "why", "kept_bytes"),
+    [
+        (httpx.Response(200, json={"success": True}), _keeps(0), "", 0),
+        (httpx.Response(200, json={"success": True}), _keeps(4), "it still keeps 4 bytes", 4),
+        (httpx.Response(200, json={"success": True}), LOST, "it still keeps 4 bytes", 4),
+        (httpx.Response(404), _keeps(4), "Failed: its server has no calls", 4),
+        (FAILS, _keeps(4), "Failed: /reset_prefix_cache: 500: it failed", 4),
+        (LOST, _keeps(4), "RemoteProtocolError: lost", 4),
+        (httpx.ReadTimeout("late"), _keeps(4), "ReadTimeout: late", 4),
+    ],
+)
+def test_a_sleeper_gives_up_what_it_keeps_or_it_is_counted_still(
+    reset: Answer, says: Answer, why: str, kept_bytes: int
+) -> None:
+    async def ask(one: Engine) -> Outcome:
+        await one.facts()
+        found = await one.give_up_kept()
+        assert found.startswith(why) if why else not found
+        assert one.kept_bytes == kept_bytes
+        return Outcome()
+
+    do(Server(**{STATUS: [_keeps(4), says], "reset_prefix_cache": [reset]}), ask)
+
+
 def _workers(mapped_bytes: int) -> httpx.Response:
     usage = {"weights": {"bytes": 6 << 30, "mapped_bytes": mapped_bytes, "backed_up_bytes": 6 << 30}}
     return httpx.Response(200, json={"results": [{"usage": usage}, {"usage": usage}]})

@@ -416,6 +416,15 @@ def test_the_table_says_which_server_is_without_the_layer(layer: str | None, err
     assert list(tools.models_table([model]).columns[-1].cells) == [says]
 
 
+@pytest.mark.parametrize(
+    ("said", "host"), [({}, "5 B"), ({"kept_bytes": 0}, "5 B"), ({"kept_bytes": 3}, "5 B + 3 B kept")]
+)
+def test_the_table_says_what_a_sleeper_keeps(said: dict[str, int], host: str) -> None:
+    numbers = {"running": 0, "waiting": 0, "host_bytes": 5, "level": 1, "last_switch": None}
+    model = {"name": "one", "gpus": [0], "phase": "asleep", **numbers, "layer": "", "error": None, **said}
+    assert list(tools.models_table([model]).columns[-2].cells) == [host]
+
+
 @pytest.mark.slow
 def test_the_commands_ask_one_that_runs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

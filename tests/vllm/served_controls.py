@@ -118,6 +118,7 @@ async def check_as_the_front_does(checked: Checked) -> None:
             assert await engine.sleep(level) == Outcome(None, Phase.ASLEEP, level)
             assert (await engine.look()).state is Phase.ASLEEP
             assert (await engine.facts()).mapped_bytes == 0
+            assert await engine.give_up_kept() == ""
             assert await checked.asleep() == {"weights", "kv_cache"}
             assert await engine.wake(level) == Outcome(None, Phase.AWAKE)
             assert await engine.look() == Outcome(None, Phase.AWAKE)

@@ -58,6 +58,15 @@ def test_each_way_to_keep_and_to_lose_it(ready_process: ReadyProcess, tmp_path: 
 
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(not _is_served(), reason="this version resets its prefix cache")
+def test_the_example_of_a_conversation(ready_process: ReadyProcess, tmp_path: pathlib.Path) -> None:
+    code, log = _run(ready_process, "example_of_kept_kv.py", tmp_path, str(tmp_path))
+    assert code == 0, log
+    assert "the conversation went on where it was" in log
+    assert not (tmp_path / "touches.jsonl").exists(), log
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(not _is_served(), reason="this version resets its prefix cache")
 def test_no_hit_finds_other_bytes_than_its_hash_says(ready_process: ReadyProcess, tmp_path: pathlib.Path) -> None:
     seconds = os.environ.get("CUMEM_SLEEP_TEST_GATE_SECONDS", "20")
     code, log = _episodes(ready_process, tmp_path, "--seconds", seconds)

@@ -54,10 +54,10 @@ def arguments(model: pathlib.Path, *more: str) -> Any:
     return parsed(["--model", str(model), "--served-model-name", "model", "--enable-sleep-mode", *options(), *more])
 
 
-def options() -> list[str]:
-    """On the command line of a server with `WatchedWorker`."""
+def options(worker: str = "watched_worker.WatchedWorker") -> list[str]:
+    """On the command line of a server with `WatchedWorker`, or another worker."""
     line = [
-        *("--worker-cls", "watched_worker.WatchedWorker", "--distributed-executor-backend", "uni", "--enforce-eager"),
+        *("--worker-cls", worker, "--distributed-executor-backend", "uni", "--enforce-eager"),
         *("--max-model-len", "512", "--max-num-batched-tokens", "16384", "--max-num-seqs", "64"),
         *("--disable-log-stats", "--load-format", "dummy"),
     ]
