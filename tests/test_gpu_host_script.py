@@ -209,6 +209,7 @@ PARTS = {
     "vault_servers": "benchmarks/vllm_scenarios.py",
     "ranks": "benchmarks/vllm_scenarios.py",
     "first_clients": "benchmarks/vault_first_clients.py",
+    "links": "benchmarks/vault_links.py",
     "serve": "benchmarks/vllm_serve.py",
     "serve_vault": "benchmarks/vllm_serve.py",
     "serve_level_3": "benchmarks/vllm_level_3.py",

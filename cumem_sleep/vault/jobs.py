@@ -111,7 +111,7 @@ class Job:
         return reaches and bool(self.pieces) and self.pieces[0].rows is None
 
 
-class Turns:
+class JobQueue:
     """The jobs of one GPU in one direction. Clients take turns, piece by piece; one client's jobs are in order.
 
     Attributes:

@@ -22,7 +22,7 @@ from ..core.pinned import pinned_block
 from ..core.tuning import Tuning
 from ..errors import CumemSleepError, DriverError, VaultError
 from ..transfer.engine_or_kernel import BestRate, Pace
-from .jobs import BorrowedMemory, Job, LinkPiece, Turns
+from .jobs import BorrowedMemory, Job, JobQueue, LinkPiece
 from .protocol import Table
 from .range_table import PIECE_ROWS
 from .relay import SLOTS, Relay
@@ -58,13 +58,13 @@ class LinkGroup:
     """All links in one direction.
 
     Attributes:
-        may_relay: whether the link of the first GPU may carry copies for the second one.
+        refusal: why the link of the first GPU may not carry copies for the second one; "" if it may.
         changed: guards the turns of all links; notified when one has more to do.
     """
 
-    def __init__(self, to_host: bool, may_relay: Callable[[int, int], bool]) -> None:
+    def __init__(self, to_host: bool, refusal: Callable[[int, int], str]) -> None:
         self.to_host = to_host
-        self.may_relay = may_relay
+        self.refusal = refusal
         self.changed = threading.Condition()
         self.links: list[VaultLink] = []
 
@@ -90,7 +90,7 @@ class VaultLink:
 
     def __init__(self, device: int, group: LinkGroup, tuning: Tuning | None = None) -> None:
         self.device = device
-        self.turns = Turns()
+        self.turns = JobQueue()
         self.copied = self.last = self.relayed = CopyTotals()
         self._group = group
         self._to_host = group.to_host
@@ -131,6 +131,15 @@ class VaultLink:
         self._stopping = True
         self.cancel(None, "the vault ends")
         self._thread.join()
+
+    def helpers(self) -> dict[int, str]:
+        """The other GPUs with a link, each with the reason why that carries nothing for this one; "" if it does."""
+        others = [each for each in list(self._group.links) if each is not self]
+        refused = "it cannot access memory of this one" if self._peers_refused else ""
+        return {
+            each.device: self._group.refusal(each.device, self.device) or refused or each._relay.rests(self.device)
+            for each in others
+        }
 
     def _run(self) -> None:
         in_flight: deque[_InFlight] = deque()
@@ -192,7 +201,7 @@ class VaultLink:
         return max(others, key=lambda each: each.turns.waiting_bytes, default=None)
 
     def _may_help(self, home: VaultLink) -> bool:
-        return self._group.may_relay(self.device, home.device) and self._relay.may_reach(home.device)
+        return not (self._group.refusal(self.device, home.device) or self._relay.rests(home.device))
 
     def _turn_to(self, home: VaultLink, in_flight: deque[_InFlight]) -> None:
         """Copy for this one from here on."""
@@ -267,9 +276,7 @@ class VaultLink:
             return address
 
     def _peers(self) -> Sequence[int]:
-        if self._peers_refused:
-            return []
-        return [each.device for each in list(self._group.links) if each is not self and each._may_help(self)]
+        return [device for device, refused in self.helpers().items() if not refused]
 
     def _use_kernel(self) -> None:
         """Make the context, if there is none yet, and load it, to be used from now on while the engine is slow."""

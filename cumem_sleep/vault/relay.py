@@ -30,14 +30,14 @@ class Relaying:
         self._devices = frozenset(devices)
         self._reaches: dict[tuple[int, int], bool] = {}
 
-    def allows(self, device: int, target: int) -> bool:
-        """Whether the link of `device` may carry copies for the memory of `target`."""
-        if device not in self._devices or device == target:
-            return False
+    def refusal(self, device: int, target: int) -> str:
+        """Why the link of `device` may not carry copies for the memory of `target`; "" if it may."""
+        if device not in self._devices:
+            return "--relay leaves it out"
         if (device, target) not in self._reaches:
             with suppress(DriverError):
                 self._reaches[device, target] = _core.can_access_peer(device, target)
-        return self._reaches.get((device, target), False)
+        return "" if self._reaches.get((device, target), False) else "the two GPUs are no peers"
 
 
 class Relay:
@@ -48,7 +48,7 @@ class Relay:
         self._to_host = to_host
         self._staging: _core.Scratch | None = None
         self._begun = 0  # copies; each uses the slot after that of the one before
-        self._rests_until: dict[int, float] = {}  # by the GPU whose memory it would reach
+        self._rests: dict[int, tuple[float, str]] = {}  # until when, and why, by the GPU whose memory it would reach
         self._trials: dict[int, list[tuple[float, float]]] = {}  # by that, too: seconds of both ways
         self._said: set[str] = set()
 
@@ -57,9 +57,10 @@ class Relay:
         """Whether it has staging memory."""
         return self._staging is not None
 
-    def may_reach(self, target: int) -> bool:
-        """Whether it does not rest from copies for that GPU."""
-        return time.monotonic() >= self._rests_until.get(target, 0.0)
+    def rests(self, target: int) -> str:
+        """Why it copies nothing for that GPU now; "" if it does."""
+        until, why = self._rests.get(target, (0.0, ""))
+        return why if time.monotonic() < until else ""
 
     def is_on_trial(self, target: int) -> bool:
         """Whether its rate is not known yet: then `begin` waits for the copy, and nothing else may be in flight."""
@@ -67,7 +68,7 @@ class Relay:
 
     def rest(self, target: int, why: object, seconds: float = math.inf) -> None:
         """Copy nothing for that GPU for so long. Said once."""
-        self._rests_until[target] = time.monotonic() + seconds
+        self._rests[target] = time.monotonic() + seconds, str(why)
         self._trials.pop(target, None)
         said = f"GPU {self.device} relays nothing {'from' if self._to_host else 'to'} GPU {target}: {why}"
         if said not in self._said:

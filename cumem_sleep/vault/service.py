@@ -106,7 +106,7 @@ class Service:
         self._instance = uuid.uuid4().hex
         self._gpus = {gpu.uuid: gpu for gpu in gpus}
         self._links: dict[tuple[str, bool], VaultLink] = {}
-        self._groups = {to_host: LinkGroup(to_host, relaying.allows) for to_host in (True, False)}
+        self._groups = {to_host: LinkGroup(to_host, relaying.refusal) for to_host in (True, False)}
         self._givers: dict[int, ThreadPoolExecutor] = {}  # give back what was lent of each GPU
         self._waiting: deque[_Reservation] = deque()
         self._is_evicting = False  # for the first of those who wait
@@ -602,6 +602,9 @@ class Service:
             "name": gpu.name,
             **held._asdict(),
         }
+        into = self._links.get((gpu.uuid, False))
+        helpers = into.helpers() if into else {}
+        facts["helpers"] = {each.uuid: helpers[each.ordinal] for each in self._gpus.values() if each.ordinal in helpers}
         for direction, to_host in (("out", True), ("in", False)):
             link = self._links.get((gpu.uuid, to_host))
             copied, last, relayed = (link.copied, link.last, link.relayed) if link else [CopyTotals()] * 3

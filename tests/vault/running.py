@@ -141,7 +141,7 @@ class Segment:
 
 def lone_link(device: int, to_host: bool) -> VaultLink:
     """Without others that could help."""
-    return VaultLink(device, LinkGroup(to_host, Relaying([]).allows))
+    return VaultLink(device, LinkGroup(to_host, Relaying([]).refusal))
 
 
 def take_back(client: VaultClient, lent: Sequence[LentMemory]) -> None:
