@@ -20,7 +20,8 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from . import hosts
-from .command import wrong_places
+from .engines import ENGINES
+from .engines.engine import Engine
 from .masking import masked
 from .policy import STOP, Spec
 
@@ -252,6 +253,11 @@ class ModelConfig(_Strict):
     def owned(self) -> bool:
         """Its server is started and stopped here."""
         return self.command is not None
+
+    @property
+    def kind(self) -> type[Engine]:
+        """Its engine."""
+        return ENGINES["vllm"]
 
     def spec(self, name: str) -> Spec:
         """For the scheduler."""
@@ -531,7 +537,7 @@ def _contradictions(config: Config) -> Iterator[Fault]:
                 yield Fault((*path, "aliases", number), f"is taken by {other}")
             taken.setdefault(alias, name)
         if model.owned:
-            for wrong in wrong_places(model.command or ()):
+            for wrong in model.kind.wrong_places(model.command or ()):
                 yield Fault((*path, "command"), wrong)
             continue
         if any(depth == STOP for _, depth in model.idle):

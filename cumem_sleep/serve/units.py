@@ -13,7 +13,7 @@ from functools import partial
 from . import actions, events, hardware, servers
 from .address import Address, from_url
 from .config import Config, ModelConfig
-from .engine import ASK_EVERY_S, Engine, Facts, Outcome
+from .engines.engine import ASK_EVERY_S, Engine, Facts, Outcome
 from .lock import Lock
 from .model import Model
 from .policy import STOP
@@ -282,7 +282,7 @@ class Units:
         if unit.engine is not None:
             await unit.engine.close()
         unit.address = await unit.server.start(partial(self._died, unit))
-        unit.engine = Engine(unit.address, unit.server.model.switch_timeout)
+        unit.engine = unit.server.model.kind(unit.address, unit.server.model.switch_timeout)
         await self._learn(unit)
         return Outcome(None, Phase.AWAKE)
 
@@ -306,7 +306,7 @@ class Units:
         if unit.engine is None or unit.engine.address != address:
             if unit.engine is not None:
                 await unit.engine.close()
-            unit.address, unit.engine = address, Engine(address, config.switch_timeout)
+            unit.address, unit.engine = address, config.kind(address, config.switch_timeout)
         limit_s = min(config.start_timeout, config.switch_timeout)
         nobody_s = limit_s if unit.was_found else min(limit_s, NOBODY_ANSWERS_S)
         begin = heard_at = time.monotonic()

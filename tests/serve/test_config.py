@@ -11,8 +11,8 @@ import pytest
 
 from cumem_sleep.serve import demo, servers
 from cumem_sleep.serve.address import from_url
-from cumem_sleep.serve.command import has_gate
 from cumem_sleep.serve.config import Config, ConfigError, FrontConfig, ModelConfig, load, parse
+from cumem_sleep.serve.engines.vllm import has_gate
 from cumem_sleep.serve.policy import STOP
 
 EXAMPLE = """\
@@ -405,7 +405,7 @@ def test_a_vllm_has_the_gate_once(given: str) -> None:
     assert has_gate(command, {"PATH": "/nowhere"}) == bool(given)
     model = ModelConfig.model_validate({"command": command})
     address = from_url("unix:/s", None)
-    words = servers.command_line("m", model, address, gate=True)
+    words = servers.command_line("m", model, address, "t")
     assert " ".join(words).count("cumem_sleep.vllm.SleepGate") == 1
     assert "SleepGate" in given or "--middleware" not in servers.command_line("m", model, address)
     assert has_gate(["sh", "-c", f"exec vllm serve m --uds {{socket}} {given}"], {"PATH": "/nowhere"}) == bool(given)

@@ -18,7 +18,8 @@ import pytest
 from servers_of_tests import command, config, phases, running, until
 
 from cumem_sleep.serve import hardware, policy, units
-from cumem_sleep.serve.engine import Engine, Outcome
+from cumem_sleep.serve.engines.engine import Outcome
+from cumem_sleep.serve.engines.vllm import VllmEngine
 from cumem_sleep.serve.fleet import Fleet, ModelLease, NotInTime, OrderRefused, ServerFailed, UnknownModel
 from cumem_sleep.serve.status import Phase
 
@@ -225,7 +226,7 @@ def test_a_server_that_is_killed_ends_its_requests_and_comes_back(
 def test_a_server_that_lives_and_does_not_serve_is_started_afresh(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def is_healthy(_: Engine) -> bool:
+    async def is_healthy(_: VllmEngine) -> bool:
         return False
 
     async def scenario() -> None:
@@ -233,7 +234,7 @@ def test_a_server_that_lives_and_does_not_serve_is_started_afresh(
             async with fleet.lease("a") as lease:
                 pid = fleet.status().models[0].pid
                 with monkeypatch.context() as patch:
-                    patch.setattr(Engine, "is_healthy", is_healthy)
+                    patch.setattr(VllmEngine, "is_healthy", is_healthy)
                     fleet.report_failure(lease, "it broke off")
                     await until(fleet, a=Phase.DRAINING)
             async with fleet.lease("a") as lease:
@@ -435,9 +436,9 @@ def test_backups_that_are_prepared_need_no_more_host_memory(tmp_path: Path, monk
 def test_sleeps_that_overlap_do_not_count_on_the_same_host_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, available: int, levels: list[int]
 ) -> None:
-    pinned, sleep = 0, Engine.sleep
+    pinned, sleep = 0, VllmEngine.sleep
 
-    async def pins(engine: Engine, level: int, from_level: int | None = None) -> Outcome:
+    async def pins(engine: VllmEngine, level: int, from_level: int | None = None) -> Outcome:
         nonlocal pinned
         half = (30 << 30) * (level == 1)
         pinned += half
@@ -445,7 +446,7 @@ def test_sleeps_that_overlap_do_not_count_on_the_same_host_memory(
         pinned += half
         return outcome
 
-    monkeypatch.setattr(Engine, "sleep", pins)
+    monkeypatch.setattr(VllmEngine, "sleep", pins)
     monkeypatch.setattr(hardware, "host_available_bytes", lambda: available - pinned)
 
     async def scenario() -> None:
