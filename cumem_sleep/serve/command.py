@@ -6,9 +6,12 @@ A server may listen where only this machine reaches it: the paths of vLLM's deve
 from __future__ import annotations
 
 import ipaddress
+import os
 import shlex
-from collections.abc import Sequence
+import shutil
+from collections.abc import Mapping, Sequence
 from itertools import zip_longest
+from pathlib import Path
 
 LOOPBACK = "127.0.0.1"
 
@@ -45,3 +48,21 @@ def shell_words(text: str) -> list[str]:
         return list(lexer)
     except ValueError:
         return text.split()
+
+
+def packages_beside(command: Sequence[str], variables: Mapping[str, str], name: str) -> Path | None:
+    """The folder of packages where this one is installed beside the program that a command begins with; None if it is
+    not, or the program is neither of this name nor Python.
+
+    Args:
+        variables: of its environment.
+    """
+    if not command[0].rpartition("/")[2].startswith((name, "python")):
+        return None
+    program = shutil.which(command[0], path=variables.get("PATH", os.defpath))
+    if program is None:
+        return None
+    # A script may be a link from elsewhere, as `uv tool` makes it; a Python that is one belongs where the link is.
+    where = Path(program).resolve() if Path(program).name.startswith(name) else Path(program).absolute()
+    found = where.parent.parent.glob("lib/python3*/*-packages/cumem_sleep-*.dist-info")
+    return next((each.parent for each in found), None)

@@ -185,7 +185,7 @@ class Server:
     async def _until_healthy(self, address: Address, process: asyncio.subprocess.Process) -> None:
         loop = asyncio.get_running_loop()
         ends_at = loop.time() + self.model.start_timeout
-        engine = self.model.kind(address, self.model.start_timeout)
+        engine = self.model.connect(address, self.model.start_timeout)
         try:
             while not await engine.is_healthy():
                 if process.returncode is not None:

@@ -62,6 +62,7 @@ class ModelStatus:
         restarts: how often its server died and was started again.
         layer: whether cumem-sleep is in it: its version; "" if not; None if not known yet.
         in_vault: what it holds of the host is memory of the vault.
+        engine: as in models.yaml. One without sleep mode (`command`) is stopped, and started again.
     """
 
     name: str
@@ -85,6 +86,7 @@ class ModelStatus:
     restarts: int
     layer: str | None
     in_vault: bool = False
+    engine: str = "vllm"
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,8 @@
-# What one engine has no use for, another one has.
-# ruff: noqa: ARG003
 """What every engine has: how its server is started, and the calls by which it sleeps and wakes."""
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import ssl
 from abc import ABC, abstractmethod
@@ -13,12 +12,14 @@ from typing import Any, ClassVar
 
 import httpx
 
+from ...http.asgi import within
 from ..address import Address
 from ..command import LOOPBACK, inner_words, is_loopback, values
 from ..status import Phase
 
 ASK_WITHIN_S = 10.0
 ASK_EVERY_S = 0.2
+MOST_ANSWER_BYTES = 16 << 20
 _LEAVE_OPEN = "is for this front to choose: leave it out, or leave it open with {port} or {socket}"
 
 
@@ -80,13 +81,20 @@ class Engine(ABC):
     The class knows the commands that start such servers.
 
     Attributes:
+        NAME: in models.yaml.
+        LEVELS: of sleep that it has. Without any it is stopped instead.
+        BY_URL: it may be a server that somebody else started: it says itself whether it sleeps.
         PROGRAM: such a command, for people.
         OPEN: options of a command that are for the front to choose, with what leaves them open.
         IN_SHELL: what a command within a shell, where no argument is added, has to say.
+        health: the path of its health check.
         has_layer: cumem-sleep is in it, as far as is known.
     """
 
-    PROGRAM: ClassVar[str]
+    NAME: ClassVar[str]
+    LEVELS: ClassVar[tuple[int, ...]]
+    BY_URL: ClassVar[bool] = False
+    PROGRAM: ClassVar[str] = ""
     OPEN: ClassVar[Mapping[str, str]] = {}
     IN_SHELL: ClassVar[str] = ""
 
@@ -144,8 +152,7 @@ class Engine(ABC):
                 yield f"--host {where} would open the server to the network: leave it out, or listen at {LOOPBACK}"
         if not cls.is_started_by(words):
             if not any("{port}" in word or "{socket}" in word for word in words):
-                says = f"is not {cls.PROGRAM}, and does not say where it listens"
-                yield f"{says}: put {{port}} or {{socket}} where it belongs"
+                yield "does not say where it listens: put {port} or {socket} where it belongs"
             return
         for option, open_value in cls.OPEN.items():
             if any(value != open_value for value in values(words, option)):
@@ -160,6 +167,7 @@ class Engine(ABC):
         if address.socket is not None:
             transport = httpx.AsyncHTTPTransport(uds=address.socket, verify=_certificates())
         self.address = address
+        self.health = "/health"
         self.has_layer = False
         self._within_s = within_s
         self._client = httpx.AsyncClient(
@@ -176,9 +184,9 @@ class Engine(ABC):
         await self._client.aclose()
 
     async def is_healthy(self) -> bool:
-        """Whether it answers `/health` with success."""
+        """Whether it answers its health check with success."""
         try:
-            return (await self._client.get("/health", timeout=ASK_WITHIN_S)).is_success
+            return (await self.ask("GET", self.health, ASK_WITHIN_S)).is_success
         except (httpx.HTTPError, OSError):
             return False
 
@@ -198,6 +206,10 @@ class Engine(ABC):
     async def facts(self) -> Facts:
         """What it says of its memory."""
 
+    async def wake_bytes(self) -> int | None:
+        """What a wake maps on one of its GPUs, that where it is most; None where nobody knows."""
+        return (await self.facts()).wake_bytes
+
     async def learn_version(self) -> None:
         """Find out what depends on its version."""
         return
@@ -205,10 +217,31 @@ class Engine(ABC):
     async def names(self) -> tuple[str, ...]:
         """The names that it knows its model by, adapters among them; empty if it does not say."""
         try:
-            answer = await self._client.get("/v1/models", timeout=ASK_WITHIN_S)
+            answer = await self.ask("GET", "/v1/models", ASK_WITHIN_S)
             return tuple(str(card["id"]) for card in answer.raise_for_status().json()["data"])
         except (httpx.HTTPError, OSError, ValueError, KeyError, TypeError):
             return ()
+
+    async def ask(self, method: str, path: str, within_s: float | None = None, **asked: Any) -> httpx.Response:
+        """One call, with its whole answer: what comes bit by bit, or does not end, is no answer.
+
+        Args:
+            within_s: without it, what a sleep or wake may take.
+        """
+        limit_s = self._within_s if within_s is None else within_s
+        try:
+            return await within(limit_s, self._whole(method, path, **asked))
+        except asyncio.TimeoutError:
+            raise httpx.ReadTimeout(f"no whole answer within {limit_s:g} s") from None
+
+    async def _whole(self, method: str, path: str, **asked: Any) -> httpx.Response:
+        content = bytearray()
+        async with self._client.stream(method, path, **asked) as answer:
+            async for piece in answer.aiter_bytes():
+                content += piece
+                if len(content) > MOST_ANSWER_BYTES:
+                    raise httpx.ReadError(f"its answer has more than {MOST_ANSWER_BYTES >> 20} MiB")
+        return httpx.Response(answer.status_code, content=bytes(content), request=answer.request)
 
 
 @functools.cache

@@ -1,25 +1,20 @@
-# What one engine has no use for, another one has.
-# ruff: noqa: ARG003
 """vLLM: its command, and its HTTP calls for sleep mode; what is certain when a call fails or its answer is lost."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import re
 import secrets
-import shutil
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
-from pathlib import Path
 from typing import Any, ClassVar
 
 import httpx
 
 from ..address import Address
-from ..command import LOOPBACK, values
+from ..command import LOOPBACK, packages_beside, values
 from ..policy import OF_LAYER
 from ..status import Phase
 from .engine import ASK_EVERY_S, ASK_WITHIN_S, Engine, Facts, Failed, Outcome, said, text_of
@@ -46,6 +41,9 @@ class VllmEngine(Engine):
             them.
     """
 
+    NAME = "vllm"
+    LEVELS = (1, 2, OF_LAYER)
+    BY_URL = True
     PROGRAM = "vllm serve"
     OPEN: ClassVar[Mapping[str, str]] = {"--port": "{port}", "--uds": "{socket}"}
     IN_SHELL = f"--uds {{socket}}, or --host {LOOPBACK} --port {{port}}"
@@ -126,7 +124,7 @@ class VllmEngine(Engine):
             if woken.error is not None:
                 return woken
         try:
-            answer = await self._client.get("/is_sleeping", timeout=ASK_WITHIN_S)
+            answer = await self.ask("GET", "/is_sleeping", within_s=ASK_WITHIN_S)
             if answer.status_code == httpx.codes.NOT_FOUND:
                 return Outcome(_NO_SLEEP_MODE)
             answer.raise_for_status()
@@ -174,10 +172,10 @@ class VllmEngine(Engine):
         path = "/sleep" if self.has_gate else "/collective_rpc"
         try:
             if self.has_gate:
-                said = _check(path, await self._client.post(path, params={"level": OF_LAYER})).json()
-                level, why = int(said["level"]), str(said.get("why_not_deeper", ""))
+                deep = _check(path, await self.ask("POST", path, params={"level": OF_LAYER})).json()
+                level, why = int(deep["level"]), str(deep.get("why_not_deeper", ""))
             else:
-                answer = _check(path, await self._client.post(path, json={"method": "cumem_sleep_deepen"}))
+                answer = _check(path, await self.ask("POST", path, json={"method": "cumem_sleep_deepen"}))
                 workers = answer.json()["results"]
                 why = next((str(each["why"]) for each in workers if each["why"]), "")
                 level = OF_LAYER if all(each["checkpointed"] for each in workers) else 1
@@ -216,11 +214,11 @@ class VllmEngine(Engine):
     async def facts(self) -> Facts:
         """What it says of the layer in it."""
         try:
-            answer = await self._client.get("/cumem_sleep/status", timeout=ASK_WITHIN_S)
+            answer = await self.ask("GET", "/cumem_sleep/status", within_s=ASK_WITHIN_S)
             self.has_gate = answer.status_code != httpx.codes.NOT_FOUND
             if not self.has_gate:
                 body = {"method": "cumem_sleep_status"}
-                answer = await self._client.post("/collective_rpc", json=body, timeout=ASK_WITHIN_S)
+                answer = await self.ask("POST", "/collective_rpc", json=body, within_s=ASK_WITHIN_S)
             if answer.status_code == httpx.codes.SERVICE_UNAVAILABLE:  # the gate has no answer of the workers
                 return Facts()
             if not answer.is_success:
@@ -239,10 +237,14 @@ class VllmEngine(Engine):
         except (httpx.HTTPError, OSError, ValueError, KeyError, TypeError, AttributeError, IndexError):
             return Facts()
 
+    async def wake_bytes(self) -> int | None:
+        """The layer in it says that; it is not asked where there is none."""
+        return (await self.facts()).wake_bytes if self.has_layer else None
+
     async def learn_version(self) -> None:
         """Find out whether its sleep stops requests."""
         with contextlib.suppress(httpx.HTTPError, OSError, ValueError, KeyError, TypeError):
-            answer = await self._client.get("/version", timeout=ASK_WITHIN_S)
+            answer = await self.ask("GET", "/version", within_s=ASK_WITHIN_S)
             if numbers := re.match(r"(\d+)\.(\d+)", str(answer.json()["version"])):
                 self.stops_requests = (int(numbers[1]), int(numbers[2])) >= (0, 18)
 
@@ -253,7 +255,7 @@ class VllmEngine(Engine):
         """
         until = time.monotonic() + self._within_s
         while True:
-            answer = await self._client.get("/metrics", timeout=ASK_WITHIN_S)
+            answer = await self.ask("GET", "/metrics", within_s=ASK_WITHIN_S)
             if not any(float(count) for count in _IN_ENGINE.findall(answer.text)):
                 return True
             if time.monotonic() >= until:
@@ -268,7 +270,7 @@ class VllmEngine(Engine):
             if not error.is_unknown:
                 raise
             body = {"method": "reload_weights"}
-            answer = _check("/collective_rpc", await self._client.post("/collective_rpc", json=body))
+            answer = _check("/collective_rpc", await self.ask("POST", "/collective_rpc", json=body))
             if names := _left_out(answer):
                 raise Failed(f"reload_weights left out weights that level 2 dropped: {names}") from None
 
@@ -280,7 +282,7 @@ class VllmEngine(Engine):
         """
         for number in range(1, TRIES + 1):
             try:
-                _check(path, await self._client.post(path, params=query))
+                _check(path, await self.ask("POST", path, params=query))
                 return
             except httpx.TimeoutException:
                 raise
@@ -312,13 +314,7 @@ def has_gate(command: Sequence[str], variables: Mapping[str, str]) -> bool:
         return True
     if variables.get("VLLM_USE_RUST_FRONTEND", "0") != "0":
         return False
-    is_installed = command[0].rpartition("/")[2].startswith(("vllm", "python")) and VllmEngine.is_started_by(command)
-    program = shutil.which(command[0], path=variables.get("PATH", os.defpath)) if is_installed else None
-    if program is None:
-        return False
-    # A script may be a link from elsewhere, as `uv tool` makes it; a Python that is one belongs where the link is.
-    where = Path(program).resolve() if Path(program).name.startswith("vllm") else Path(program).absolute()
-    return any(where.parent.parent.glob("lib/python3*/*-packages/cumem_sleep-*.dist-info"))
+    return VllmEngine.is_started_by(command) and packages_beside(command, variables, "vllm") is not None
 
 
 def _check(path: str, answer: httpx.Response) -> httpx.Response:
