@@ -61,6 +61,12 @@ ENGINE = _table(
 # On the `/metrics` of `cumem-sleep serve`.
 FRONT = _table(
     ("serve_model_state", "model state", "gauge", "1 for the state that the model is in, 0 for all others."),
+    (
+        "serve_model_engine",
+        "model engine",
+        "gauge",
+        "1 for the model's engine; `command` stops to sleep.",
+    ),
     ("serve_model_sleep_level", "model", "gauge", "The level at which the model sleeps, 0 if it does not."),
     ("serve_requests_waiting", "model", "gauge", "Requests that wait for the model."),
     ("serve_oldest_wait_seconds", "model", "gauge", "How long the first of them has waited."),

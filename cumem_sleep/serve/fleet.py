@@ -261,10 +261,11 @@ class Fleet:
             UnknownModel, OrderRefused, NotInTime.
         """
         name = self.resolve(model)
-        spec = self._scheduler.models[name].spec
-        wanted = level if level is not None else min((each for each in spec.levels if each != STOP), default=1)
-        if type(wanted) is not int or wanted not in (1, 2, 3):
-            raise OrderRefused(f"level {level}: expected 1, 2 or 3")
+        spec, has = self._scheduler.models[name].spec, self.config.models[name].kind.LEVELS
+        default = min((each for each in spec.levels if each != STOP), default=next(iter(has), STOP))
+        wanted = level if level is not None else default
+        if type(wanted) is not int or wanted not in (*has, default):
+            raise OrderRefused(f"level {level}: {name} has {', '.join(map(str, has)) or 'no sleep mode, only stop'}")
         await self._order(name, wanted)
 
     async def wake(self, model: str) -> None:
@@ -356,6 +357,7 @@ class Fleet:
             layer=unit.layer,
             in_vault=state.in_vault,
             kept_bytes=state.kept_bytes,
+            engine=unit.engine_name,
         )
 
     def _gpu_status(self, number: int) -> GpuStatus:

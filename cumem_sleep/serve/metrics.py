@@ -14,6 +14,7 @@ def exposition(fleet: Fleet) -> str:
     for model in status.models:
         for phase in Phase:
             samples.add("serve_model_state", int(model.phase is phase), model=model.name, state=phase.value)
+        samples.add("serve_model_engine", 1, model=model.name, engine=model.engine)
         samples.add("serve_model_sleep_level", model.level or 0, model=model.name)
         samples.add("serve_requests_waiting", model.waiting, model=model.name)
         samples.add("serve_oldest_wait_seconds", model.oldest_wait_s, model=model.name)

@@ -63,6 +63,7 @@ class ModelStatus:
         layer: whether cumem-sleep is in it: its version; "" if not; None if not known yet.
         in_vault: what it holds of the host is memory of the vault.
         kept_bytes: of the host, what it holds beside that: the KV cache that it keeps while it sleeps.
+        engine: as in models.yaml. One without sleep mode (`command`) is stopped, and started again.
     """
 
     name: str
@@ -87,6 +88,7 @@ class ModelStatus:
     layer: str | None
     in_vault: bool = False
     kept_bytes: int = 0
+    engine: str = "vllm"
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from functools import partial
 from . import actions, events, hardware, servers
 from .address import Address, from_url
 from .config import Config, ModelConfig
-from .engine import ASK_EVERY_S, Engine, Facts, Outcome
+from .engines.engine import ASK_EVERY_S, Engine, Facts, Outcome
 from .lock import Lock
 from .model import Model
 from .policy import STOP
@@ -57,6 +57,7 @@ class Unit:
     last_words: str = ""
     health: asyncio.Task[None] | None = None
     aliases: tuple[str, ...] = ()
+    engine_name: str = ""
     names: tuple[str, ...] = ()
 
 
@@ -125,6 +126,7 @@ class Units:
             if name not in self._units:
                 self._units[name] = Unit(name, self._server_of(name, model))
             self._units[name].aliases = tuple(model.aliases)
+            self._units[name].engine_name = model.kind.NAME
 
     def _server_of(self, name: str, model: ModelConfig) -> Server | None:
         return Server(name, model, self._logs, servers.place_of_sockets(), self._around) if model.owned else None
@@ -237,7 +239,7 @@ class Units:
         """
         if self._simulated:
             return None
-        needed = (await engine.facts()).wake_bytes if engine.has_layer else None
+        needed = await engine.wake_bytes()
         numbers = sorted(self._models[action.model].spec.gpus)
         try:
             if needed is None:
@@ -337,7 +339,7 @@ class Units:
         if unit.engine is not None:
             await unit.engine.close()
         unit.address = await unit.server.start(partial(self._died, unit))
-        unit.engine = Engine(unit.address, unit.server.model.switch_timeout)
+        unit.engine = unit.server.model.connect(unit.address, unit.server.model.switch_timeout)
         await self._learn(unit)
         return Outcome(None, Phase.AWAKE)
 
@@ -361,7 +363,7 @@ class Units:
         if unit.engine is None or unit.engine.address != address:
             if unit.engine is not None:
                 await unit.engine.close()
-            unit.address, unit.engine = address, Engine(address, config.switch_timeout)
+            unit.address, unit.engine = address, config.connect(address, config.switch_timeout)
         limit_s = min(config.start_timeout, config.switch_timeout)
         nobody_s = limit_s if unit.was_found else min(limit_s, NOBODY_ANSWERS_S)
         begin = heard_at = time.monotonic()

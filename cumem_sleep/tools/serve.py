@@ -188,7 +188,7 @@ def check(options: argparse.Namespace) -> tuple[Table, list[str]]:
 
     table = _table("model", "GPUs", "share", "idle", "keep", "aliases", "server")
     for name, model in config.models.items():
-        idle = ", ".join(f"{_depth(depth)} after {after_s:g} s" for after_s, depth in model.idle) or "never"
+        idle = ", ".join(f"{_depth(depth)} after {after_s:g} s" for after_s, depth in model.idle_steps) or "never"
         gpus = ", ".join(str(gpu) for gpu in model.gpus)
         server = model.url or masked(" ".join(model.command or ()))
         table.add_row(name, gpus, f"{model.share:g}", idle, f"{model.keep:g} s", ", ".join(model.aliases), server)

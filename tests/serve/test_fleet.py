@@ -18,7 +18,8 @@ import pytest
 from servers_of_tests import command, config, phases, running, until
 
 from cumem_sleep.serve import hardware, policy, units
-from cumem_sleep.serve.engine import Engine, Outcome
+from cumem_sleep.serve.engines.engine import Outcome
+from cumem_sleep.serve.engines.vllm import VllmEngine
 from cumem_sleep.serve.fleet import Fleet, ModelLease, NotInTime, OrderRefused, ServerFailed, UnknownModel
 from cumem_sleep.serve.metrics import exposition
 from cumem_sleep.serve.status import Phase
@@ -226,7 +227,7 @@ def test_a_server_that_is_killed_ends_its_requests_and_comes_back(
 def test_a_server_that_lives_and_does_not_serve_is_started_afresh(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def is_healthy(_: Engine) -> bool:
+    async def is_healthy(_: VllmEngine) -> bool:
         return False
 
     async def scenario() -> None:
@@ -234,7 +235,7 @@ def test_a_server_that_lives_and_does_not_serve_is_started_afresh(
             async with fleet.lease("a") as lease:
                 pid = fleet.status().models[0].pid
                 with monkeypatch.context() as patch:
-                    patch.setattr(Engine, "is_healthy", is_healthy)
+                    patch.setattr(VllmEngine, "is_healthy", is_healthy)
                     fleet.report_failure(lease, "it broke off")
                     await until(fleet, a=Phase.DRAINING)
             async with fleet.lease("a") as lease:
@@ -436,9 +437,9 @@ def test_backups_that_are_prepared_need_no_more_host_memory(tmp_path: Path, monk
 def test_sleeps_that_overlap_do_not_count_on_the_same_host_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, available: int, levels: list[int]
 ) -> None:
-    pinned, sleep = 0, Engine.sleep
+    pinned, sleep = 0, VllmEngine.sleep
 
-    async def pins(engine: Engine, level: int, from_level: int | None = None) -> Outcome:
+    async def pins(engine: VllmEngine, level: int, from_level: int | None = None) -> Outcome:
         nonlocal pinned
         half = (30 << 30) * (level == 1)
         pinned += half
@@ -446,7 +447,7 @@ def test_sleeps_that_overlap_do_not_count_on_the_same_host_memory(
         pinned += half
         return outcome
 
-    monkeypatch.setattr(Engine, "sleep", pins)
+    monkeypatch.setattr(VllmEngine, "sleep", pins)
     monkeypatch.setattr(hardware, "host_available_bytes", lambda: available - pinned)
 
     async def scenario() -> None:
@@ -493,21 +494,21 @@ def test_kept_kv_cache_leaves_before_a_model_sleeps_deeper(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fails: bool
 ) -> None:
     """Of 36 GiB, backups of three take 30: one can keep its KV cache beside them."""
-    give_up, sleep, calls = Engine.give_up_kept, Engine.sleep, list[str]()
+    give_up, sleep, calls = VllmEngine.give_up_kept, VllmEngine.sleep, list[str]()
 
-    async def slowly(engine: Engine) -> str:
+    async def slowly(engine: VllmEngine) -> str:
         await asyncio.sleep(0.1)
         why = await give_up(engine)
         calls.append("gave up")
         return why
 
-    async def noted(engine: Engine, level: int, from_level: int | None = None) -> Outcome:
+    async def noted(engine: VllmEngine, level: int, from_level: int | None = None) -> Outcome:
         calls.append("sleep")
         return await sleep(engine, level, from_level)
 
     monkeypatch.setattr(hardware, "host_available_bytes", lambda: 1 << 40)
-    monkeypatch.setattr(Engine, "give_up_kept", slowly)
-    monkeypatch.setattr(Engine, "sleep", noted)
+    monkeypatch.setattr(VllmEngine, "give_up_kept", slowly)
+    monkeypatch.setattr(VllmEngine, "sleep", noted)
 
     async def scenario() -> None:
         models = {"a": keeper("a", *(["--fail-resets 1"] if fails else [])), **{name: keeper(name) for name in "bcd"}}
@@ -542,21 +543,21 @@ def test_kept_kv_cache_leaves_before_the_host_lacks_memory(
 ) -> None:
     """Whoever finds out, the front or the layer in the server."""
     fleets: list[Fleet] = []
-    sleep = Engine.sleep
+    sleep = VllmEngine.sleep
 
     def available() -> int:
         states = fleets[0]._scheduler.models.values() if fleets else ()
         slept = sum(10 * GIB for state in states if state.phase is Phase.ASLEEP)
         return 47 * GIB - slept - sum(state.kept_bytes for state in states)
 
-    async def refuse(engine: Engine, level: int, from_level: int | None = None) -> Outcome:
+    async def refuse(engine: VllmEngine, level: int, from_level: int | None = None) -> Outcome:
         if level == 1 and available() < 12 * GIB:
             return Outcome("/sleep: 500: not enough host memory", Phase.AWAKE, lacks_host_memory=True)
         return await sleep(engine, level, from_level)
 
     monkeypatch.setattr(hardware, "host_available_bytes", available if refuses == "the front" else lambda: 1 << 40)
     if refuses == "its server":
-        monkeypatch.setattr(Engine, "sleep", refuse)
+        monkeypatch.setattr(VllmEngine, "sleep", refuse)
 
     async def scenario() -> None:
         models = {name: keeper(name) for name in "abcd"}

@@ -34,7 +34,9 @@ TOKEN = "secret"
 
 
 def write(file: Path, port: int = 0, **models: dict[str, Any]) -> Path:
-    whole = {name: {"command": command(name), "idle": "never", **model} for name, model in models.items()}
+    whole = {
+        name: {"engine": "vllm", "command": command(name), "idle": "never", **model} for name, model in models.items()
+    }
     front = {"port": port, "admin_token": TOKEN}
     text = json.dumps({"front": front, "logs": str(file.parent / "logs"), "models": whole})
     file.with_suffix(".new").write_text(text)

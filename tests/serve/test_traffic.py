@@ -36,7 +36,9 @@ KEEP_S, DRAIN_S = 0.3, 0.5
 LEFT_WITHIN_S = 20.0  # until it is noticed that a client has left
 PATIENT_S = 300.0  # of waiting and draining, where nobody is to be refused: on a busy machine everything takes longer
 GPUS = {f"model-{number}": [[0], [1]][number % 2] if number < 8 else [0, 1] for number in range(10)}
+ENGINES_OF = {4: "sglang", 5: "command", 6: "sglang", 9: "command"}  # by number; all others are vLLM's
 SHELLS = ("exec {}", "{}; true", "(setsid sleep 86400 &); {}; true", "sleep 86400 & setsid --wait {}; true")
+IDLE = {"vllm": {1: "1s", 2: "3s"}, "sglang": {1: "1s"}, "command": {"stop": "2s"}}
 SABOTAGE_EVERY_S = 4.0
 FLAT_BYTES = 24 << 20  # what the front's memory may grow by after the first tenth of the requests, however many come
 
@@ -75,11 +77,15 @@ def models_yaml(folder: Path, faults: float) -> Path:
     models: dict[str, Any] = {}
     for seed, (name, gpus) in enumerate(GPUS.items()):
         folders = " ".join(str(folder / f"gpu{gpu}") for gpu in gpus)
-        command = f"{FAULTY} --uds {{socket}} --served-model-name {name} --gpus {folders}"
+        engine = ENGINES_OF.get(seed, "vllm")
+        command = f"{FAULTY} --engine {engine} --uds {{socket}} --served-model-name {name} --gpus {folders}"
         command += f" --record {folder / 'record'} --executed {folder / 'executed'} --faults {faults} --seed {seed}"
         limits = {"wait": WAIT_S, "drain": DRAIN_S} if faults else {"wait": PATIENT_S, "drain": PATIENT_S}
-        common = {**limits, "idle": {1: "1s", 2: "3s"}, "host_memory": "10GiB"}
+        common = {**limits, "idle": IDLE[engine], "host_memory": "10GiB"}
+        if engine == "command":
+            common["health"] = "/ready"
         models[name] = {
+            "engine": engine,
             "command": ["sh", "-c", SHELLS[seed % len(SHELLS)].format(command)],
             "gpus": gpus,
             "at_start": ["asleep", "awake", "stopped"][seed % 3],
@@ -276,7 +282,8 @@ async def not_ended(port: int) -> list[dict[str, Any]]:
 def longest_wait_s(switches_s: dict[str, float], drain_s: float) -> float:
     """One turn of each model, as the documentation promises where nothing fails; the last one is the request's own."""
     until_awake_s = max(switches_s.get("wake", 0.0), switches_s.get("start", 0.0))
-    return KEEP_S + len(GPUS) * (drain_s + switches_s.get("sleep", 0.0) + until_awake_s)  # one model has a `keep`
+    until_away_s = max(switches_s.get("sleep", 0.0), switches_s.get("stop", 0.0))
+    return KEEP_S + len(GPUS) * (drain_s + until_away_s + until_awake_s)  # one model has a `keep`
 
 
 def check(folder: Path, total: int, faults: float) -> None:

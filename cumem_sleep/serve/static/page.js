@@ -140,6 +140,7 @@ function modelCard(status, model) {
   if (model.aliases.length) say(`also ${model.aliases.join(", ")}`);
   if (model.restarts) say(`${model.restarts} restarts`);
   if (model.layer === "") say("without cumem-sleep in it");
+  if (model.engine === "command") say("without sleep mode: it stops and starts");
   card.append(head, facts);
   if (model.error) {
     const retry = model.retry_in_s === null ? "" : ` (tried again in ${seconds(model.retry_in_s)})`;
