@@ -151,7 +151,7 @@ class VaultTier(Tier):
     def expendable_room(self) -> int:  # noqa: D102
         try:
             free_bytes = self.client().expendable_bytes()
-        except CumemSleepError:
+        except (CumemSleepError, OSError):
             return 0
         return min([free_bytes, *(limit.available_bytes for limit in self.limits())])
 

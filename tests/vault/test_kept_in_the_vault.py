@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import resource
 import signal
 import sys
 import types
@@ -107,6 +109,17 @@ class TestKept:
     def test_no_vault_has_no_room(self, cache: Cache, vault: RunningVault) -> None:
         vault.kill()
         assert cache.allocator.kept_room() == 0
+
+    def test_a_process_without_descriptors_has_no_room(self, make_cache: Callable[..., Cache]) -> None:
+        room = make_cache().allocator.kept_room
+        lowest, (soft, hard) = os.dup(0), resource.getrlimit(resource.RLIMIT_NOFILE)
+        os.close(lowest)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
+        try:
+            assert room() == 0
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert room() > 0
 
     def test_nothing_is_evicted_for_it(self, cache: Cache, other: VaultClient) -> None:
         retained = fill_up(other)
