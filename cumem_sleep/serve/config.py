@@ -279,7 +279,7 @@ class ModelConfig(_Strict):
 
     @property
     def kind(self) -> type[Engine]:
-        """Its engine. Servers of others are taken for vLLM's."""
+        """Its engine. Servers of others, and commands that nobody knows, are taken for vLLM's."""
         return ENGINES[self.engine] if self.engine else started_by(self.command or ()) or VllmEngine
 
     def connect(self, address: Address, within_s: float) -> Engine:
@@ -575,9 +575,6 @@ def _contradictions(config: Config) -> Iterator[Fault]:
                 other = "its own name or alias" if taken[alias] == name else f"the model {taken[alias]}"
                 yield Fault((*path, "aliases", number), f"is taken by {other}")
             taken.setdefault(alias, name)
-        if model.owned and model.engine is None and started_by(model.command or ()) is None:
-            yield Fault((*path, "command"), f"starts no server that is known: set its engine to {_any_of(ENGINES)}")
-            continue
         yield from _not_of_engine(path, model)
         if model.owned:
             for wrong in model.kind.wrong_places(model.command or ()):

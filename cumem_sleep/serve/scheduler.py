@@ -183,7 +183,7 @@ class Scheduler:
 
     def _kept(self, event: events.KeptBytes) -> None:
         model = self.models.get(event.model)
-        if model is None or model.phase is not Phase.ASLEEP:
+        if model is None or not (model.phase is Phase.ASLEEP or model.changes_asleep):
             return
         model.kept_bytes = event.kept_bytes
         if event.was_told:

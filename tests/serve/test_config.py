@@ -122,7 +122,6 @@ def test_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         ("{command: [sh, -c, vllm serve x]}", "write --uds {socket}, or --host 127.0.0.1 --port {port}, there"),
         ("{engine: vllm, command: python -m my_server}", "does not say where it listens: put {port} or {socket} where"),
-        ("{command: 'my-server {port}'}", "starts no server that is known: set its engine to vllm, sglang or command"),
         ("{engine: triton, command: 'x {port}'}", "models.a.engine: 'triton': expected vllm, sglang or command"),
         ("{command: sglang serve --model-path m --port 80}", "--port is for this front to choose"),
         ("{command: sglang serve --model-path m --host 0.0.0.0}", "--host 0.0.0.0 would open the server"),
@@ -440,6 +439,7 @@ def test_a_vllm_has_the_gate_once(given: str) -> None:
     ("command", "engine"),
     [
         ("vllm serve m", "vllm"),
+        ("my-wrapper {port}", "vllm"),
         ("sglang serve --model-path m", "sglang"),
         ("/opt/bin/python3 -m sglang.launch_server --model-path m", "sglang"),
         ("python -msglang.launch_server --model-path m", "sglang"),

@@ -54,7 +54,7 @@ def start_vllm(
     model = watched_server.model_folder(folder / "model")
     command = ["vllm", "serve", str(model), *(options or watched_server.options())]
     config = ModelConfig(command=command, env={"VLLM_PLUGINS": "simulated_cuda"})  # type: ignore[arg-type]
-    words = servers.command_line("stock", config, from_url(url, token), gate=token is not None)
+    words = servers.command_line("stock", config, from_url(url, token), token)
     assert ("--middleware" in words) == (token is not None)
     program = folder / "program.py"
     program.write_text(PROGRAM)
