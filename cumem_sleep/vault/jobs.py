@@ -144,9 +144,13 @@ class JobQueue:
             if client in (None, job.client):
                 self.fail(job, error)
 
-    def take(self, most_bytes: int | None) -> tuple[Job, LinkPiece | None]:
-        """The next client's first job, and its next piece, or as much of that. A job that was cancelled has none."""
-        return self._take(next(iter(self._turns)), most_bytes)
+    def take(self, most_bytes: int | None) -> tuple[Job, LinkPiece | None] | None:
+        """The next client's first job, and its next piece, or as much of that; None if others have taken all.
+
+        A job that was cancelled has no piece.
+        """
+        client = next(iter(self._turns), None)
+        return None if client is None else self._take(client, most_bytes)
 
     def has_for(self, peer: int) -> bool:
         """Whether the link of another GPU may carry something."""

@@ -214,7 +214,10 @@ class VaultLink:
         """Copy the next piece for this GPU."""
         self._choose(in_flight)
         with self._group.changed:
-            job, piece = self.turns.take(None if self._best is None else self._most_bytes())
+            taken = self.turns.take(None if self._best is None else self._most_bytes())
+        if taken is None:
+            return
+        job, piece = taken
         if piece is not None and (stream := self._start(job, piece, stack)) is not None:
             in_flight.append(_InFlight(stream, self, job, piece))
             if piece.rows is None:

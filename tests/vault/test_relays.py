@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from running import Segment, eventually, take_back
@@ -437,6 +438,30 @@ def test_a_link_helps_nobody_while_its_own_gpu_needs_it(
     eventually(lambda: of_home == of_helper == [None], "all is copied")
     assert (1, "peer") not in driver.carried[: 8 + 36]
     assert helper.copied.nbytes == 40 * (PAGE // 2)
+
+
+def test_a_link_finds_nothing_left_when_another_has_taken_the_last_piece(
+    driver: Carrying, group: LinkGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between its look for work and its turn."""
+    home = VaultLink(0, group)
+    choose = VaultLink._choose
+    taken: list[Any] = []
+
+    def late(mine: VaultLink, in_flight: deque[object]) -> None:
+        choose(mine, in_flight)  # type: ignore[arg-type]
+        with group.changed:
+            if not taken:
+                taken.append(mine.turns.take(None))
+
+    monkeypatch.setattr(VaultLink, "_choose", late)
+    of_first = ask(home, 1)
+    eventually(lambda: bool(taken), "another one has taken it")
+    assert ask(home, 3) is not None
+    eventually(lambda: home.copied.nbytes == 3 * (PAGE // 2), "it goes on")
+    job, piece = taken[0]
+    home._give_back(home, job, piece)
+    eventually(lambda: of_first == [None], "what was given back is copied")
 
 
 def test_a_link_that_stops_ends_what_it_carries_for_others(driver: Carrying, group: LinkGroup) -> None:
