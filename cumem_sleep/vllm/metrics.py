@@ -48,7 +48,6 @@ class WorkerBackupPlace(TypedDict):
 
     vault: str
     lost: str
-    relays: list[str]
 
 
 class _Optional(TypedDict, total=False):
