@@ -186,7 +186,7 @@ class Scheduler:
         if model is None or not (model.phase is Phase.ASLEEP or model.changes_asleep):
             return
         model.kept_bytes = event.kept_bytes
-        if event.was_told:
+        if event.was_told and model.kept is KeptState.LEAVING:  # not of a sleep before this one
             model.kept = KeptState.STAYS
 
     def _died(self, model: Model, error: str) -> None:
@@ -231,7 +231,8 @@ class Scheduler:
         if model.phase is Phase.STARTING:
             model.started_at = self._now
         is_unasked = model.phase is Phase.STARTING and not model.waiting and model.spec.at_start != "awake"
-        model.sleeps_once_started = is_unasked and model.spec.owned
+        can_sleep = any(depth != STOP for depth in model.spec.levels)
+        model.sleeps_once_started = is_unasked and model.spec.owned and can_sleep
         model.starts_unasked = False
         self._become_awake(model)
         model.awake_since = model.last_used = self._now

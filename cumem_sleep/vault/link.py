@@ -59,13 +59,13 @@ class LinkGroup:
 
     Attributes:
         refusal: why the link of the first GPU may not carry copies for the second one; "" if it may.
-        changed: guards the turns of all links; notified when one has more to do.
+        lock: guards the turns of all links.
     """
 
     def __init__(self, to_host: bool, refusal: Callable[[int, int], str]) -> None:
         self.to_host = to_host
         self.refusal = refusal
-        self.changed = threading.Condition()
+        self.lock = threading.RLock()
         self.links: list[VaultLink] = []
 
 
@@ -93,6 +93,7 @@ class VaultLink:
         self.turns = JobQueue()
         self.copied = self.last = self.relayed = CopyTotals()
         self._group = group
+        self._changed = threading.Condition(group.lock)  # notified when it may have something to do
         self._to_host = group.to_host
         self._tuning = tuning or Tuning()
         self._use(None)
@@ -110,21 +111,29 @@ class VaultLink:
         self._has_rows_kernel = True
         name = f"vault-{'out' if self._to_host else 'in'}-{device}"
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        with group.changed:
-            group.links.append(self)
         self._thread.start()
+        with group.lock:
+            group.links.append(self)
 
     def submit(self, job: Job) -> None:
         """Copy its pieces when it is its client's turn. Jobs of one client are done in order."""
-        with self._group.changed:
+        with self._group.lock:
             self.turns.add(job)
-            self._group.changed.notify_all()
+            self._notify()
 
     def cancel(self, client: Hashable, why: str = "the client has gone") -> None:
         """Start no more copies of this client (None: of any). Its jobs end as soon as what is in flight has ended."""
-        with self._group.changed:
+        with self._group.lock:
             self.turns.cancel(client, VaultError(why))
-            self._group.changed.notify_all()
+            self._changed.notify()
+
+    def _notify(self) -> None:
+        """There is more to copy for this GPU: for its own link, and with much of it for those that may help."""
+        self._changed.notify()
+        if self.turns.waiting_bytes >= WORTH_RELAYING_BYTES:
+            for each in self._group.links:
+                if each is not self and each._may_help(self):
+                    each._changed.notify()
 
     def stop(self) -> None:
         """Cancel everything, and wait for what is in flight here."""
@@ -150,7 +159,7 @@ class VaultLink:
             while True:
                 home = self._next_home(wait=not in_flight)
                 if home is None and not in_flight:
-                    if self._stopping:
+                    if self._is_over():
                         return
                     self._relay.close()
                     continue
@@ -170,7 +179,7 @@ class VaultLink:
 
         If this is to wait, there is none only at the end, or when the memory for relays is not needed any more.
         """
-        with self._group.changed:
+        with self._group.lock:
             while True:
                 now = time.monotonic()
                 if self.turns:
@@ -184,12 +193,16 @@ class VaultLink:
                 if not wait or unused_s >= STAGING_S:
                     return None
                 if home is not None:
-                    self._group.changed.wait(QUIET_S - quiet_s)
+                    self._changed.wait(QUIET_S - quiet_s)
                 else:
-                    self._group.changed.wait(STAGING_S - unused_s if self._relay.is_open else None)
+                    self._changed.wait(STAGING_S - unused_s if self._relay.is_open else None)
+
+    def _is_over(self) -> bool:
+        with self._group.lock:  # what came since the look for work ends with an error, as all that waits
+            return self._stopping and not self.turns
 
     def _in_need(self) -> VaultLink | None:
-        """Of the links that this one may help, the one with most to copy, if that is worth it."""
+        """Of the links that this one may help: the one that it helps already, or the one with most to copy."""
         others = [
             each
             for each in self._group.links
@@ -198,10 +211,11 @@ class VaultLink:
             and self._may_help(each)
             and each.turns.has_for(self.device)
         ]
-        return max(others, key=lambda each: each.turns.waiting_bytes, default=None)
+        return max(others, key=lambda each: (each is self._home, each.turns.waiting_bytes), default=None)
 
     def _may_help(self, home: VaultLink) -> bool:
-        return not (self._group.refusal(self.device, home.device) or self._relay.rests(home.device))
+        refusal = self._group.refusal(self.device, home.device)
+        return not (refusal or home._peers_refused or self._relay.rests(home.device))
 
     def _turn_to(self, home: VaultLink, in_flight: deque[_InFlight]) -> None:
         """Copy for this one from here on."""
@@ -213,7 +227,7 @@ class VaultLink:
     def _begin(self, in_flight: deque[_InFlight], stack: ExitStack) -> None:
         """Copy the next piece for this GPU."""
         self._choose(in_flight)
-        with self._group.changed:
+        with self._group.lock:
             taken = self.turns.take(None if self._best is None else self._most_bytes())
         if taken is None:
             return
@@ -232,7 +246,7 @@ class VaultLink:
             return
         if self._relay.is_on_trial(home.device):
             self._finish_all(in_flight)
-        with self._group.changed:
+        with self._group.lock:
             taken = home.turns.take_for(self.device)
         if taken is None:
             return
@@ -240,7 +254,7 @@ class VaultLink:
         try:
             address = home._address(job.lent)
         except Exception as error:
-            with self._group.changed:
+            with self._group.lock:
                 home.turns.fail(job, error)
                 job.in_flight -= 1
             self._end_if_over(home, job)
@@ -256,13 +270,13 @@ class VaultLink:
             in_flight.append(_InFlight(stream, home, job, piece))
         except Exception as error:
             _close(stream)
-            self._relay.rest(home.device, error)
+            self._relay.fail(home.device, error)
             self._give_back(home, job, piece)
 
     def _give_back(self, home: VaultLink, job: Job, piece: LinkPiece) -> None:
-        with self._group.changed:
+        with self._group.lock:
             home.turns.give_back(job, piece)
-            self._group.changed.notify_all()
+            home._notify()
         self._end_if_over(home, job)
 
     def _address(self, lent: BorrowedMemory) -> int:
@@ -331,7 +345,7 @@ class VaultLink:
     def _go_on(self) -> None:
         """From here on time counts."""
         now = time.monotonic()
-        if now - self._counted_until > _PAUSE_S:
+        if self._home is self and now - self._counted_until > _PAUSE_S:
             self.last = CopyTotals()
         if now - self._counted_until > _STALE_S and self._best is not None:
             self._use(self._best)
@@ -366,7 +380,7 @@ class VaultLink:
             return stream
         except Exception as error:
             _close(stream)
-            with self._group.changed:
+            with self._group.lock:
                 self.turns.fail(job, error)
                 job.in_flight -= 1
             return None
@@ -411,20 +425,20 @@ class VaultLink:
         except Exception as error:
             _close(stream)
             if home is not self:
-                self._relay.rest(home.device, error)
+                self._relay.fail(home.device, error)
                 self._give_back(home, job, piece)
                 return
-            with self._group.changed:
+            with self._group.lock:
                 self.turns.fail(job, error)
         else:
             self._count(piece.nbytes)  # before anybody hears of it
             self._idle.append(stream)
-        with self._group.changed:
+        with self._group.lock:
             job.in_flight -= 1
         self._end_if_over(home, job)
 
     def _end_if_over(self, home: VaultLink, job: Job) -> None:
-        with self._group.changed:
+        with self._group.lock:
             if not home.turns.end_if_over(job):
                 return
         job.done(job.error)

@@ -5,7 +5,6 @@ It copies by copy engines alone: on the GPU that relays, no kernel runs.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Collection
 from contextlib import suppress
@@ -51,6 +50,7 @@ class Relay:
         self._rests: dict[int, tuple[float, str]] = {}  # until when, and why, by the GPU whose memory it would reach
         self._trials: dict[int, list[tuple[float, float]]] = {}  # by that, too: seconds of both ways
         self._said: set[str] = set()
+        self._failure = ""
 
     @property
     def is_open(self) -> bool:
@@ -59,18 +59,29 @@ class Relay:
 
     def rests(self, target: int) -> str:
         """Why it copies nothing for that GPU now; "" if it does."""
+        if self._failure:
+            return self._failure
         until, why = self._rests.get(target, (0.0, ""))
         return why if time.monotonic() < until else ""
+
+    def fail(self, target: int, error: Exception) -> None:
+        """Copy nothing any more, for nobody: a copy may still use the staging memory."""
+        self._say(target, error)
+        self._failure = _text(error)
 
     def is_on_trial(self, target: int) -> bool:
         """Whether its rate is not known yet: then `begin` waits for the copy, and nothing else may be in flight."""
         return len(self._trials.get(target, ())) < _TRIALS
 
-    def rest(self, target: int, why: object, seconds: float = math.inf) -> None:
-        """Copy nothing for that GPU for so long. Said once."""
-        self._rests[target] = time.monotonic() + seconds, str(why)
+    def rest(self, target: int, why: object) -> None:
+        """Copy nothing for that GPU for a while."""
+        self._say(target, why)
+        self._rests[target] = time.monotonic() + _AGAIN_S, _text(why)
         self._trials.pop(target, None)
-        said = f"GPU {self.device} relays nothing {'from' if self._to_host else 'to'} GPU {target}: {why}"
+
+    def _say(self, target: int, why: object) -> None:
+        """Once."""
+        said = f"GPU {self.device} relays nothing {'from' if self._to_host else 'to'} GPU {target}: {_text(why)}"
         if said not in self._said:
             self._said.add(said)
             log.warning("%s", said)
@@ -81,11 +92,11 @@ class Relay:
             try:
                 free_bytes, _ = _core.memory_info(self.device)
                 if free_bytes < SLOTS * RELAYED_BYTES + _LEFT_BYTES:
-                    self.rest(target, "it has too little memory left", _AGAIN_S)
+                    self.rest(target, "it has too little memory left")
                     return False
                 self._staging = _core.Scratch(self.device, SLOTS * RELAYED_BYTES)
             except Exception as error:  # whatever it is: the thread goes on without
-                self.rest(target, error, _AGAIN_S)
+                self.rest(target, error)
                 return False
         return True
 
@@ -122,10 +133,17 @@ class Relay:
 
     def _judge(self, target: int, nbytes: int, peer_s: float, link_s: float) -> None:
         """A piece has taken so long between the GPUs, and so long over the link."""
+        if nbytes < _LEAST_TIMED_BYTES:
+            return
         trials = self._trials.setdefault(target, [])
-        trials.append((peer_s, link_s) if nbytes >= _LEAST_TIMED_BYTES else (0.0, 0.0))
+        trials.append((peer_s, link_s))
         if len(trials) < _TRIALS:
             return
         peer_s, link_s = (min(seconds) for seconds in zip(*trials[1:], strict=True))
         if peer_s * _WORTH > link_s:
-            self.rest(target, "copies between them are slow, as without NVLink", _AGAIN_S)
+            self.rest(target, "copies between them are slow, as without NVLink")
+
+
+def _text(why: object) -> str:
+    """Never empty: that would mean that there is no reason."""
+    return str(why) or type(why).__name__

@@ -123,6 +123,7 @@ def test_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("{command: [sh, -c, vllm serve x]}", "write --uds {socket}, or --host 127.0.0.1 --port {port}, there"),
         ("{engine: vllm, command: python -m my_server}", "does not say where it listens: put {port} or {socket} where"),
         ("{engine: triton, command: 'x {port}'}", "models.a.engine: 'triton': expected vllm, sglang or command"),
+        ("{command: 'sglang serve --model-path {socket}'}", "sglang has no Unix socket: leave {socket} out"),
         ("{command: sglang serve --model-path m --port 80}", "--port is for this front to choose"),
         ("{command: sglang serve --model-path m --host 0.0.0.0}", "--host 0.0.0.0 would open the server"),
         (

@@ -1115,3 +1115,23 @@ def test_under_constant_load_for_all_models_everybody_gets_turns(seed: int) -> N
     turn_s = 1.0 + 1.0 + 4 * switch_s
     assert max(world.granted_after.values()) <= len(specs) * turn_s
     assert min(Counter(world.granted_of.values())[each.name] for each in specs) >= 300 / (len(specs) * turn_s)
+
+
+def test_what_cannot_sleep_stays_once_started_though_its_client_has_left() -> None:
+    """Its start is not thrown away: the next client would wait for another one."""
+    world = World([replace(spec("a"), levels=(STOP,))])
+    request = world.ask("a")
+    world.pass_time(5)
+    world.end(request)
+    world.done("a")
+    assert world.phase("a") is Phase.AWAKE
+
+
+def test_what_an_earlier_sleep_kept_says_nothing_of_this_one() -> None:
+    world = World([spec("a", host_bytes=600), spec("b", host_bytes=300)])
+    awake(world, "a", "b")
+    world.keep("a", 401)
+    assert world.giving_up == ["a"]
+    awake(world, "a", "b")
+    world.send(KeptBytes("a", 401, was_told=True))
+    assert world.scheduler.models["a"].kept is not KeptState.STAYS

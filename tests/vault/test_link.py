@@ -117,7 +117,7 @@ def test_a_rate_is_of_the_copies_since_the_last_pause(
     out._counted_until = now[0]
     client = CopyingClient(out, 1)
     for pause_s, pieces, last in ((0, 3, (3, 1.5)), (0.9, 1, (4, 2.0)), (5, 2, (2, 1.0))):
-        eventually(lambda: bool(out._group.changed._waiters), "the link has nothing to do")  # type: ignore[attr-defined]
+        eventually(lambda: bool(out._changed._waiters), "the link has nothing to do")  # type: ignore[attr-defined]
         now[0] += pause_s
         client.copy(pieces)
         eventually(lambda: bool(client.ended), "all has been copied")

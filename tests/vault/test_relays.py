@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 import random
 import threading
@@ -38,6 +39,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (jobs, relay):
         monkeypatch.setattr(module, "RELAYED_BYTES", PAGE // 2)
     monkeypatch.setattr(relay, "_LEFT_BYTES", 0)
+    monkeypatch.setattr(relay, "_TRIALS", 0)
     monkeypatch.setattr(link, "WORTH_RELAYING_BYTES", PAGE)
     monkeypatch.setattr(link, "QUIET_S", 0.0)
     monkeypatch.setattr(service, "PIECE_BYTES", PAGE)
@@ -253,6 +255,7 @@ def test_at_every_driver_call_that_fails_bytes_are_right_or_the_request_fails(
         for to_host in (True, False):
             for each in host.links(to_host):
                 each._relay._rests.clear()
+                each._relay._failure = ""
                 each._relay._trials.clear()
                 each._peers_refused = False
         sim.fail(call, after=after, error="CUDA_ERROR_INVALID_VALUE")
@@ -368,6 +371,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Carrying:
     monkeypatch.setattr(link, "time", clock)
     monkeypatch.setattr(relay, "time", clock)
     monkeypatch.setattr(relay, "_LEAST_TIMED_BYTES", 1)
+    monkeypatch.setattr(relay, "_TRIALS", 3)
     return made
 
 
@@ -450,7 +454,7 @@ def test_a_link_finds_nothing_left_when_another_has_taken_the_last_piece(
 
     def late(mine: VaultLink, in_flight: deque[object]) -> None:
         choose(mine, in_flight)  # type: ignore[arg-type]
-        with group.changed:
+        with group.lock:
             if not taken:
                 taken.append(mine.turns.take(None))
 
@@ -477,3 +481,95 @@ def test_a_link_that_stops_ends_what_it_carries_for_others(driver: Carrying, gro
     stopping.join(30)
     assert [type(error) for error in ended] == [VaultError]
     eventually(lambda: helper.relayed.nbytes > 0, "what was in flight is counted")
+
+
+def test_a_job_that_comes_as_a_link_looks_whether_it_is_over_is_ended(
+    driver: Carrying, group: LinkGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has found nothing to do, since its staging memory was to go; then a job came, and then it was told to stop."""
+    monkeypatch.setattr(link, "STAGING_S", 0.0)
+    lone, ended = VaultLink(0, group), list[Exception | None]()
+    monkeypatch.setattr(Relay, "is_open", True)
+    next_home, met = VaultLink._next_home, list[bool]()
+
+    def between(mine: VaultLink, wait: bool) -> VaultLink | None:
+        found = next_home(mine, wait)
+        if found is None and wait and not met:
+            met.append(True)
+            todo = deque([LinkPiece(None, 0, 0, PAGE // 2)])  # type: ignore[arg-type]
+            mine.submit(Job("client", Reached(), todo, ended.append))
+            mine._stopping = True
+            mine.cancel(None, "the vault ends")
+        return found
+
+    monkeypatch.setattr(VaultLink, "_next_home", between)
+    first = ask(lone, 1)
+    lone._thread.join(30)
+    assert first == [None]
+    assert [str(error) for error in ended] == ["the vault ends"]
+
+
+def test_a_helper_stays_with_whom_it_helps(driver: Carrying, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as that is worth it; else it would wait for its copies at each turn."""
+    group, may_copy, turned = LinkGroup(True, Relaying([2]).refusal), threading.Event(), list[int]()
+    choose, turn_to = VaultLink._choose, VaultLink._turn_to
+
+    def held(mine: VaultLink, in_flight: deque[object]) -> None:
+        assert mine.device == 2 or may_copy.wait(30)
+        choose(mine, in_flight)  # type: ignore[arg-type]
+
+    def counted(mine: VaultLink, home: VaultLink, in_flight: deque[Any]) -> None:
+        turned.append(mine.device)
+        turn_to(mine, home, in_flight)
+
+    monkeypatch.setattr(VaultLink, "_choose", held)
+    monkeypatch.setattr(VaultLink, "_turn_to", counted)
+    first, second, helper = (VaultLink(device, group) for device in range(3))
+    with group.lock:
+        ended = ask(first, 40), ask(second, 40)
+    eventually(lambda: max(first.turns.waiting_bytes, second.turns.waiting_bytes) < PAGE, "it carries nearly all")
+    may_copy.set()
+    eventually(lambda: ended == ([None], [None]), "all is copied")
+    assert turned.count(2) == 2
+    assert helper.relayed.nbytes
+    for each in group.links:
+        each.stop()
+
+
+def test_helping_does_not_change_what_a_link_says_of_its_own_copies(
+    driver: Carrying, group: LinkGroup, holding: Holding
+) -> None:
+    home, helper = VaultLink(0, group), VaultLink(1, group)
+    holding.is_over = lambda: helper.relayed.nbytes > 0
+    ended = ask(helper, 1)
+    eventually(lambda: ended == [None], "its own")
+    last = helper.last
+    driver.now += 5
+    ended = ask(home, 200)
+    eventually(lambda: ended == [None], "another's")
+    assert helper.relayed.nbytes
+    assert helper.last == last
+
+
+def test_memory_stays_mapped_while_another_gpu_may_still_copy_to_it(host: Host, allocator: CuMemAllocator) -> None:
+    """Its stream could not be waited for."""
+    client = host.client()
+    mine = Segment(client, allocator.malloc(PAGE, "weights"), PAGE)
+    descriptor, _, nbytes = _core.export_memory(mine.address)
+    memory = _core.ImportedMemory(descriptor, 0, nbytes, [1])
+    os.close(descriptor)
+    scratch = _core.Scratch(1, PAGE)
+    stream = _core.CopyStream(1)
+    stream.within_devices(memory.address, scratch.address, PAGE)
+    for call in ("cuStreamSynchronize", "cuMemAlloc", "cuCtxSynchronize"):
+        sim.fail(call, error="CUDA_ERROR_UNKNOWN", times=1_000_000)
+    with stream:
+        pass
+    mapped = sim.stats().mapped_bytes
+    memory.close()
+    assert sim.stats().mapped_bytes == mapped
+    sim.reset()
+    scratch.close()
+    _core.reclaim()
+    assert sim.stats().mapped_bytes == mapped - 2 * PAGE
+    client.close()

@@ -247,7 +247,15 @@ class Engine(ABC):
                 content += piece
                 if len(content) > MOST_ANSWER_BYTES:
                     raise httpx.ReadError(f"its answer has more than {MOST_ANSWER_BYTES >> 20} MiB")
-        return httpx.Response(answer.status_code, content=bytes(content), request=answer.request)
+        return _WholeAnswer(answer.status_code, content=bytes(content), request=answer.request)
+
+
+class _WholeAnswer(httpx.Response):
+    def json(self, **options: Any) -> Any:
+        try:
+            return super().json(**options)
+        except RecursionError:
+            raise ValueError("it is nested too deeply") from None
 
 
 @functools.cache

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, ClassVar
@@ -55,6 +55,13 @@ class SglangEngine(Engine):
             if word.endswith("sglang/launch_server.py"):
                 return True
         return False
+
+    @classmethod
+    def wrong_places(cls, command: Sequence[str]) -> Iterator[str]:
+        """It has no Unix socket, either."""
+        yield from super().wrong_places(command)
+        if any("{socket}" in word for word in command):
+            yield "sglang has no Unix socket: leave {socket} out"
 
     @classmethod
     def is_complete(cls, words: Sequence[str]) -> bool:
