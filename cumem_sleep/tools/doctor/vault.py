@@ -49,11 +49,12 @@ def vault(machine: Machine, devices: Sequence[int]) -> Check:
 
 def _links(gpus: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Whose links help which GPU, and why others do not."""
-    ordinals = {gpu["uuid"]: gpu["ordinal"] for gpu in gpus}
+    ordinals = {gpu["uuid"]: gpu.get("ordinal") for gpu in gpus}
     for gpu in gpus:
-        helping = [f"{ordinals[uuid]}" for uuid, refused in gpu["helpers"].items() if not refused]
-        refusals = [f"not of GPU {ordinals[uuid]}: {refused}" for uuid, refused in gpu["helpers"].items() if refused]
-        if gpu["helpers"]:
+        helpers = gpu.get("helpers", {})  # an older vault has none
+        helping = [f"{ordinals[uuid]}" for uuid, refused in helpers.items() if not refused]
+        refusals = [f"not of GPU {ordinals[uuid]}: {refused}" for uuid, refused in helpers.items() if refused]
+        if helpers:
             named = f"by links of GPU {' and '.join(helping)}" if helping else "by no other link"
             yield f"; GPU {gpu['ordinal']} is helped {'; '.join([named, *refusals])}"
 
