@@ -60,7 +60,7 @@ class SglangEngine(Engine):
     def wrong_places(cls, command: Sequence[str]) -> Iterator[str]:
         """It has no Unix socket, either."""
         yield from super().wrong_places(command)
-        if any("{socket}" in word for word in command):
+        if cls.is_started_by(cls.words(command)) and any("{socket}" in word for word in command):
             yield "sglang has no Unix socket: leave {socket} out"
 
     @classmethod
