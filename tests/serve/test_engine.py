@@ -15,7 +15,13 @@ from cumem_sleep.serve.engines.vllm import VllmEngine
 from cumem_sleep.serve.status import Phase
 
 Answer = httpx.Response | Exception
-STATUS = "cumem_sleep/status"  # the gate's, which is not there unless a test says so
+STATUS = "cumem_sleep/status"
+DEFAULTS = {  # the gate is not there, and workers have nothing mapped, unless a test says so
+    STATUS: httpx.Response(404, json={}),
+    "collective_rpc": httpx.Response(
+        200, json={"results": [{"usage": {"weights": {"bytes": 1, "backed_up_bytes": 1, "mapped_bytes": 0}}}]}
+    ),
+}
 
 
 class Server:
@@ -29,7 +35,7 @@ class Server:
         name = request.url.path.strip("/")
         query = request.url.query.decode()
         self.called.append(f"{name}?{query}" if query else name)
-        answers = self.answers.get(name, [httpx.Response(404 if name == STATUS else 200, json={})])
+        answers = self.answers.get(name, [DEFAULTS.get(name, httpx.Response(200, json={}))])
         answer = answers.pop(0) if len(answers) > 1 else answers[0]
         if isinstance(answer, Exception):
             raise answer
@@ -296,6 +302,16 @@ def test_a_look_first_completes_a_wake_that_was_begun() -> None:
 
     assert do(server, twice) == Outcome(None, Phase.AWAKE)
     assert server.called[2:] == ["wake_up?tags=weights", "reload_weights", "wake_up?tags=kv_cache", "is_sleeping"]
+
+
+@pytest.mark.parametrize(
+    "answer", [LOST, httpx.Response(503), httpx.Response(200, json={"results": [{"version": "1"}]})]
+)
+def test_a_server_whose_workers_do_not_say_what_they_have_mapped_is_not_taken_for_asleep(answer: Answer) -> None:
+    """A wake may have failed half-way, and its engine does not know."""
+    found = do(Server(is_sleeping=ASLEEP, **{STATUS: [answer]}), lambda one: one.look())
+    assert found.state is None
+    assert "do not say" in (found.error or "")
 
 
 def test_what_a_server_is_in() -> None:

@@ -137,7 +137,10 @@ class VllmEngine(Engine):
         if not sleeps:
             return Outcome(None, Phase.AWAKE)
         # Its engine may take for asleep what its workers have mapped: after a wake that failed half-way, or a pause.
-        if mapped := (await self.facts()).mapped_bytes if self.has_layer else 0:
+        facts = await self.facts() if self.has_layer else Facts("")
+        if facts.layer is None:
+            return Outcome("it says that it sleeps, and its workers do not say what they have mapped")
+        if mapped := facts.mapped_bytes:
             return Outcome(f"it says that it sleeps, and its workers have {mapped / (1 << 30):.1f} GiB mapped")
         return Outcome(None, Phase.ASLEEP, 2)
 
