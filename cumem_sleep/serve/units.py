@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 
 from . import actions, events, hardware, servers
@@ -233,6 +233,8 @@ class Units:
             if not outcome.lacks_host_memory or not await self._given_up():
                 return outcome
             unit.pins_bytes = 0
+            if outcome.state is Phase.AWAKE:  # it woke on its way to a deeper sleep
+                action = replace(action, from_level=None)
 
     async def _lacks_gpu_memory(self, unit: Unit, engine: Engine, action: actions.Wake) -> Outcome | None:
         """Looked up before the wake: that others sleep is their word alone, and who else has memory nobody here knows.

@@ -10,6 +10,7 @@ import socket
 import sys
 import time
 from collections.abc import Coroutine, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -753,5 +754,38 @@ def test_a_refused_sleep_that_is_tried_again_waits_for_nobody_but_others(
             target.append(engine)
             await asyncio.wait_for(fleet.sleep("b", 1), 30)
             assert refused == target
+
+    run(scenario())
+
+
+def test_a_server_that_woke_on_its_way_to_a_deeper_sleep_is_not_taken_for_asleep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sleep, target, available = VllmEngine.sleep, list[VllmEngine](), [100 * GIB]
+
+    async def refuse(engine: VllmEngine, level: int, from_level: int | None = None) -> Outcome:
+        if engine in target and from_level == 2 and available[0] > GIB:
+            assert (await engine.wake(2)).error is None
+            available[0] = GIB  # somebody else took the rest meanwhile
+            return Outcome("/sleep: 500: not enough host memory", Phase.AWAKE, lacks_host_memory=True)
+        return await sleep(engine, level, from_level)
+
+    monkeypatch.setattr(VllmEngine, "sleep", refuse)
+    monkeypatch.setattr(hardware, "host_available_bytes", lambda: available[0])
+
+    async def scenario() -> None:
+        models = {"a": keeper("a"), "b": {**keeper("b"), "levels": [2, "stop"]}}
+        whole = config(tmp_path, **models).model_copy(update={"host_memory": 100 * GIB})
+        async with running(whole) as fleet:
+            await wake_in_turns(fleet, "a", "b")
+            await fleet.sleep("b", 2)
+            engine = fleet._units["b"].engine
+            assert isinstance(engine, VllmEngine)
+            target.append(engine)
+            with suppress(Exception):
+                await asyncio.wait_for(fleet.sleep("b", 3), 8)
+            (status,) = (each for each in fleet.status().models if each.name == "b")
+            assert available == [GIB]
+            assert (await engine.look()).state is not Phase.AWAKE or status.phase is not Phase.ASLEEP
 
     run(scenario())
