@@ -22,7 +22,7 @@ from ..core.pinned import pinned_block
 from ..core.tuning import Tuning
 from ..errors import CumemSleepError, DriverError, VaultError
 from ..transfer.engine_or_kernel import BestRate, Pace
-from .jobs import BorrowedMemory, Job, JobQueue, LinkPiece
+from .jobs import RELAYED_BYTES, BorrowedMemory, Job, JobQueue, LinkPiece
 from .protocol import Table
 from .range_table import PIECE_ROWS
 from .relay import SLOTS, Relay
@@ -213,6 +213,9 @@ class VaultLink:
         ]
         return max(others, key=lambda each: (each is self._home, each.turns.waiting_bytes), default=None)
 
+    def _is_helped(self) -> bool:
+        return any(each is not self and each._may_help(self) for each in list(self._group.links))
+
     def _may_help(self, home: VaultLink) -> bool:
         refusal = self._group.refusal(self.device, home.device)
         return not (refusal or home._peers_refused or self._relay.rests(home.device))
@@ -227,8 +230,11 @@ class VaultLink:
     def _begin(self, in_flight: deque[_InFlight], stack: ExitStack) -> None:
         """Copy the next piece for this GPU."""
         self._choose(in_flight)
+        most = [self._most_bytes()] if self._best is not None else []
+        if self._is_helped():
+            most.append(RELAYED_BYTES)  # what this link holds on to, others wait for
         with self._group.lock:
-            taken = self.turns.take(None if self._best is None else self._most_bytes())
+            taken = self.turns.take(min(most, default=None))
         if taken is None:
             return
         job, piece = taken
