@@ -51,10 +51,7 @@ class Ceiling:
         self.block = stack.enter_context(closing(_core.HostBlock(nbytes, -1)))
         self.block.prefault(0, nbytes)
         self.block.pin(0)
-        scratch = stack.enter_context(closing(_core.Scratch(0, nbytes)))
-        descriptor, _, nbytes = _core.export_memory(scratch.address)
-        self.memory = stack.enter_context(closing(_core.ImportedMemory(descriptor, 0, nbytes, list(range(1, links)))))
-        os.close(descriptor)
+        self.memory = stack.enter_context(closing(_core.Scratch(0, nbytes, list(range(1, links)))))
         self.streams = {
             device: [stack.enter_context(_core.CopyStream(device)) for _ in range(STREAMS)] for device in range(links)
         }
