@@ -3,8 +3,8 @@
 #   benchmarks/on_gpu_host.sh OUT PART...
 #
 # The suite, and the memory layer alone (seconds on an H200 in brackets; those marked ~ are estimates):
-#   tests [400]  or its halves tests_1, tests_2;  vault_tests [15] belongs to it;  sanitizer [240]
-#   tests_1+tests_2 two_gpu_tests [~250]  the same on two GPUs at once
+#   tests [410]  vault_tests [15] belongs to it;  sanitizer [240]
+#   tests_1_of_2+tests_2_of_2 two_gpu_tests [~250]  the same on two GPUs at once; so for any number
 #   bench [100]  small [60]  beside [50 a turn; $TURNS (2)]  level_3 [25]  decoder [100]  compressed [280]  codec [200]
 #   decode_after_wake [~60]  host_memory [120]  kept_ranges [~60]  forget [~20]  vault [~300]  vault_small [~80]  vault_kills [140]
 #   first_clients [~180, several GPUs]  links [~240, several GPUs; $LINKS_OPTIONS, as --compress]
@@ -107,9 +107,6 @@ unpack || status=1
 checkpoint=()
 if [ -f .gpu/checkpoint.safetensors ]; then checkpoint=(--checkpoint .gpu/checkpoint.safetensors); fi
 
-# What mostly starts processes of its own: about half of the suite's time.
-in_processes=(tests/gpu tests/tools/test_bench.py tests/tools/test_cli.py tests/tools/test_doctor.py tests/test_process.py)
-
 # What starts vaults, each with a context of its own.
 with_vaults=(tests/vault tests/backups/test_tiers.py)
 # What skips itself on one GPU.
@@ -201,9 +198,13 @@ part() {
     tests) suite tests "${with_vaults[@]/#/--ignore=}" "${without_gpu[@]/#/--ignore=}" ;;
     vault_tests) suite vault_tests "${with_vaults[@]}" ;;
     two_gpu_tests) suite two_gpu_tests "${of_two_gpus[@]}" ;;
-    tests_1) suite tests_1 "${in_processes[@]}" ;;
-    tests_2)
-        suite tests_2 "${in_processes[@]/#/--ignore=}" "${with_vaults[@]/#/--ignore=}" "${without_gpu[@]/#/--ignore=}"
+    tests_[0-9]_of_[0-9])
+        local share of files
+        IFS=_ read -r _ share _ of <<<"$1"
+        # pytest ignores nothing that is named.
+        mapfile -t files < <(find tests -name 'test_*.py' | LC_ALL=C sort |
+            grep -v -f <(printf '^%s\n' "${with_vaults[@]}" "${without_gpu[@]}") | awk "NR % $of == $share % $of")
+        suite "$1" "${files[@]}"
         ;;
     sanitizer)
         # Errors of API calls are not its business here: the suite provokes them on purpose and checks them. Left out is

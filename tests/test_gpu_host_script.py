@@ -278,3 +278,13 @@ def test_what_does_not_fit_any_more_says_so(host: pathlib.Path) -> None:
     assert status == 1
     assert said.count("NOT RUN, too little time is left") == 2
     assert not [call for call in calls if call.startswith("benchmarks")]
+
+
+def test_shares_of_the_suite_are_all_of_it(host: pathlib.Path) -> None:
+    files = [f"tests/test_{letter}.py" for letter in "abcdefg"]
+    (host / "checkout" / "tests" / "vault").mkdir(parents=True)
+    for file in [*files, "tests/vault/test_its_own_part.py"]:
+        (host / "checkout" / file).touch()
+    _, _, calls = run(host, "tests_1_of_3", "tests_2_of_3", "tests_3_of_3", COMMIT="abc")
+    given = [[word for word in call.split() if word.startswith("tests/")] for call in calls if " pytest " in call]
+    assert given == [files[0::3], files[1::3], files[2::3]]
