@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -270,7 +271,7 @@ class Exchange:
                 self._connected.set_result(connection)
             await connection.head()
             self._release()
-            await self._pass_answer(connection)
+            await self._pass_answer(connection, lease)
         finally:
             connections.give_back(lease.server, connection)
 
@@ -310,7 +311,7 @@ class Exchange:
 
     # The way back
 
-    async def _pass_answer(self, connection: Connection) -> None:
+    async def _pass_answer(self, connection: Connection, lease: ModelLease) -> None:
         """Send on what the server answers, piece by piece, as fast as the client takes it. Raises: BrokenOff."""
         headers: Headers = passed_on(connection.headers)
         known = dict(headers)
@@ -318,10 +319,14 @@ class Exchange:
         self._takes_events = is_plain and known.get(b"content-type", b"").lower().startswith(b"text/event-stream")
         self._started = True
         await self._send({"type": "http.response.start", "status": connection.status, "headers": headers})
-        more = True
+        more, is_first = True, self._takes_events and connection.status == 200
         while more:
             piece = await connection.read()
             more = not connection.is_read
+            if is_first and piece:
+                is_first = False
+                histogram = self._ways.fleet.counters.first_token[lease.model, lease.found]
+                histogram.observe(time.monotonic() - lease.arrived)
             await self._send({"type": "http.response.body", "body": piece, "more_body": more})
 
     def _release(self) -> None:

@@ -29,7 +29,7 @@ from .lock import Lock
 from .model import Model
 from .policy import STOP, Spec
 from .scheduler import Scheduler
-from .status import Counters, FleetStatus, GpuStatus, Holder, HostStatus, ModelStatus, Phase, VaultStatus
+from .status import FOUND, Counters, FleetStatus, GpuStatus, Holder, HostStatus, ModelStatus, Phase, VaultStatus
 from .units import HOST_RESERVE_BYTES, Unit, Units
 
 __all__ = ["Address", "Fleet", "ModelLease", "NotInTime", "OrderRefused", "ServeError", "ServerFailed", "UnknownModel"]
@@ -83,7 +83,8 @@ class ModelLease:
     Attributes:
         model: its name.
         server: where to send the request.
-        waited_s: until it was granted.
+        arrived: when it was asked for, by the monotonic clock.
+        found: what the request found the model in, as in `status.FOUND`.
         revoked: set with the reason when the request has to end now: it ran longer than the drain allows, an operator
             forced a sleep, or the server died. The front ends the request upstream, and the answer with an error.
         names: that the server knows its model by; empty if it does not say.
@@ -91,7 +92,8 @@ class ModelLease:
 
     model: str
     server: Address
-    waited_s: float = 0.0
+    arrived: float = 0.0
+    found: str = "awake"
     names: tuple[str, ...] = ()
     revoked: asyncio.Future[str] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
@@ -101,13 +103,14 @@ class _Waiting:
     """A request that is not granted yet.
 
     Attributes:
-        arrived: by the monotonic clock.
+        arrived, found: as in its lease.
         waited_s: what requests of its model had waited by then, by cause.
     """
 
     granted: asyncio.Future[ModelLease]
     state: Model
     arrived: float
+    found: str
     waited_s: dict[str, float]
 
 
@@ -228,7 +231,7 @@ class Fleet:
         request, now = next(self._requests), time.monotonic()
         state = self._scheduler.models[name]
         granted: asyncio.Future[ModelLease] = asyncio.get_running_loop().create_future()
-        self._waiting[request] = _Waiting(granted, state, now, self._scheduler.waited_s(state, now))
+        self._waiting[request] = _Waiting(granted, state, now, FOUND[state.phase], self._scheduler.waited_s(state, now))
         try:
             try:
                 self._handle(events.Arrived(request, name, now + state.spec.wait_s))
@@ -410,11 +413,13 @@ class Fleet:
                 self._units.begin(action)
 
     def _grant(self, request: int) -> None:
-        waiting, now = self._waiting[request], time.monotonic()
+        waiting = self._waiting[request]
         name = waiting.state.spec.name
         unit = self._units[name]
         assert unit.address is not None, "a model that is awake has an address"
-        lease = self._leases[request] = ModelLease(name, unit.address, now - waiting.arrived, unit.names)
+        self.counters.actuation[name, waiting.found].observe(time.monotonic() - waiting.arrived)
+        lease = ModelLease(name, unit.address, waiting.arrived, waiting.found, unit.names)
+        self._leases[request] = lease
         _resolve(waiting.granted, lease)
 
     def _count_wait(self, name: str, waiting: _Waiting) -> None:

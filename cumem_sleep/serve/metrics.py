@@ -41,4 +41,8 @@ def exposition(fleet: Fleet) -> str:
         samples.add("serve_waited_seconds", seconds, model=name, cause=cause)
     for (name, outcome), count in counters.requests.items():
         samples.add("serve_requests", count, model=name, outcome=outcome)
+    for (name, found), histogram in counters.actuation.items():
+        samples.add("serve_actuation_seconds", histogram, model=name, found=found)
+    for (name, found), histogram in counters.first_token.items():
+        samples.add("serve_first_token_seconds", histogram, model=name, found=found)
     return samples.text()

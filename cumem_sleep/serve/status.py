@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import Any
+
+from ..metrics import Histogram
 
 
 class Phase(str, Enum):
@@ -19,6 +21,14 @@ class Phase(str, Enum):
     ASLEEP = "asleep"
     WAKING = "waking"
     STOPPING = "stopping"
+
+
+FOUND = {
+    Phase.AWAKE: "awake",
+    **dict.fromkeys((Phase.DRAINING, Phase.FALLING_ASLEEP, Phase.ASLEEP, Phase.WAKING), "asleep"),
+    **dict.fromkeys((Phase.STOPPING, Phase.STOPPED, Phase.STARTING), "stopped"),
+}
+"""What a request found its model in, or on the way to or from: how much has to be done before it is answered."""
 
 
 @dataclass(frozen=True)
@@ -184,9 +194,13 @@ class Counters:
         waited_seconds: what requests waited in all, by model and cause: `start`, `wake`, `room` (others were drained
             or put to sleep), `turn` (others were first), `failure` (backoff after a failed switch).
         requests: by model and outcome: `granted`, `not_in_time`, `failed`, `cancelled`.
+        actuation: of requests that were granted, by model and by what they found, as in `FOUND`.
+        first_token: of answers that were streamed, likewise.
     """
 
     switches: Counter[tuple[str, str, str]] = field(default_factory=Counter)
     switch_seconds: dict[tuple[str, str], float] = field(default_factory=dict)
     waited_seconds: dict[tuple[str, str], float] = field(default_factory=dict)
     requests: Counter[tuple[str, str]] = field(default_factory=Counter)
+    actuation: defaultdict[tuple[str, str], Histogram] = field(default_factory=lambda: defaultdict(Histogram))
+    first_token: defaultdict[tuple[str, str], Histogram] = field(default_factory=lambda: defaultdict(Histogram))
