@@ -10,6 +10,7 @@ import pytest
 
 from cumem_sleep import metrics
 from cumem_sleep.metrics import BUCKETS_S, Histogram, Samples
+from cumem_sleep.serve.status import FOUND, SWITCHES
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "metrics.md").read_text()
@@ -49,6 +50,25 @@ def test_queries_name_metrics_and_labels_that_exist() -> None:
 def test_other_pages_name_metrics_that_exist(name: str) -> None:
     for found in re.findall(r"`(cumem_sleep_\w+)`", (ROOT / "docs" / f"{name}.md").read_text()):
         assert found in ALL or found in ("cumem_sleep_status", "cumem_sleep_deepen", "cumem_sleep_forget"), found
+
+
+DEPLOYED = ("prometheus/cumem-sleep.rules.yml", "grafana/cumem-sleep.json")
+NOT_YET = {"cumem_sleep_vault_files_written_bytes_total"}  # of a vault that spills to files
+
+
+@pytest.mark.parametrize("name", DEPLOYED)
+def test_rules_and_dashboards_name_metrics_and_labels_that_exist(name: str) -> None:
+    text = (ROOT / "examples" / "deploy" / name).read_text().replace('\\"', '"')
+    # Not those that rules make, which have colons.
+    found = re.findall(r"(?<![\w:])(cumem_sleep_\w+?)(?:_bucket|_count|_sum)?\b(?!:)(?:\{([^}]*)\})?", text)
+    assert len(found) > 10
+    for each, selector in found:
+        assert each in ALL or each in NOT_YET, each
+        if each in ALL:
+            assert set(re.findall(r"(\w+)=", selector)) <= {"instance", *ALL[each].labels}, (each, selector)
+    for label, words in (("kind", SWITCHES), ("found", FOUND.values()), ("result", ("ok", "failed"))):
+        for said in re.findall(rf'\b{label}=~?"([^"]*)"', text):
+            assert set(said.split("|")) <= set(words), said
 
 
 def test_a_sample_has_exactly_the_labels_of_its_metric() -> None:

@@ -23,6 +23,8 @@ class Phase(str, Enum):
     STOPPING = "stopping"
 
 
+SWITCHES = ("sleep", "wake", "start", "stop")
+OUTCOMES = ("granted", "not_in_time", "failed", "cancelled")
 FOUND = {
     Phase.AWAKE: "awake",
     **dict.fromkeys((Phase.DRAINING, Phase.FALLING_ASLEEP, Phase.ASLEEP, Phase.WAKING), "asleep"),
@@ -36,7 +38,7 @@ class Switch:
     """A sleep, wake, start or stop that ended.
 
     Attributes:
-        kind: `sleep`, `wake`, `start` or `stop`.
+        kind: as in `SWITCHES`.
         level: of a sleep, and what a wake woke from; None for starts and stops.
         seconds: that it took.
         ended_at: Unix time.
@@ -189,11 +191,11 @@ class Counters:
     """What only grows, for the metrics.
 
     Attributes:
-        switches: by model, kind (`sleep`, `wake`, `start`, `stop`) and result (`ok`, `failed`).
+        switches: by model, kind (as in `SWITCHES`) and result (`ok`, `failed`).
         switch_seconds: by model and kind.
         waited_seconds: what requests waited in all, by model and cause: `start`, `wake`, `room` (others were drained
             or put to sleep), `turn` (others were first), `failure` (backoff after a failed switch).
-        requests: by model and outcome: `granted`, `not_in_time`, `failed`, `cancelled`.
+        requests: by model and outcome, as in `OUTCOMES`.
         actuation: of requests that were granted, by model and by what they found, as in `FOUND`.
         first_token: of answers that were streamed, likewise.
     """
