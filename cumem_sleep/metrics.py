@@ -124,7 +124,7 @@ FRONT = _table(
     ),
     (
         *("serve_actuation_seconds", "model found", "histogram"),
-        "From a request to its model awake, by what it found: `awake`, `asleep`, `stopped`, or on the way there.",
+        "From a request to its model awake, by what it found: `awake`, `asleep` or `stopped`.",
     ),
     (
         *("serve_first_token_seconds", "model found", "histogram"),
