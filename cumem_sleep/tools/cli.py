@@ -196,9 +196,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _build() -> str:
-    """The version, the commit, and what the extension was built with."""
+    """The version, the commit, and what the extension was built with. Built in place, its commit changes."""
     commit = (Path(__file__).parent.parent / "commit.txt").read_text().strip()
-    known = "a checkout" if commit.startswith("$") else f"commit {commit}"  # built in place, it changes with each commit
+    known = "a checkout" if commit.startswith("$") else f"commit {commit}"
     return f"cumem-sleep {__version__} ({known}; {_core.BUILT_WITH})"
 
 
