@@ -64,18 +64,20 @@ def test_the_image_runs_the_demo_as_a_user_without_rights() -> None:
     assert podman("run", "--rm", "--network=none", "--entrypoint=id", IMAGE, "-u").strip() == "2000"
 
 
-class TestCompose:
-    @pytest.fixture(scope="class", autouse=True)
-    def running(self) -> Iterator[None]:
-        """All services but Grafana, whose image is nowhere to be had."""
-        environment = {**os.environ, "ADMIN_TOKEN": "token", "PROMETHEUS_IMAGE": "localhost/prometheus"}
-        compose = ["podman-compose", "-f", DEPLOY / "compose.yaml"]
-        subprocess.run([*compose, "up", "-d"], env=environment, check=True, stdin=subprocess.DEVNULL)
-        try:
-            yield
-        finally:
-            subprocess.run([*compose, "down", "-v"], env=environment, check=True, stdin=subprocess.DEVNULL)
+@pytest.fixture(scope="class")
+def services() -> Iterator[None]:
+    """All services of the compose file but Grafana, whose image is nowhere to be had."""
+    environment = {**os.environ, "ADMIN_TOKEN": "token", "PROMETHEUS_IMAGE": "localhost/prometheus"}
+    compose = ["podman-compose", "-f", DEPLOY / "compose.yaml"]
+    subprocess.run([*compose, "up", "-d"], env=environment, check=True, stdin=subprocess.DEVNULL)
+    try:
+        yield
+    finally:
+        subprocess.run([*compose, "down", "-v"], env=environment, check=True, stdin=subprocess.DEVNULL)
 
+
+@pytest.mark.usefixtures("services")
+class TestCompose:
     def test_each_model_answers(self) -> None:
         fetch("http://127.0.0.1:8000/health")
         for model in ("small", "large", "small"):
@@ -100,29 +102,31 @@ class TestCompose:
         }
 
 
-class TestPods:
-    @pytest.fixture(scope="class", autouse=True)
-    def running(self, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-        """The pods of the overlay without GPUs, as podman knows them, with what the cluster would do for them."""
-        folder = tmp_path_factory.mktemp("pods")
-        (folder / "socket").mkdir()
-        keys = {name: base64.b64encode(name.encode()).decode() for name in ("api-key", "admin-token")}
-        (folder / "secret.json").write_text(json.dumps(keys))
-        played = [*of_kind("simulated", "ConfigMap").values()]
+@pytest.fixture(scope="class")
+def cluster_pods(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The pods of the overlay without GPUs, as podman knows them, with what the cluster would do for them."""
+    folder = tmp_path_factory.mktemp("pods")
+    (folder / "socket").mkdir()
+    keys = {name: base64.b64encode(name.encode()).decode() for name in ("api-key", "admin-token")}
+    (folder / "secret.json").write_text(json.dumps(keys))
+    played = [*of_kind("simulated", "ConfigMap").values()]
+    for name in ("vault", "front"):
+        pod = as_podman_knows(name, folder / "socket")
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump_all([*played, pod]))
+    podman("secret", "create", "cumem-sleep", folder / "secret.json")
+    try:
+        prepare_socket_folder(folder / "socket")
         for name in ("vault", "front"):
-            pod = as_podman_knows(name, folder / "socket")
-            (folder / f"{name}.yaml").write_text(yaml.safe_dump_all([*played, pod]))
-        podman("secret", "create", "cumem-sleep", folder / "secret.json")
-        try:
-            prepare_socket_folder(folder / "socket")
-            for name in ("vault", "front"):
-                podman("kube", "play", folder / f"{name}.yaml")
-            yield
-            print(*(podman("logs", f"{name}-{name}") for name in ("vault", "front")))
-        finally:
-            podman("pod", "rm", "--force", "--all", "--time=3")
-            podman("secret", "rm", "cumem-sleep")
+            podman("kube", "play", folder / f"{name}.yaml")
+        yield
+        print(*(podman("logs", f"{name}-{name}") for name in ("vault", "front")))
+    finally:
+        podman("pod", "rm", "--force", "--all", "--time=3")
+        podman("secret", "rm", "cumem-sleep")
 
+
+@pytest.mark.usefixtures("cluster_pods")
+class TestPods:
     def test_probes_are_answered_at_the_address_of_the_pod(self) -> None:
         for pod in pods("simulated").values():
             (container,) = pod["spec"]["containers"]
