@@ -464,6 +464,16 @@ void bind_ahead(py::module_& module) {
         });
 }
 
+// The compiler, and the headers of the driver.
+std::string built_with() {
+#ifdef __clang__
+    const std::string compiler = __VERSION__;
+#else
+    const std::string compiler = "GCC " __VERSION__;
+#endif
+    return compiler + ", CUDA " + std::to_string(CUDA_VERSION / 1000) + "." + std::to_string(CUDA_VERSION % 1000 / 10);
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_core, module) {
@@ -472,6 +482,7 @@ PYBIND11_MODULE(_core, module) {
     errors();
     py::register_exception_translator(&translate_error);
     module.attr("CHECKS_INVARIANTS") = kChecksInvariants;
+    module.attr("BUILT_WITH") = built_with();
     bind_driver(module);
     bind_checkpoint(module);
     bind_devices(module);

@@ -9,6 +9,8 @@ _Result = TypeVar("_Result")
 
 # Whether an invalid state ends the process: true in builds with sanitizers.
 CHECKS_INVARIANTS: bool
+# The compiler, and the CUDA whose headers it had.
+BUILT_WITH: str
 
 def open_driver(path: str) -> None: ...
 def driver_is_open() -> bool: ...
