@@ -16,6 +16,7 @@
 #   serve_level_3_own [~240, at once with it on a second GPU]
 #   kept_kv [~280]  serve_kept_kv [~240]  vault_servers [~70]  scenarios [300]  two_gpus [400]
 #   ranks [~400, two GPUs; with Ray from .gpu/3/*.tar.xz, if it is there]
+#   trl [~140; $TRL_OPTIONS, as --ways ours-2,own-2; with .gpu/3/trl.tar.xz from gpu_host_archives.py]
 #
 # What is in .gpu may come in several calls to one machine: each call unpacks what it finds, once. Other things in .gpu:
 #   switching.json, to which both parts of that benchmark add
@@ -277,6 +278,10 @@ part() {
             --limit "${SCENARIO_LIMIT_S:-150}" ${ONLY:+--only "$ONLY"}
         ;;
     vault_servers) with_vllm && measure 200 vllm_scenarios vllm_scenarios --only two_servers_through_the_vault --limit 150 ;;
+    trl)
+        # shellcheck disable=SC2086 # several words
+        with_vllm && measure 170 trl_colocated trl_colocated --deadline "$(left 150)" ${TRL_OPTIONS:-}
+        ;;
     serve) with_vllm && measure 570 vllm_serve vllm_serve --deadline "$(left 550)" ;;
     serve_vault) with_vllm && measure 300 vllm_serve vllm_serve --ways vault,vault_compressed --deadline "$(left 290)" ;;
     serve_level_3 | serve_level_3_own)

@@ -217,6 +217,7 @@ PARTS = {
     "models": "benchmarks/serve_models.py",
     "serve_kept_kv": "benchmarks/serve_kept_kv.py",
     "switching_vault": "benchmarks/switching.py",
+    "trl": "benchmarks/trl_colocated.py",
     "saver": "benchmarks/torch_memory_saver_beside.py",
     "saver_30": "benchmarks/torch_memory_saver_beside.py",
 }
@@ -225,6 +226,7 @@ PARTS = {
 GIVEN = {
     "ranks": ("ONLY", "data_parallel_2"),
     "serve_level_3": ("LEVEL_3_OPTIONS", "--deadline 330"),
+    "trl": ("TRL_OPTIONS", "--steps 10 --graphs"),
     "models": ("MODELS_OPTIONS", "--requests 100 --restart-seconds 60"),
 }
 
