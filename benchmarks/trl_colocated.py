@@ -15,13 +15,9 @@ that a way that fails or takes too long loses nothing. Exits with 1 if a way fai
 from __future__ import annotations
 
 import argparse
-import contextlib
-import faulthandler
 import importlib.metadata
 import json
 import os
-import signal
-import subprocess
 import sys
 import time
 from collections import defaultdict
@@ -32,6 +28,7 @@ from typing import Any
 
 from checkpoints import Shape, write_checkpoint
 from record import machine_apart, machine_without_gpu
+from ways import Facts, Notes, Way
 
 WAYS = {
     "ours-2": (False, 2),
@@ -48,7 +45,6 @@ IMPORTS_S, LEAST_S = 90.0, 15.0
 DIFFERENCE = (
     "sampling/sampling_logp_difference/mean"  # between trainer and engine: large if the weights are not the same
 )
-Facts = dict[str, Any]
 
 
 class StepClock:
@@ -109,18 +105,11 @@ def write_model(folder: Path, layers: int, width: int) -> None:
     (folder / "config.json").write_text(json.dumps({**config, **ids, "bos_token_id": None}, indent=2) + "\n")
 
 
-def one(way: str, facts_file: Path, arguments: argparse.Namespace) -> None:
-    """One way, in this process; its facts are in the file whenever something is known."""
-    begun = time.perf_counter()
-    facts: Facts = {"phase": "imports", "level": WAYS[way][1], "rows": []}
-
-    def note(phase: str, **more: Any) -> None:
-        facts.update(phase=phase, **more)
-        facts.setdefault("phases_s", {})[phase] = round(time.perf_counter() - begun, 2)
-        whole = facts_file.with_suffix(".new")
-        whole.write_text(json.dumps(facts))
-        whole.replace(facts_file)  # who reads it finds all of it
-        print(f"{way}: {phase} after {time.perf_counter() - begun:.1f} s", flush=True)
+def one(way: str, arguments: argparse.Namespace) -> None:
+    """One way, in this process."""
+    level = WAYS[way][1]
+    notes = Notes(way, arguments.work / f"{way}.json")
+    rows = notes.facts["rows"]
 
     import datasets
     import torch
@@ -130,18 +119,15 @@ def one(way: str, facts_file: Path, arguments: argparse.Namespace) -> None:
     from vllm import LLM
 
     names = ("trl", "transformers", "accelerate", "datasets", "torch")
-    note("ready", versions={name: importlib.metadata.version(name) for name in names})
-    limit_s = float(sys.stdin.readline())
-    faulthandler.dump_traceback_later(limit_s, exit=True)  # into the log: where it hangs
-    begun = time.perf_counter()
+    notes.note("ready", level=level, versions={name: importlib.metadata.version(name) for name in names})
+    notes.wait_for_turn()
     cuda = torch.cuda.is_available()
     clock = StepClock(torch.cuda.synchronize if cuda else lambda: None)
-    level = WAYS[way][1]
     used: dict[str, int] = {}
 
     def engine(**asked: Any) -> Any:
         """The `LLM` that TRL asks for, with a clock on its calls."""
-        note("engine")
+        notes.note("engine")
         asked["enable_sleep_mode"] = cuda
         llm: Any = LLM(**asked, enforce_eager=not arguments.graphs)
         sleep, wake_up = llm.sleep, llm.wake_up
@@ -164,7 +150,7 @@ def one(way: str, facts_file: Path, arguments: argparse.Namespace) -> None:
         llm.sleep = clock.timed("sleep", fall_asleep)
         llm.wake_up = wake
         llm.generate = clock.timed("generate", llm.generate)
-        note("first sleep", engine_s=clock.take())
+        notes.note("first sleep", engine_s=clock.take())
         return llm
 
     class StepRecorder(TrainerCallback):  # type: ignore[misc]
@@ -172,12 +158,12 @@ def one(way: str, facts_file: Path, arguments: argparse.Namespace) -> None:
             clock.take()
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            facts["rows"].append({**clock.take(), **used})
+            rows.append({**clock.take(), **used})
 
         def on_log(self, _arguments: Any, _state: Any, _control: Any, logs: Facts, **__: Any) -> None:
             if "reward" in logs:
-                facts["rows"][-1].update(reward=float(logs["reward"]), logp_difference=float(logs.get(DIFFERENCE, 0)))
-                note(f"step {len(facts['rows'])}, reward {float(logs['reward']):.3f}")
+                rows[-1].update(reward=float(logs["reward"]), logp_difference=float(logs.get(DIFFERENCE, 0)))
+                notes.note(f"step {len(rows)}, reward {float(logs['reward']):.3f}")
 
     vllm_generation.LLM = engine
     generation = vllm_generation.VLLMGeneration
@@ -207,7 +193,7 @@ def one(way: str, facts_file: Path, arguments: argparse.Namespace) -> None:
         seed=0,
     )
     prompts = [{"prompt": f"{n % 50} {(n + 3) % 50} {(n + 7) % 50}"} for n in range(PROMPTS * arguments.steps)]
-    note("trainer")
+    notes.note("trainer")
     trainer = GRPOTrainer(
         model,
         even_numbers,
@@ -217,11 +203,9 @@ def one(way: str, facts_file: Path, arguments: argparse.Namespace) -> None:
         callbacks=[StepRecorder()],
     )
     trainer.remove_callback(PrinterCallback)
-    facts["first_sleep_s"] = clock.take().get("sleep", 0.0)
-    note("training")
+    notes.note("training", first_sleep_s=clock.take().get("sleep", 0.0))
     trainer.train()
-    note("done")
-    sys.stdout.flush()
+    notes.note("done")
     os._exit(0)  # leaving an engine in order takes seconds, and has been measured elsewhere
 
 
@@ -251,49 +235,6 @@ def failure(facts: Facts, steps: int) -> str:
     return ""
 
 
-def read(file: Path) -> Facts:
-    try:
-        facts: Facts = json.loads(file.read_text())
-    except (FileNotFoundError, ValueError):
-        facts = {"phase": "start", "rows": []}
-    return facts
-
-
-def start(way: str, facts_file: Path, log: Path) -> subprocess.Popen[bytes]:
-    """A process that imports, and then waits for the seconds that it has."""
-    facts_file.unlink(missing_ok=True)
-    environment = {**os.environ, "VLLM_LOGGING_STREAM": "ext://sys.stderr", "PYTHONUNBUFFERED": "1"}
-    environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # TRL reaches into the engine's worker
-    environment.update({"CUMEM_SLEEP_DISABLE": "1"} if WAYS[way][0] else {})
-    with log.open("wb") as errors:
-        return subprocess.Popen(
-            [sys.executable, __file__, *sys.argv[1:], "--one", way],
-            env=environment,
-            stdin=subprocess.PIPE,
-            stderr=errors,
-            start_new_session=True,
-        )
-
-
-def run(process: subprocess.Popen[bytes], limit_s: float) -> int | None:
-    """Tells a process its seconds, and waits for it; the exit status, or None if it was killed."""
-    assert process.stdin is not None
-    try:
-        process.stdin.write(f"{limit_s}\n".encode())
-        process.stdin.close()
-        return process.wait(limit_s + 10)
-    except (OSError, subprocess.TimeoutExpired):
-        return process.poll()
-    finally:
-        kill(process)
-
-
-def kill(process: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
@@ -309,39 +250,45 @@ def main() -> None:
     arguments = parser.parse_args()
     begun = time.monotonic()
     if arguments.one:
-        one(arguments.one, arguments.work / f"{arguments.one}.json", arguments)
-    ways = arguments.ways.split(",")
+        one(arguments.one, arguments)
     arguments.work.mkdir(parents=True, exist_ok=True)
-    files = {way: arguments.work / f"{way}.json" for way in ways}
-    logs = {way: arguments.out.with_suffix(f".{way}.log") for way in ways}
-    processes = {way: start(way, files[way], logs[way]) for way in ways}
-    result: Facts = {"machine": {}, "steps": arguments.steps, "layers": arguments.layers, "ways": {}, "summary": {}}
-    failures: dict[str, str] = {}
+    ways = [
+        Way(
+            name,
+            arguments.work / f"{name}.json",
+            arguments.out.with_suffix(f".{name}.log"),
+            {
+                "VLLM_LOGGING_STREAM": "ext://sys.stderr",
+                "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # TRL reaches into the engine's worker
+                **({"CUMEM_SLEEP_DISABLE": "1"} if WAYS[name][0] else {}),
+            },
+        )
+        for name in arguments.ways.split(",")
+    ]
+    result: Facts = {"machine": {}, "layers": arguments.layers, "width": arguments.width, "ways": {}, "summary": {}}
+    failures = result["failures"] = {}
     try:
         write_model(arguments.work / "model", arguments.layers, arguments.width)
         has_gpu = Path("/dev/nvidia0").exists()
         result["machine"] = machine_apart() if has_gpu else machine_without_gpu(simulated=True)
-        while time.monotonic() - begun < min(IMPORTS_S, arguments.deadline) and any(
-            read(files[way])["phase"] == "start" and processes[way].poll() is None for way in ways
-        ):
+        waits_until = begun + min(IMPORTS_S, arguments.deadline)
+        while time.monotonic() < waits_until and not all(way.has_begun() for way in ways):
             time.sleep(0.1)
         print(f"imports, model and machine: {time.monotonic() - begun:.1f} s", flush=True)
         for way in ways:
             left = arguments.deadline - (time.monotonic() - begun)
-            status = run(processes[way], left) if left > LEAST_S else None
-            facts = read(files[way])
+            facts = way.run(left) if left > LEAST_S else way.facts()
             if failed := failure(facts, arguments.steps):
-                failures[way] = f"{failed}, status {status}"
-                lines = logs[way].read_text(errors="replace").splitlines()
-                facts["log"] = lines[-40:]
-                print(f"FAILED {way}: {failures[way]}", *lines[-25:], sep="\n    | ", flush=True)
-            result["ways"][way] = facts
-            result["summary"][way] = summary(facts)
-            arguments.out.write_text(json.dumps({**result, "failures": failures}, indent=2) + "\n")
-            print(way, {name: round(value, 4) for name, value in result["summary"][way].items()}, flush=True)
+                failures[way.name] = failed
+                facts["log"] = way.last_words()
+                print(f"FAILED {way.name}: {failed}", *facts["log"], sep="\n    | ", flush=True)
+            result["ways"][way.name] = facts
+            result["summary"][way.name] = found = summary(facts)
+            arguments.out.write_text(json.dumps(result, indent=2) + "\n")
+            print(way.name, {name: round(value, 4) for name, value in found.items()}, flush=True)
     finally:
-        for process in processes.values():
-            kill(process)
+        for way in ways:
+            way.kill()
     print(f"whole run {time.monotonic() - begun:.1f} s; failures: {failures or 'none'}", flush=True)
     sys.exit(1 if failures else 0)
 
