@@ -18,6 +18,9 @@
 #   ranks [~400, two GPUs; with Ray from .gpu/3/*.tar.xz, if it is there]
 #   trl [~140; $TRL_OPTIONS, as --ways ours-2,own-2; with .gpu/3/trl.tar.xz from gpu_host_archives.py]
 #
+# With SGLang, from .gpu/4/sglang.tar.xz (gpu_host_archives.py), in a folder of its own:
+#   sglang [~240; $SGLANG_OPTIONS, as --shape 0.6B --ways ours-graphs,theirs-graphs]
+#
 # What is in .gpu may come in several calls to one machine: each call unpacks what it finds, once. Other things in .gpu:
 #   switching.json, to which both parts of that benchmark add
 #   checkpoint.safetensors, real weights for `compressed` and `codec`
@@ -170,6 +173,25 @@ with_saver() {
     [ -d "$theirs" ] || python3 -m pip install -q --no-index --no-deps --target "$theirs" .gpu/saver/*.whl
 }
 
+# In a subshell: what it exports is for SGLang alone. Its kernels are compiled with nvcc and ninja; torch_memory_saver is
+# linked with libcudart, which is to be PyTorch's.
+with_sglang() {
+    local folder=${site}_of_sglang top runtime
+    if [ ! -d "$folder/site" ]; then
+        mkdir -p "$folder"
+        tar xJf .gpu/4/sglang.tar.xz -C "$folder" || return 1
+    fi
+    top=$(nvcc --dryrun -c -x cu /dev/null 2>&1 | sed -n 's/^#\$ TOP=//p')
+    if [ -n "$top" ]; then CUDA_HOME=$(readlink -f "$top") && export CUDA_HOME; fi
+    runtime=$(python3 -c 'import torch
+maps = [line.split()[-1] for line in open("/proc/self/maps") if "libcudart.so" in line]
+print(maps[0].rpartition("/")[0] if maps else "")')
+    PATH=$PATH:$(python3 -c 'import sys; print(sys.prefix)')/bin # ninja
+    export PATH PYTHONPATH=$plain_path LD_LIBRARY_PATH=$runtime:$folder/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
+    # shellcheck disable=SC2086 # several words
+    measure 270 sglang_cycles sglang_cycles --sglang "$folder" --deadline "$(left 240)" ${SGLANG_OPTIONS:-}
+}
+
 # Its own tests, unchanged, on this layer; those that look into its C library cannot pass (docs/torch-memory-saver.md).
 # Where there are two GPUs, a call of this part alone, not joined by +, runs those of several devices too.
 saver_tests() {
@@ -265,6 +287,7 @@ part() {
             ${SAVER_OPTIONS:-}
         ;;
     saver_tests) saver_tests ;;
+    sglang) (with_sglang) ;;
     peers)
         # After --deadline seconds no process is started that would end later; a minute on, none is left.
         with_vllm && with_saver && PYTHONPATH=$PYTHONPATH:$theirs measure 570 peers peers --deadline "$(left 450)"

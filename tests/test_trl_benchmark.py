@@ -58,7 +58,7 @@ def test_each_way_runs_at_its_level_and_every_second_belongs_to_a_phase(tmp_path
 
 
 def test_a_way_that_fails_or_does_not_learn_loses_nothing_of_the_others(tmp_path: pathlib.Path) -> None:
-    status, result, said = run(tmp_path, FAKE_TRL_STAYS="own-2", FAKE_TRL_FAILS="ours-1")
+    status, result, said = run(tmp_path, "--ways=own-2,ours-1,own-1", FAKE_TRL_STAYS="own-2", FAKE_TRL_FAILS="ours-1")
     assert status == 1
     assert set(result["failures"]) == {"own-2", "ours-1"}
     assert "did not learn" in result["failures"]["own-2"]
