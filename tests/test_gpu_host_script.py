@@ -217,6 +217,8 @@ PARTS = {
     "models": "benchmarks/serve_models.py",
     "serve_kept_kv": "benchmarks/serve_kept_kv.py",
     "switching_vault": "benchmarks/switching.py",
+    "trl": "benchmarks/trl_colocated.py",
+    "sglang": "benchmarks/sglang_cycles.py",
     "saver": "benchmarks/torch_memory_saver_beside.py",
     "saver_30": "benchmarks/torch_memory_saver_beside.py",
 }
@@ -225,6 +227,8 @@ PARTS = {
 GIVEN = {
     "ranks": ("ONLY", "data_parallel_2"),
     "serve_level_3": ("LEVEL_3_OPTIONS", "--deadline 330"),
+    "trl": ("TRL_OPTIONS", "--steps 10 --graphs"),
+    "sglang": ("SGLANG_OPTIONS", "--shape 0.6B --ways ours-graphs"),
     "models": ("MODELS_OPTIONS", "--requests 100 --restart-seconds 60"),
 }
 
@@ -233,6 +237,7 @@ GIVEN = {
 @pytest.mark.parametrize(("part", "script"), PARTS.items())
 def test_options_are_those_that_scripts_take(host: pathlib.Path, part: str, script: str) -> None:
     variable, given = GIVEN.get(part, ("ONLY", ""))
+    (host / "site_of_sglang" / "site").mkdir(parents=True)
     status, said, calls = run(host, part, **{variable: given})
     assert status == 0, said
     (call,) = (call for call in calls if call.startswith(script))
