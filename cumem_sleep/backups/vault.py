@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -21,14 +21,17 @@ import numpy.typing as npt
 from .. import _core
 from ..core import log
 from ..core.extents import Extent, Lane, PieceTable, Transfers
+from ..core.pinned import pinned_block
 from ..errors import CumemSleepError, OutOfHostMemory, VaultError, VaultLost, VaultUnavailable
 from ..report import BackupPlace
 from ..settings import Settings
 from ..vault import protocol
 from ..vault.client import DEADLINE_S, LentMemory, Range, Sealed, Shown, SlabTable, VaultBackup, VaultClient
+from ..vault.files import read_into
 from ..vault.ledger import Key, SlabRange
 from .tier import Content, Footprint, HostLimit, NotYet, Tier, budget_limits
 
+_STAGING_BYTES = 16 << 20
 _ENOUGH_BYTES = 1 << 62  # the vault finds room in its slabs
 
 
@@ -54,6 +57,11 @@ class VaultExtent:
 
     def __post_init__(self) -> None:
         self.bytes = self.backup.nbytes
+
+    @property
+    def is_in_files(self) -> bool:
+        """No other vault adopts these: this process reads them when the vault has ended."""
+        return any(extent.slab in self.slabs.folders for extent in self.backup.extents)
 
     def ranges(self, offset: int, nbytes: int) -> Iterator[tuple[int, int, int]]:
         """(slab, offset in it, bytes) of so many bytes from `offset` on, in order.
@@ -109,7 +117,8 @@ class VaultTier(Tier):
                 continue
             places = {(id(extent.slabs), extent.backup.extents) for extent in _mine(extents)} - counted
             counted |= places
-            nbytes = sum(there.nbytes for _, ranges in places for there in ranges)
+            files = {number for extent in _mine(extents) for number in extent.slabs.folders}  # these take no memory
+            nbytes = sum(there.nbytes for _, ranges in places for there in ranges if there.slab not in files)
             is_shared = max(shared_by, default=1) > 1
             held.append(Footprint(nbytes, vault_bytes=nbytes, shared_bytes=nbytes if is_shared else 0))
         return held
@@ -364,7 +373,7 @@ class VaultTier(Tier):
     def _show_all(self, client: VaultClient) -> None:
         """Let this vault adopt what the one before has left behind: all that was complete, and could not be evicted."""
         there = [extent for extent in self._extents.values() if extent.backup.extents]
-        kept = [extent for extent in there if extent.sealed is not None and extent.needed]
+        kept = [e for e in there if e.sealed is not None and e.needed and not e.is_in_files]
         adopted: list[tuple[VaultExtent, VaultBackup]] = []
         for gpu in sorted({extent.gpu for extent in kept}):
             mine = [extent for extent in kept if extent.gpu == gpu]
@@ -391,6 +400,7 @@ class VaultTransfers(Transfers):
         self._begun: list[int] = []  # copies
         self._returning: list[int] = []  # requests by which lent memory is given back
         self._slabs: dict[tuple[int, int], _core.HostBlock] = {}  # by the table's id and the number there
+        self._staging: _core.HostBlock | None = None
         self._stack = ExitStack()
 
     def __exit__(
@@ -476,6 +486,12 @@ class VaultTransfers(Transfers):
         """That copy has begun."""
         self._begun.append(request)
 
+    def staging(self, device: int) -> _core.HostBlock:
+        """Pinned memory for what this process reads from files."""
+        if self._staging is None:
+            self._staging = self._stack.enter_context(closing(pinned_block(_STAGING_BYTES, device)))
+        return self._staging
+
     def slab(self, extent: VaultExtent, number: int, device: int) -> _core.HostBlock:
         """That slab, mapped for reading, and registered if the driver does that."""
         key = id(extent.slabs), number
@@ -509,10 +525,24 @@ class VaultLane(Lane):
         client = self._transfers.reader(mine)
         if client is None:
             for slab, start, size in mine.ranges(offset, nbytes):
-                self.stream.to_device(address, self._transfers.slab(mine, slab, self.stream.device), start, size)
+                if slab in mine.slabs.folders:
+                    self._read_file(address, mine, slab, start, size)
+                else:
+                    self.stream.to_device(address, self._transfers.slab(mine, slab, self.stream.device), start, size)
                 address += size
         else:
             self._copy(client, address, mine, offset, nbytes, filled=True)
+
+    def _read_file(self, address: int, extent: VaultExtent, number: int, start: int, nbytes: int) -> None:
+        """By this process, one part after another."""
+        descriptor, _ = extent.slabs.by_number[number]
+        block = self._transfers.staging(self.stream.device)
+        for at in range(0, nbytes, block.bytes):
+            size = min(block.bytes, nbytes - at)
+            self.stream.synchronize()  # the block may be in use
+            read_into(descriptor, memoryview(block)[:size], start + at, extent.slabs.folders[number])
+            self.stream.to_device(address + at, block, 0, size)
+        self.stream.synchronize()
 
     def _copy(
         self, client: VaultClient, address: int, extent: VaultExtent, offset: int, nbytes: int, *, filled: bool

@@ -55,7 +55,7 @@ class VaultBackup:
 
     Attributes:
         nbytes: of the stored bytes.
-        extents: where they are, in order: (slab, offset, bytes). `VaultClient.slab` has the slabs.
+        extents: where they are, in order: (slab, offset, bytes). `VaultClient.slabs` has the slabs, which may be files.
         note: what the owner that sealed it wrote down, about the encoding for one.
     """
 
@@ -96,10 +96,14 @@ class SlabTable:
 
     Attributes:
         by_number: the descriptor of each, which is the table's to close, and the size of the slab in bytes.
+        folders: of those that are files, by their numbers.
+        backups: that lie in them, by their numbers, as long as somebody has them.
     """
 
     def __init__(self) -> None:
         self.by_number: dict[int, tuple[int, int]] = {}
+        self.folders: dict[int, Path] = {}
+        self.backups: weakref.WeakValueDictionary[int, VaultBackup] = weakref.WeakValueDictionary()
         self._backups: Counter[int] = Counter()
 
     def move(self, before: Iterable[SlabRange], after: Iterable[SlabRange]) -> None:
@@ -112,6 +116,7 @@ class SlabTable:
         unused = [slab for slab in self.by_number if self._backups[slab] <= 0]
         for slab in unused:
             protocol.close_all([self.by_number.pop(slab)[0]])
+            self.folders.pop(slab, None)
             del self._backups[slab]
         return unused
 
@@ -216,9 +221,9 @@ class VaultClient:
     def lost(self) -> VaultLost | None:
         """Why the vault cannot be asked any more, or None. Looks whether it has ended, or has said something since."""
         if self._lost is None:
-            with suppress(VaultLost):
-                self._take_in(self._channel.receive)
+            self._take_in_all()
         elif self._lost.may_go_on and self._channel.is_ended_there():  # it will not any more
+            self._take_in_all()
             self._lost = VaultLost(f"{self._lost}; it has ended since")
             self._close_connections()
         elif self.is_silent:
@@ -233,6 +238,12 @@ class VaultClient:
         except OSError as error:
             return isinstance(error, ProcessLookupError)
         return False
+
+    def _take_in_all(self) -> None:
+        """All that has come: backups may have been moved to files, and must be read there."""
+        with suppress(VaultLost):
+            while self._channel.fileno() >= 0 and self._channel.wait(0):
+                self._take_in(self._channel.receive)
 
     def _hears_something(self) -> bool:
         try:
@@ -637,6 +648,10 @@ class VaultClient:
             else:
                 (descriptor,) = message.descriptors
                 self.slabs.by_number[body["slab"]] = descriptor, body["bytes"]
+                if "folder" in body:
+                    self.slabs.folders[body["slab"]] = Path(body["folder"])
+        elif "moved" in body:
+            self._moved(body["moved"], body["extents"])
         elif "cut" in body:
             self._lose(f"the vault has cut this process off: {body['cut']}", may_go_on=True)
         elif body.get("id") in self._given_up:
@@ -645,6 +660,16 @@ class VaultClient:
                 self._unclaimed += [each["number"] for each in body.get("ok", {}).get("backups") or () if each]
         elif body.get("id") in self._answers:
             self._answers[body["id"]] = body
+
+    def _moved(self, numbers: Sequence[int], extents: Sequence[Sequence[int]]) -> None:
+        """These backups, which are equal, lie there from now on; answers that have come before say otherwise."""
+        for number in numbers:
+            if number in self.slabs.backups:
+                self._move(self.slabs.backups[number], tuple(SlabRange(*extent) for extent in extents))
+        for answer in self._answers.values():
+            for each in answer.get("ok", {}).get("backups") or ():
+                if each and each["number"] in numbers:
+                    each["extents"] = extents
 
     def _lose(self, why: str, may_go_on: bool = False) -> None:
         self._lost = self._lost or VaultLost(why, may_go_on)
@@ -674,6 +699,10 @@ class VaultClient:
     def _move(self, backup: VaultBackup, extents: tuple[SlabRange, ...] = ()) -> None:
         """It lies there now, or is gone."""
         self.slabs.move(backup.extents, extents)
+        if extents:
+            self.slabs.backups[backup.number] = backup
+        else:
+            self.slabs.backups.pop(backup.number, None)
         backup.extents = extents
 
 

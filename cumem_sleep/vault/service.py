@@ -12,7 +12,7 @@ import os
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,12 +23,14 @@ from typing import Any
 from .. import __version__, _core
 from ..errors import CumemSleepError, DriverError, InvalidArgument, InvalidState, VaultError
 from . import memory, protocol
+from .files import SpillFile, SpillFiles
 from .ledger import Entry, HeldBytes, Hold, Key, SlabRange, needed_bytes
 from .link import PIECE_BYTES, BorrowedMemory, CopyTotals, Job, LinkPiece, VaultLink
 from .pool import VaultPool
 from .protocol import Nonsense, VaultMessage, boolean, integer, integers, objects, rows, table, text
 from .range_table import check_table, table_pieces
 from .session import Session
+from .spill import FilePiece, FileRead, Spiller, SpillPlan
 
 _NOTE_BYTES, _NOTE_SHARE = 4096, 1024  # a note may have so many, and one for so many of its backup
 _AT_ONCE = 256  # holds that are evicted or dropped before others have their turn: two milliseconds or three
@@ -62,7 +64,7 @@ class _Request:
 
 @dataclass(frozen=True)
 class _Reservation:
-    """Waits for memory that is still being taken."""
+    """Waits for memory that is still being taken, or whose content is being spilled."""
 
     asked: _Request
     gpu: VaultGpu
@@ -86,6 +88,7 @@ class Service:
         end: Callable[[Session], None],
         fail: Callable[[Session, Exception], None],
         gpu_lost: Callable[[VaultError], None],
+        spills: tuple[SpillFiles, SpillPlan, int] | None = None,
     ) -> None:
         """Nothing is done yet.
 
@@ -96,6 +99,7 @@ class Service:
             end: ends the connection of a session.
             fail: is called when a client has said what no client says, or the vault has failed at its request.
             gpu_lost: is called when no call for a GPU works any more.
+            spills: the files to spill to, how, and the bytes of the ring that they are read through.
         """
         self._path, self._pool, self._sessions = path, pool, sessions
         self._post, self._end, self._fail, self._gpu_lost = post, end, fail, gpu_lost
@@ -109,6 +113,21 @@ class Service:
         # Who waits until what was lent is not here any more, and what is answered then.
         self._returning: list[tuple[_Request, Sequence[BorrowedMemory], Callable[[], _Answer]]] = []
         self._refused = self.cut_off = 0  # requests, and clients (by `Vault`)
+        self._files: SpillFiles | None = None
+        self._spiller: Spiller | None = None
+        if spills is not None:
+            self._files, plan, ring_bytes = spills
+            self._spiller = Spiller(
+                pool,
+                self._files,
+                plan,
+                ring_bytes,
+                post,
+                may_tell=lambda entry: all(owner.is_served for owner in self._owners_of(entry)),
+                tell=self._tell_of_files,
+                has_heard=lambda entry: not any(owner.channel.unsent_bytes for owner in self._owners_of(entry)),
+                changed=self.serve_waiting,
+            )
 
     def begin(self, gpus: Iterable[VaultGpu]) -> None:
         """Make the links of these GPUs, and so their contexts, while little memory is registered.
@@ -117,6 +136,15 @@ class Service:
         """
         for gpu in gpus:
             self._link(gpu, True)
+        if self._spiller is not None:
+            first = next(iter(self._gpus.values()))
+            self._spiller.begin(first.node, first.ordinal)
+
+    def look(self) -> None:
+        """Now and then: spill ahead."""
+        if self._spiller is not None:
+            self._spiller.look()
+            self.serve_waiting()
 
     def handle(self, session: Session, message: VaultMessage) -> None:
         """Do what it asks, or begin to. Every descriptor is closed, unless the request keeps it.
@@ -155,6 +183,8 @@ class Service:
 
     def cancel(self, session: Session) -> None:
         """Drop its pending requests. What it lent goes back to it when none of its copies is in flight any more."""
+        if self._spiller is not None:
+            self._spiller.cancel(session)
         for link in self._links.values():
             link.cancel(session)
         self._give_back([lent for lent in session.lent.values() if not lent.jobs])
@@ -180,8 +210,12 @@ class Service:
 
     def close(self) -> None:
         """Cancel all copies, and wait for what is in flight."""
+        if self._spiller is not None:
+            self._spiller.stop_reading()
         for link in self._links.values():
             link.stop()
+        if self._spiller is not None:
+            self._spiller.close()
 
     def finish(self) -> None:
         """Wait until everything that was lent is given back, after `close` and all that it has posted."""
@@ -252,13 +286,22 @@ class Service:
                         self._post(self._evict_on)
                     return
                 self._do(each.asked, partial(self._reserved, each))
-            elif each.needed_bytes > available + self._pool.bytes_to_come():
-                self._answer(each.asked, self._pool.out_of_memory(each.needed_bytes, available, self._names()))
+            elif not self._will_have(each, available):
+                of_files = self._spiller.said() if self._spiller is not None else ""
+                refusal = self._pool.out_of_memory(each.needed_bytes, available, self._names(), of_files)
+                self._answer(each.asked, refusal)
             elif each.waits:
                 goes_on = False
                 self._waiting.append(each)
             else:
                 self._answer(each.asked, {"backups": None})
+
+    def _will_have(self, each: _Reservation, available: int) -> bool:
+        """Whether there will be enough memory for it, when all is taken or, if need be, some is spilled."""
+        missing = each.needed_bytes - available - self._pool.bytes_to_come()
+        if missing <= 0:
+            return True
+        return self._spiller is not None and not each.expendable and self._spiller.make_room(missing)
 
     def _evict_on(self) -> None:
         self._is_evicting = False
@@ -318,6 +361,7 @@ class Service:
         may = ledger.writable if to_host else ledger.hold
         entries: dict[int, Entry] = {}
         pieces: deque[LinkPiece] = deque()
+        in_files: deque[FilePiece] = deque()
         for number, offset, lent_at, size in ranges:
             entry = entries.setdefault(number, may(owner, number).entry)
             if offset + size > entry.nbytes or lent_at + size > lent.nbytes or lent.device != gpu.ordinal:
@@ -326,14 +370,27 @@ class Service:
                     f" beyond their {entry.nbytes} and {lent.nbytes} bytes, or on another GPU"
                 )
             copied = 0
+            for file, start, nbytes in self._in_files(entry, offset, size):
+                in_files.append(FilePiece(file, start, lent_at + copied, nbytes))
+                copied += nbytes
             for slab, start, nbytes in entry.ranges(offset, size):
                 block = self._pool.slabs[slab].block
                 for at in range(0, nbytes, PIECE_BYTES):
                     pieces.append(LinkPiece(block, start + at, lent_at + copied + at, min(PIECE_BYTES, nbytes - at)))
                 copied += nbytes
-            if len(pieces) > _MAX_PIECES:
+            if len(pieces) + len(in_files) > _MAX_PIECES:
                 raise InvalidArgument(f"a copy of over {_MAX_PIECES} pieces: ask for less at once")
-        return self._begin_copy(asked, gpu, to_host, lent, [*entries.values()], pieces)
+        return self._begin_copy(asked, gpu, to_host, lent, [*entries.values()], pieces, in_files)
+
+    def _in_files(self, entry: Entry, offset: int, nbytes: int) -> Iterator[tuple[SpillFile, int, int]]:
+        """Where so many bytes of a backup that is not in memory lie, from `offset` on, in order."""
+        if entry.extents or self._files is None:
+            return
+        for file, start, size in self._files.parts(entry.spilled):
+            if nbytes > 0 and offset < size:
+                yield file, start + offset, min(nbytes, size - offset)
+                nbytes -= size - offset
+            offset = max(0, offset - size)
 
     def _copy_table(self, asked: _Request) -> _Answer | None:
         """As `_copy`, of many small ranges of one backup."""
@@ -341,6 +398,8 @@ class Service:
         lent, ledger = self._lent(asked, gpu), self._pool.ledger
         may = ledger.writable if to_host else ledger.hold
         entry = may(asked.session.owner, integer(asked.body, "number")).entry
+        if not entry.extents:
+            raise InvalidState("this backup is in files only: ask for whole ranges of it")
         if lent.device != gpu.ordinal:
             raise InvalidArgument("this memory is on another GPU")
         check_table(ranges, lent.nbytes, entry.nbytes)
@@ -358,16 +417,28 @@ class Service:
         lent: BorrowedMemory,
         entries: Sequence[Entry],
         pieces: deque[LinkPiece],
+        in_files: deque[FilePiece] | None = None,
     ) -> _Answer | None:
-        if not pieces:
+        left = bool(pieces) + bool(in_files)  # what is to end
+        if not left:
             return {}
         link = self._link(gpu, to_host)  # its thread may not start
+        if in_files and self._spiller is not None:
+            self._spiller.start()  # likewise
         lent.jobs += 1
         ledger = self._pool.ledger
         for entry in entries:
             ledger.begin_copy(entry)
 
+        failure: Exception | None = None
+
         def over(error: Exception | None, gpu_is_lost: bool) -> None:
+            nonlocal left, failure
+            left, failure = left - 1, failure or error
+            if not left:
+                all_over(failure, gpu_is_lost)
+
+        def all_over(error: Exception | None, gpu_is_lost: bool) -> None:
             if isinstance(error, InvalidState):
                 error = InvalidState(f"in the vault: {error}")  # which is "this process" there
             lent.jobs -= 1
@@ -383,7 +454,10 @@ class Service:
         def done(error: Exception | None) -> None:
             self._post(partial(over, error, isinstance(error, DriverError) and _is_lost(gpu)))
 
-        link.submit(Job(asked.session, lent, pieces, done))
+        if pieces:
+            link.submit(Job(asked.session, lent, pieces, done))
+        if in_files and self._spiller is not None:
+            self._spiller.read(FileRead(asked.session, lent, link, in_files, done))
         return None
 
     def _lent(self, asked: _Request, gpu: VaultGpu) -> BorrowedMemory:
@@ -544,17 +618,57 @@ class Service:
             raise InvalidArgument(f"the answer has over {_MAX_SAID} bytes: ask for less at once")
         for number in sorted(set().union(*(hold.entry.slabs for hold in there)) - session.known_slabs):
             self._send_slab(session, number)
-        return {"backups": [None if hold is None else _described(hold) for hold in holds]}
+        self._send_files(session, [hold.entry for hold in there if hold.entry.is_in_files])
+        return {"backups": [None if hold is None else self._described(hold) for hold in holds]}
+
+    def _described(self, hold: Hold) -> _Answer:
+        entry = hold.entry
+        return {"number": hold.number, "bytes": entry.nbytes, "note": entry.note, "extents": self._known_place(entry)}
+
+    def _known_place(self, entry: Entry) -> list[SlabRange]:
+        """Where its owners read it themselves. What is in files may be dropped from memory at any moment."""
+        if not entry.is_in_files or self._files is None:
+            return entry.extents
+        return [SlabRange(file.number, offset, nbytes) for file, offset, nbytes in self._files.parts(entry.spilled)]
+
+    def _owners_of(self, entry: Entry) -> list[Session]:
+        owners = {hold.owner for hold in entry.holds}
+        return [session for session in self._sessions if session.owner in owners]
+
+    def _tell_of_files(self, entries: Sequence[Entry]) -> None:
+        """These are in files from here on. Raises VaultError: nobody was told."""
+        if self._files is None:
+            return
+        for entry in entries:
+            for session in self._owners_of(entry):
+                self._send_files(session, [entry])
+        for entry in entries:
+            extents = [(file.number, *rest) for file, *rest in self._files.parts(entry.spilled)]
+            for session in self._owners_of(entry):
+                numbers = [hold.number for hold in entry.holds if hold.owner is session.owner]
+                session.send({"moved": numbers, "extents": extents})
+
+    def _send_files(self, session: Session, entries: Iterable[Entry]) -> None:
+        """Descriptors of the files of these entries. Raises VaultError: this process can open no more files."""
+        if self._files is None:
+            return
+        files = {file.number: file for entry in entries for file, _, _ in self._files.parts(entry.spilled)}
+        for number in sorted(files.keys() - session.known_slabs):
+            facts = {"slab": number, "bytes": self._files.nbytes, "folder": str(self._files.folder.path)}
+            self._send_descriptor(session, files[number].read_only, facts)
 
     def _send_slab(self, session: Session, number: int) -> None:
         """A descriptor of it. Raises VaultError: this process can open no more files."""
         slab = self._pool.slabs[number]
+        self._send_descriptor(session, slab.descriptor, {"slab": number, "bytes": slab.nbytes})
+
+    def _send_descriptor(self, session: Session, descriptor: int, facts: _Answer) -> None:
         try:
-            descriptor = os.dup(slab.descriptor)
+            sent = os.dup(descriptor)
         except OSError:
             raise VaultError(memory.NO_MORE_FILES) from None
-        session.send({"slab": number, "bytes": slab.nbytes}, [descriptor])
-        session.known_slabs.add(number)
+        session.send(facts, [sent])
+        session.known_slabs.add(facts["slab"])
 
     # What there is to know
 
@@ -575,6 +689,7 @@ class Service:
             "left_bytes": ledger.available_bytes() + self._pool.bytes_to_come(),
             **ledger.held()._asdict(),
             "saved_bytes": ledger.saved_bytes,
+            **self._files_status(),
             "evicted_bytes": ledger.evicted_bytes,
             "waiting": len(self._waiting),
             "refused": self._refused,
@@ -585,6 +700,21 @@ class Service:
                 for session in self._sessions
                 if session.is_greeted and (session is not asked.session or ledger.held(session.owner) != HeldBytes())
             ],
+        }
+
+    def _files_status(self) -> dict[str, Any]:
+        """Of a vault that does not spill, zeros."""
+        spiller = self._spiller
+        written, read = (spiller.written, spiller.read_totals) if spiller else (CopyTotals(), CopyTotals())
+        return {
+            "ring_bytes": spiller.ring_bytes if spiller else 0,
+            "files_bytes": self._files.nbytes if self._files else 0,
+            "files_free_bytes": self._pool.ledger.free_file_bytes,
+            "files_written_bytes": written.nbytes,
+            "files_written_gbps": written.gbps,
+            "files_read_bytes": read.nbytes,
+            "files_read_gbps": read.gbps,
+            "files_failure": spiller.failure if spiller else "",
         }
 
     def _gpu_status(self, gpu: VaultGpu) -> dict[str, Any]:
@@ -639,11 +769,6 @@ _REQUESTS: Mapping[str, _Handler] = {
     "show": Service._show,
     "status": Service._status,
 }
-
-
-def _described(hold: Hold) -> _Answer:
-    entry = hold.entry
-    return {"number": hold.number, "bytes": entry.nbytes, "note": entry.note, "extents": entry.extents}
 
 
 def _close_all(lent: Iterable[BorrowedMemory]) -> None:

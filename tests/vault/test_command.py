@@ -58,7 +58,7 @@ def test_status_is_json_for_programs(asleep: RunningVault, capsys: pytest.Captur
     assert gpu["last_out_gbps"] > 0
     (client,) = facts["clients"]
     assert (client["pid"], client["name"]) == (os.getpid(), "test")
-    held = {"asleep_bytes": PAGE, "awake_bytes": PAGE, "shared_bytes": 0}
+    held = {"asleep_bytes": PAGE, "awake_bytes": PAGE, "shared_bytes": 0, "spilled_bytes": 0}
     assert client["gpus"] == [{"uuid": gpu["uuid"], **held}]
     assert held.items() <= client.items()
 

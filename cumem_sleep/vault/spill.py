@@ -1,0 +1,414 @@
+"""What the vault writes to files when memory runs short, and how it is read back: through a ring of its own memory.
+
+A batch of backups is written at a time, with several requests in flight. When their owners have been told, and so can
+read the files themselves, the backups may be dropped from memory. For wakes, threads read piece by piece into the slots
+of the ring, from which the link of the GPU copies: disk and link are at work at the same time. The ring is there from
+the start, so what sleeps can be woken without any other memory.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+from typing import NamedTuple
+
+from .. import _core
+from ..errors import InvalidArgument, VaultError, format_bytes
+from . import memory
+from .files import PAGE_BYTES, SpillFile, SpillFiles
+from .ledger import Entry
+from .link import BorrowedMemory, CopyTotals, Job, LinkPiece, VaultLink
+from .pool import VaultPool
+
+RING_BYTES = 256 << 20
+_RING_SHARE = 8  # of a small vault's memory it takes no more
+_REQUEST_BYTES = 16 << 20
+_LEAST_SLOTS = 4
+_AT_ONCE = 8  # requests in flight: what a fast disk needs
+_BATCH_BYTES = 256 << 20
+_TRY_AGAIN_S = 5.0  # after a disk was full, or failed
+_ALIGNMENT = 2 << 20
+
+
+@dataclass(frozen=True)
+class SpillPlan:
+    """What may be spilled where.
+
+    Attributes:
+        folder: for the files.
+        nbytes: the most that they hold.
+        free_bytes: of memory that is kept free ahead, in the background.
+    """
+
+    folder: Path
+    nbytes: int
+    free_bytes: int = 0
+
+    def ring_bytes(self, memory_bytes: int) -> int:
+        """How much of that memory the ring takes.
+
+        Raises:
+            InvalidArgument: the plan makes no sense.
+        """
+        ring = min(RING_BYTES, memory_bytes // _RING_SHARE // _ALIGNMENT * _ALIGNMENT)
+        if not ring:
+            raise InvalidArgument(f"memory={memory_bytes}: to spill, the vault needs {_RING_SHARE * _ALIGNMENT} bytes")
+        if self.nbytes < _ALIGNMENT:
+            raise InvalidArgument(f"spill_size={self.nbytes}: expected at least {_ALIGNMENT} bytes")
+        if self.free_bytes > memory_bytes - ring:
+            raise InvalidArgument(
+                f"spill_free={self.free_bytes}: expected at most {memory_bytes - ring} bytes, the memory without the"
+                f" {format_bytes(ring)} for reading"
+            )
+        return ring
+
+
+class FilePiece(NamedTuple):
+    """What is to be copied from a file to lent memory."""
+
+    file: SpillFile
+    offset: int
+    lent_offset: int
+    nbytes: int
+
+
+@dataclass(eq=False)
+class FileRead:
+    """Pieces of one request. `done` is called when nothing of it is under way any more."""
+
+    client: Hashable
+    lent: BorrowedMemory
+    link: VaultLink
+    pieces: deque[FilePiece]
+    done: Callable[[Exception | None], None]
+    under_way: int = 0
+    error: Exception | None = None
+
+    def fail(self, error: Exception) -> None:
+        """Read no more of it."""
+        self.error = self.error or error
+        self.pieces.clear()
+
+
+class RingReader:
+    """Threads that read files into the slots of a ring, and let links copy from there. Requests take turns.
+
+    Attributes:
+        totals: what was read, and for how long.
+    """
+
+    def __init__(self, ring: _core.HostBlock) -> None:
+        self.slot_bytes = min(_REQUEST_BYTES, ring.bytes // _LEAST_SLOTS // PAGE_BYTES * PAGE_BYTES)
+        self.totals = CopyTotals()
+        self._ring = ring
+        self._free = [start * self.slot_bytes for start in range(ring.bytes // self.slot_bytes)]
+        self._most_threads = min(_AT_ONCE, len(self._free))
+        self._reads: deque[FileRead] = deque()  # with pieces left
+        self._changed = threading.Condition()
+        self._reading, self._counted_until = 0, 0.0
+        self._is_stopping = False
+        self._threads: list[threading.Thread] = []
+
+    def start(self) -> None:
+        """Have the threads, from the first read on. Raises RuntimeError: they cannot be started."""
+        while len(self._threads) < self._most_threads:
+            thread = threading.Thread(target=self._run, name=f"vault-read-{len(self._threads)}", daemon=True)
+            thread.start()
+            self._threads.append(thread)
+
+    def submit(self, read: FileRead) -> None:
+        """Begin with it, when it is its turn."""
+        with self._changed:
+            self._reads.append(read)
+            self._changed.notify_all()
+
+    def cancel(self, client: Hashable, why: str = "the client has gone") -> None:
+        """Read no more for this client (None: for any). The link is told, too."""
+        with self._changed:
+            ended = [read for read in self._reads if client in (None, read.client)]
+            for read in ended:
+                self._reads.remove(read)
+                read.fail(VaultError(why))
+        for read in ended:
+            self._end_if_over(read)
+
+    def stop(self) -> None:
+        """Cancel everything, and wait for what is being read."""
+        self._is_stopping = True
+        self.cancel(None, "the vault ends")
+        with self._changed:
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_stopping or (self._reads and self._free))
+                if self._is_stopping:
+                    return
+                read, slot = self._reads[0], self._free.pop()
+                piece = self._take(read)
+                self._reads.rotate(-1)
+                if not read.pieces:
+                    self._reads.remove(read)
+                self._count(1, 0)
+            error = self._fill(slot, piece)
+            with self._changed:
+                self._count(-1, 0 if error else piece.nbytes)
+            if error is not None:
+                self._over(read, slot, error)
+                continue
+            link_piece = LinkPiece(self._ring, slot + piece.offset % PAGE_BYTES, piece.lent_offset, piece.nbytes)
+            read.link.submit(Job(read.client, read.lent, deque([link_piece]), partial(self._over, read, slot)))
+
+    def _take(self, read: FileRead) -> FilePiece:
+        """As much of its next piece as a slot takes: all but the first and the last are whole pages."""
+        piece = read.pieces.popleft()
+        most = self.slot_bytes - piece.offset % PAGE_BYTES
+        read.under_way += 1
+        if piece.nbytes > most:
+            file, offset, lent_offset, nbytes = piece
+            read.pieces.appendleft(FilePiece(file, offset + most, lent_offset + most, nbytes - most))
+            piece = piece._replace(nbytes=most)
+        return piece
+
+    def _fill(self, slot: int, piece: FilePiece) -> Exception | None:
+        """Read the pages that it lies in."""
+        start = piece.offset // PAGE_BYTES * PAGE_BYTES
+        nbytes = -(-(piece.offset + piece.nbytes) // PAGE_BYTES) * PAGE_BYTES - start
+        try:
+            piece.file.read(memoryview(self._ring)[slot : slot + nbytes], start)
+        except Exception as error:  # whatever it is: whoever asked waits for it
+            return error
+        return None
+
+    def _over(self, read: FileRead, slot: int, error: Exception | None) -> None:
+        """The slot is free again."""
+        with self._changed:
+            self._free.append(slot)
+            read.under_way -= 1
+            if error is not None:
+                if read in self._reads:
+                    self._reads.remove(read)
+                read.fail(error)
+            self._changed.notify()
+        self._end_if_over(read)
+
+    def _end_if_over(self, read: FileRead) -> None:
+        with self._changed:
+            if read.pieces or read.under_way:
+                return
+            done, read.done = read.done, _nothing
+        done(read.error)
+
+    def _count(self, change: int, nbytes: int) -> None:
+        """So many more are being read, and these bytes were."""
+        now = time.monotonic()
+        self.totals = self.totals.plus(nbytes, now - self._counted_until if self._reading else 0)
+        self._reading, self._counted_until = self._reading + change, now
+
+
+def _nothing(_: Exception | None) -> None:
+    """For what was called before."""
+
+
+@dataclass(eq=False)
+class _Batch:
+    """What is being written."""
+
+    entries: Sequence[Entry]
+    began: float = field(default_factory=time.monotonic)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(entry.taken_bytes for entry in self.entries)
+
+
+class Spiller:
+    """Spills when it is told to, and reads. Its calls belong to the thread of the service.
+
+    Attributes:
+        written: since the start, and for how long.
+        failure: why nothing is spilled at the moment, or "".
+    """
+
+    def __init__(
+        self,
+        pool: VaultPool,
+        files: SpillFiles,
+        plan: SpillPlan,
+        ring_bytes: int,
+        post: Callable[[Callable[[], None]], None],
+        may_tell: Callable[[Entry], bool],
+        tell: Callable[[Sequence[Entry]], None],
+        has_heard: Callable[[Entry], bool],
+        changed: Callable[[], None],
+    ) -> None:
+        """Nothing is taken yet.
+
+        Args:
+            post: has work done by the thread of the service.
+            may_tell: whether all owners of an entry can be told that it is in files.
+            tell: tells them. Raises VaultError: not all of them can be told, and none was.
+            has_heard: whether all of that has been sent.
+            changed: is called when there may be more memory, or when it has failed.
+        """
+        self._pool, self._ledger, self._files = pool, pool.ledger, files
+        self._free_bytes, self.ring_bytes = plan.free_bytes, ring_bytes
+        self._post, self._may_tell, self._tell, self._has_heard = post, may_tell, tell, has_heard
+        self._changed = changed
+        self._reader: RingReader | None = None
+        self.written = CopyTotals()
+        self.failure, self._try_again = "", 0.0
+        self._ring: memory.Slab | None = None
+        self._batch: _Batch | None = None
+        self._is_closed = False
+        self._unheard: list[Entry] = []  # written, and their owners may not know
+
+    def begin(self, node: int, device: int) -> None:
+        """Take the ring. Raises OutOfHostMemory."""
+        self._ring = memory.take(self.ring_bytes, node, device, _AT_ONCE, lambda _: None)
+        self._reader = RingReader(self._ring.block)
+
+    def close(self) -> None:
+        """Wait for what is being written; nobody hears of it any more. No copy from the ring is in flight."""
+        self._is_closed = True
+        self._files.close()
+        if self._ring is not None:
+            self._ring.let_go()
+
+    # Reading
+
+    @property
+    def read_totals(self) -> CopyTotals:
+        """Since the start."""
+        return self._reader.totals if self._reader else CopyTotals()
+
+    def start(self) -> None:
+        """Have the threads for reading. Raises RuntimeError: they cannot be started."""
+        if self._reader is not None:
+            self._reader.start()
+
+    def read(self, read: FileRead) -> None:
+        """Begin with it, after `start`."""
+        if self._reader is not None:
+            self._reader.submit(read)
+
+    def cancel(self, client: Hashable) -> None:
+        """Read no more for this client."""
+        if self._reader is not None:
+            self._reader.cancel(client)
+
+    def stop_reading(self) -> None:
+        """Cancel all reads, and wait for those in flight; copies from the ring may still be."""
+        if self._reader is not None:
+            self._reader.stop()
+
+    # Writing
+
+    def make_room(self, nbytes: int) -> bool:
+        """Begin to spill, if that is not under way; returns whether so much more can be dropped from memory then."""
+        missing = nbytes - (self._batch.nbytes if self._batch else 0)
+        if missing <= 0:
+            return True
+        if self._pool.is_stopped or time.monotonic() < self._try_again:
+            return False
+        chosen = self._ledger.to_spill(missing, self._may_tell)
+        if sum(entry.taken_bytes for entry in chosen) < missing:
+            return False
+        self._write_some(chosen, _AT_ONCE)  # what is being copied comes later
+        return True
+
+    def look(self) -> None:
+        """Drop what has been heard of since; spill ahead, slowly, if too little memory is free."""
+        unheard, self._unheard = self._unheard, []
+        for entry in unheard:
+            if self._has_heard(entry):
+                self._ledger.note_known(entry)
+            elif entry.spilled:
+                self._unheard.append(entry)
+        missing = self._free_bytes - self._ledger.available_bytes() - self._pool.bytes_to_come()
+        if missing > 0 and not self._pool.is_stopped and time.monotonic() >= self._try_again:
+            self._write_some(self._ledger.to_spill(missing, self._may_tell), 1)
+
+    def _write_some(self, chosen: Sequence[Entry], at_once: int) -> None:
+        """Begin with the next batch of these, unless there is one."""
+        ready = [entry for entry in chosen if not entry.copies]
+        if self._batch is not None or not ready:
+            return
+        sizes = accumulate(entry.taken_bytes for entry in ready)
+        entries = [entry for entry, end in zip(ready, sizes, strict=True) if end - entry.taken_bytes < _BATCH_BYTES]
+        self._batch = _Batch(entries)
+        for entry in entries:
+            self._ledger.begin_spill(entry)
+            self._files.take(entry.spilled)
+        parts = [part for entry in entries for part in self._files.parts(entry.spilled)]
+        requests = [request for entry in entries for request in self._requests(entry)]
+        future = self._files.worker.submit(_write, parts, requests, at_once)
+        future.add_done_callback(lambda future: self._post(partial(self._written, future)))
+
+    def _requests(self, entry: Entry) -> Iterable[tuple[SpillFile, int, memoryview]]:
+        """Where in a file to write what."""
+        at = 0
+        for file, offset, nbytes in self._files.parts(entry.spilled):
+            written = 0
+            for slab, start, size in entry.ranges(at, nbytes):
+                content = memoryview(self._pool.slabs[slab].block)
+                for begin in range(start, start + size, _REQUEST_BYTES):
+                    end = min(begin + _REQUEST_BYTES, start + size)
+                    yield file, offset + written, content[begin:end]
+                    written += end - begin
+            at += nbytes
+
+    def _written(self, future: Future[None]) -> None:
+        assert self._batch is not None
+        if self._is_closed:  # the ledger is left as it is
+            return
+        batch, self._batch = self._batch, None
+        error = future.exception()
+        if error is None:
+            self.written = self.written.plus(batch.nbytes, time.monotonic() - batch.began)
+            try:
+                self._tell([entry for entry in batch.entries if entry.holds and self._may_tell(entry)])
+            except VaultError as refused:
+                error = refused
+        self.failure = "" if error is None else str(error)
+        if error is not None:
+            self._try_again = time.monotonic() + _TRY_AGAIN_S
+        for entry in batch.entries:
+            is_written = error is None and self._may_tell(entry)
+            self._ledger.end_spill(entry, is_written=is_written)
+            if is_written:
+                self._unheard.append(entry)
+        self.look()
+        self._changed()
+
+    def said(self) -> str:
+        """Of the files, for who gets no memory."""
+        free = f"{format_bytes(self._ledger.free_file_bytes)} of {format_bytes(self._files.nbytes)} of files are free"
+        return f"{free}; {self.failure}" if self.failure else free
+
+
+def _write(
+    parts: Sequence[tuple[SpillFile, int, int]], requests: Sequence[tuple[SpillFile, int, memoryview]], at_once: int
+) -> None:
+    """Have space set aside for these parts, then write. When it returns or raises, nothing is in flight."""
+    for file, offset, nbytes in parts:
+        file.allocate(offset, nbytes)
+    if at_once == 1:
+        for file, offset, content in requests:
+            file.write(content, offset)
+        return
+    with ThreadPoolExecutor(at_once, "vault-write") as threads:
+        writes = [threads.submit(file.write, content, offset) for file, offset, content in requests]
+        wait(writes)
+    for each in writes:
+        each.result()
