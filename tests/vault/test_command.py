@@ -119,8 +119,11 @@ def test_bad_usage_is_told(
 
 
 def test_what_is_not_in_order_is_the_conclusion() -> None:
-    assert command.VaultReport({"short": "host memory"}).conclusion() == "it cannot take more memory now: host memory"
-    assert command.VaultReport({"short": ""}).conclusion() == ""
+    assert (
+        command.VaultReport({"short": "host memory", "files_failure": ""}).conclusion()
+        == "it cannot take more memory now: host memory"
+    )
+    assert command.VaultReport({"short": "", "files_failure": ""}).conclusion() == ""
 
 
 def test_nobody_has_to_read_what_it_says(folder: pathlib.Path) -> None:
