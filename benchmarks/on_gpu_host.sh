@@ -7,14 +7,14 @@
 #   tests_1+tests_2 two_gpu_tests [~250]  the same on two GPUs at once
 #   bench [100]  small [60]  beside [50 a turn; $TURNS (2)]  level_3 [25]  decoder [100]  compressed [280]  codec [200]
 #   decode_after_wake [~60]  host_memory [120]  kept_ranges [~60]  forget [~20]  vault [~300]  vault_small [~80]  vault_kills [140]
-#   first_clients [~180, several GPUs]
+#   first_clients [~180, several GPUs]  links [~240, several GPUs; $LINKS_OPTIONS, as --compress]
 #   peers [500]  saver [~420]  saver_30 [~150]  saver_tests [~240]
 # With vLLM, from .gpu/1/*.tar.xz and .gpu/2/*.tar.xz, unless it is installed:
 #   serve [240]  serve_vault [~180]  switching [540]  switching_fp8 [300]  switching_vault [~200]
 #   models [~330; $MODELS_OPTIONS, as --restart-seconds 120]
 #   serve_level_3 [~240; $LEVEL_3_OPTIONS, as --deadline 330]
 #   serve_level_3_own [~240, at once with it on a second GPU]
-#   kept_kv [~280]  vault_servers [~70]  scenarios [300]  two_gpus [400]
+#   kept_kv [~280]  serve_kept_kv [~240]  vault_servers [~70]  scenarios [300]  two_gpus [400]
 #   ranks [~400, two GPUs; with Ray from .gpu/3/*.tar.xz, if it is there]
 #
 # What is in .gpu may come in several calls to one machine: each call unpacks what it finds, once. Other things in .gpu:
@@ -119,7 +119,7 @@ of_two_gpus=(
     tests/gpu/test_torch_compress.py::test_two_devices
 )
 # Speaks HTTP and reaches no GPU, with packages that such a host may lack.
-without_gpu=(tests/serve tests/vllm/test_serve_without_layer.py)
+without_gpu=(tests/serve tests/vllm/test_serve_{without_layer,kept_kv}.py)
 
 suite() {
     local name=$1 begun before rest result crashed=0
@@ -224,6 +224,7 @@ part() {
     kept_ranges) measure 200 kept_ranges kept_ranges ;;
     forget) measure 100 forget forget ;;
     kept_kv) with_vllm && measure 420 vllm_kept_kv vllm_kept_kv --deadline 170 ;;
+    serve_kept_kv) with_vllm && measure 330 serve_kept_kv serve_kept_kv --limit-s "$(left 290)" ;;
     bench) timeout 280 python3 -m cumem_sleep bench --weights 62488MiB --kv 54.63GiB --json >"$out/bench.json" ;;
     small)
         timeout 200 python3 -m cumem_sleep bench --weights 8000MiB --segment-size 2MiB --kv 20GiB --json \
@@ -251,6 +252,10 @@ part() {
         ;;
     vault_small) measure 150 vault vault_small --scale 8 --deadline "$(left 140)" ;;
     vault_kills) measure 240 vault_kills vault_kills --deadline "$(left 220)" ;;
+    links)
+        # shellcheck disable=SC2086 # several words
+        measure 560 vault_links vault_links --deadline "$(left 540)" ${LINKS_OPTIONS:-}
+        ;;
     first_clients) measure 300 vault_first_clients vault_first_clients ;;
     saver) with_saver && measure 570 torch_memory_saver_beside saver --theirs "$theirs" --deadline "$(left 550)" ;;
     saver_30)

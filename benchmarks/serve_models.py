@@ -326,6 +326,7 @@ def write_models(arguments: argparse.Namespace, file: Path) -> None:
         else:
             command += ["--uds", "{socket}", "--served-model-name", name]
         models[name] = {
+            "engine": "vllm",
             "command": shlex.join(command).replace("'{socket}'", "{socket}"),
             "idle": "never",
             "levels": [1],

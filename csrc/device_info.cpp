@@ -54,4 +54,12 @@ DeviceInfo device_info(int device) {
     return info;
 }
 
+bool can_access_peer(int device, int peer) {
+    check_device(device);
+    check_device(peer);
+    int can = 0;
+    Driver::get().device_can_access_peer(&can, device, peer);
+    return can != 0;
+}
+
 }  // namespace cumem_sleep

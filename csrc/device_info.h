@@ -20,4 +20,7 @@ struct DeviceInfo {
 // Throws InvalidState for a device that does not exist, DriverError.
 DeviceInfo device_info(int device);
 
+// Whether copies of `device` reach the memory of `peer`. Throws as `device_info`.
+bool can_access_peer(int device, int peer);
+
 }  // namespace cumem_sleep

@@ -169,6 +169,7 @@ Driver::Driver(const std::string& path) : path_(path) {
     resolve(device_get_count);
     resolve(device_get_name);
     resolve(device_get_uuid);
+    resolve(device_can_access_peer);
     resolve(device_get_attribute);
     resolve(device_total_mem);
     resolve(device_get_pci_bus_id);
@@ -199,6 +200,7 @@ Driver::Driver(const std::string& path) : path_(path) {
     resolve(stream_destroy);
     resolve(stream_synchronize);
     resolve(stream_query);
+    resolve(memcpy_dtod_async);
     resolve(memcpy_htod_async);
     resolve(memcpy_dtoh_async);
     resolve(memset_d8_async);

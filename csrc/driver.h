@@ -149,6 +149,7 @@ class Driver {
     Call<decltype(cuDeviceGetCount)> device_get_count{"cuDeviceGetCount"};
     Call<decltype(cuDeviceGetName)> device_get_name{"cuDeviceGetName"};
     Call<decltype(cuDeviceGetUuid)> device_get_uuid{"cuDeviceGetUuid", "cuDeviceGetUuid_v2"};
+    Call<decltype(cuDeviceCanAccessPeer)> device_can_access_peer{"cuDeviceCanAccessPeer"};
     Call<decltype(cuDeviceGetAttribute)> device_get_attribute{"cuDeviceGetAttribute"};
     Call<decltype(cuDeviceTotalMem)> device_total_mem{"cuDeviceTotalMem", "cuDeviceTotalMem_v2"};
     Call<decltype(cuDeviceGetPCIBusId)> device_get_pci_bus_id{"cuDeviceGetPCIBusId"};
@@ -198,6 +199,7 @@ class Driver {
     Call<decltype(cuStreamDestroy)> stream_destroy{"cuStreamDestroy", "cuStreamDestroy_v2"};
     Call<decltype(cuStreamSynchronize)> stream_synchronize{"cuStreamSynchronize"};
     Call<decltype(cuStreamQuery)> stream_query{"cuStreamQuery"};
+    Call<decltype(cuMemcpyDtoDAsync)> memcpy_dtod_async{"cuMemcpyDtoDAsync", "cuMemcpyDtoDAsync_v2"};
     Call<decltype(cuMemcpyHtoDAsync)> memcpy_htod_async{"cuMemcpyHtoDAsync", "cuMemcpyHtoDAsync_v2"};
     Call<decltype(cuMemcpyDtoHAsync)> memcpy_dtoh_async{"cuMemcpyDtoHAsync", "cuMemcpyDtoHAsync_v2"};
     Call<decltype(cuMemsetD8Async)> memset_d8_async{"cuMemsetD8Async"};

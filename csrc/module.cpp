@@ -65,6 +65,7 @@ void bind_driver(py::module_& module) {
 
     module.def("device_count", &device_count, NoGil());
     module.def("device_info", &device_info, py::arg("device"), NoGil());
+    module.def("can_access_peer", &can_access_peer, py::arg("device"), py::arg("peer"), NoGil());
     module.def(
         "memory_info",
         [](int device) {
@@ -323,7 +324,8 @@ void bind_shared_memory(py::module_& module) {
         "The segment or scratch memory that `address` lies in is about to be given to another process, which fills it\n"
         "or only reads it.");
     py::class_<ImportedMemory>(module, "ImportedMemory", "What another process exported, mapped here.")
-        .def(py::init<int, int, size_t>(), py::arg("fd"), py::arg("device"), py::arg("bytes"), NoGil())
+        .def(py::init<int, int, size_t, const std::vector<int>&>(), py::arg("fd"), py::arg("device"), py::arg("bytes"),
+             py::arg("peers") = std::vector<int>{}, NoGil())
         .def("close", &ImportedMemory::close, NoGil())
         .def_property_readonly("address", &ImportedMemory::address)
         .def_property_readonly("bytes", &ImportedMemory::bytes)
@@ -348,6 +350,7 @@ void bind_copies(py::module_& module) {
              NoGil())
         .def("to_device", &CopyStream::to_device, py::arg("address"), py::arg("block"), py::arg("offset"),
              py::arg("bytes"), NoGil())
+        .def("within_devices", &CopyStream::within_devices, py::arg("to"), py::arg("from_"), py::arg("bytes"), NoGil())
         .def("to_device_by_kernel", &CopyStream::to_device_by_kernel, py::arg("address"), py::arg("block"),
              py::arg("offset"), py::arg("bytes"), py::arg("blocks") = kCopyBlocks, NoGil())
         .def(

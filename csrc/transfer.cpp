@@ -89,6 +89,11 @@ void CopyStream::to_device_by_kernel(CUdeviceptr address, const HostBlock& block
     if (rest) Driver::get().memcpy_htod_async(address + bytes - rest, host + bytes - rest, rest, stream_);
 }
 
+void CopyStream::within_devices(CUdeviceptr to, CUdeviceptr from, size_t bytes) {
+    ContextScope context(device_);
+    Driver::get().memcpy_dtod_async(to, from, bytes, stream_);
+}
+
 void CopyStream::copy_pieces(const HostBlock& table, size_t begin, const HostBlock& block, const Rows& pieces,
                              bool to_host) {
     ContextScope context(device_);

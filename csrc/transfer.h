@@ -40,6 +40,8 @@ class CopyStream {
     // kernels reach registered host memory by its host address (`DeviceInfo::host_pointers`).
     void to_device_by_kernel(CUdeviceptr address, const HostBlock& block, size_t offset, size_t bytes,
                              unsigned int blocks);
+    // Between two ranges of memory that this device reaches, its own or a peer's.
+    void within_devices(CUdeviceptr to, CUdeviceptr from, size_t bytes);
     // By a kernel as well: rows of (device's address, offset in the block, bytes), all multiples of 16, from the device
     // to the block or back. `table` is registered, and has room for as many `CopyPiece` as fit; the ones from `begin`
     // on are used, until the stream was waited for.

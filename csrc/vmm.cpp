@@ -28,6 +28,7 @@ bool destroyed(Mapping& mapping) noexcept {
         ContextScope context(mapping.device());
         RelaxedCaptureScope relaxed;
         wait_for_work_left(mapping.device());
+        for (const int peer : mapping.peers()) wait_for_work_left(peer);  // their copies reach it, too
         mapping.destroy();
         return true;
     });
@@ -166,6 +167,14 @@ void Mapping::adopt(CUmemGenericAllocationHandle handle) noexcept {
     handle_ = handle;
     memory_ = ++last;
     state_ = State::kDetached;
+}
+
+void Mapping::share_with(int peer) { peers_.push_back({device_location(peer), CU_MEM_ACCESS_FLAGS_PROT_READWRITE}); }
+
+std::vector<int> Mapping::peers() const {
+    std::vector<int> devices;
+    for (const CUmemAccessDesc& peer : peers_) devices.push_back(peer.location.id);
+    return devices;
 }
 
 int Mapping::export_fd() const {

@@ -41,6 +41,10 @@ class Mapping {
     void map();
     // From unmapped: takes ownership of the handle, which map() then maps.
     void adopt(CUmemGenericAllocationHandle handle) noexcept;
+    // Once mapped, this device may access it, too.
+    void share_with(int peer);
+    // Devices that may have had access when it was last mapped.
+    std::vector<int> peers() const;
     // Exports the physical memory as a file descriptor for another process to import; the caller closes it. The memory
     // must exist and stay meanwhile. Throws DriverError; InvalidState if no descriptor is left.
     int export_fd() const;

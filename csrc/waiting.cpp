@@ -24,6 +24,7 @@ struct Waiter {
     CUdeviceptr neighbour = 0;
     CUdeviceptr unfreed = 0;     // the driver refused to free it; the next wait reuses it, or `release_waiter` frees it
     bool is_registered = false;  // the driver refused to unregister the page; the next wait retries
+    std::mutex left_mutex;       // who comes while another waits for that work waits, too
     std::atomic<bool> has_work_left{false};
     alignas(kPage) uint8_t page[kPage];
 };
@@ -64,7 +65,9 @@ void wait_for_running_work(int device) {
 void note_work_left(int device) noexcept { waiter_of(device).has_work_left = true; }
 
 void wait_for_work_left(int device) {
-    std::atomic<bool>& has_work_left = waiter_of(device).has_work_left;
+    Waiter& waiter = waiter_of(device);
+    std::lock_guard<std::mutex> lock(waiter.left_mutex);
+    std::atomic<bool>& has_work_left = waiter.has_work_left;
     if (!has_work_left.exchange(false)) return;
     try {
         wait_for_running_work(device);

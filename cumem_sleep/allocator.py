@@ -218,8 +218,8 @@ class CuMemAllocator:
         if self._agreement is not None and not self._agreement.mesh.is_closed:  # as it is in a fork
             log.run(self._lock, partial(self._agree_by, None))
 
-    def _call(self, operation: str) -> Call:
-        """Through which the ranks agree on one operation."""
+    def call_of_ranks(self, operation: str) -> Call:
+        """Through which the ranks agree on one operation. What fails inside, the others are told at once."""
         return Call() if self._agreement is None else RankCall(self._agreement, operation, self._lock)
 
     # Allocating
@@ -393,7 +393,7 @@ class CuMemAllocator:
                 there.
             RankFailed: another rank failed, or did not answer, so that no rank sleeps.
         """
-        with self._call("sleep") as call:
+        with self.call_of_ranks("sleep") as call:
             is_dropped = self._dropped(level, offload_tags)
             kept = {} if keep is None else ranges_to_keep(keep, in_pools()())
             if kept and level in (0, 2):
@@ -522,7 +522,7 @@ class CuMemAllocator:
             InvalidArgument: a tag that is neither `weights` nor `kv_cache` and was never used.
             InvalidState, DriverError, RankFailed: as `sleep`.
         """
-        with self._call("discard") as call:
+        with self.call_of_ranks("discard") as call:
             arguments = (self._layer, call, in_pools(self._used_tags.checked(tags)), lambda _: True, "discard")
             return Operation(
                 self._operations,
@@ -547,7 +547,7 @@ class CuMemAllocator:
             InvalidArgument: a tag that is neither `weights` nor `kv_cache` and was never used.
             RankFailed: another rank failed, or did not answer, so that no rank forgets.
         """
-        with self._call("forget") as call:
+        with self.call_of_ranks("forget") as call:
             meant = in_pools(self._used_tags.checked(DEFERRABLE_TAGS if tags is None else tags))
             return Operation(
                 self._operations,
@@ -582,7 +582,7 @@ class CuMemAllocator:
             DriverError: the driver refused a call.
             RankFailed: another rank failed, or did not answer, so that no rank wakes.
         """
-        with self._call("wake_up") as call:
+        with self.call_of_ranks("wake_up") as call:
             check_bool("restore", restore)
             named = None if tags is None else self._used_tags.checked(tags)
             meant = woken_in_pools(named)

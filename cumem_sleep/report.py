@@ -51,15 +51,19 @@ class BackupPlace:
     Attributes:
         vault: the socket of the vault that keeps them; "" if they lie in pinned memory of this process.
         lost: why that vault cannot be asked any more, or "". This process then reads its backups itself.
+        relays: UUIDs of other GPUs whose links have carried copies of the last operation that had any.
     """
 
     vault: str = ""
     lost: str = ""
+    relays: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         if not self.vault:
             return "memory of this process"
-        return f"memory of the vault at {self.vault}, which is lost" if self.lost else f"the vault at {self.vault}"
+        if self.lost:
+            return f"memory of the vault at {self.vault}, which is lost"
+        return f"the vault at {self.vault}" + (f", over {1 + len(self.relays)} links" if self.relays else "")
 
 
 @dataclass(frozen=True)

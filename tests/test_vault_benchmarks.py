@@ -202,3 +202,29 @@ def test_first_clients_of_several_gpus_are_measured(tmp_path: pathlib.Path) -> N
         assert len(found["first sleeps s"]) == 2
         assert all(found["loop on the first GPU"][phase]["sleep s"] for phase in ("before", "during", "after"))
     assert results["not named"]["first sleeps s"][1] > 2.9
+
+
+def test_links_of_other_gpus_are_measured_beside_their_ceiling(tmp_path: pathlib.Path) -> None:
+    out = tmp_path / "links.json"
+    process = subprocess.run(
+        [sys.executable, str(BENCHMARKS / "vault_links.py"), "--out", str(out), *SMALL, "--rounds=1", "--compress"],
+        cwd=tmp_path,
+        env={
+            **os.environ,
+            "CUMEM_SLEEP_DRIVER": "sim",
+            "CUMEM_SLEEP_SIM_DEVICES": "2",
+            "PYTHONPATH": str(pathlib.Path(cumem_sleep.__path__[0]).parent),
+        },
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert process.returncode == 0, process.stdout + process.stderr
+    result: dict[str, Any] = json.loads(out.read_text())
+    assert list(result["ceilings"]) == list(result["ways"]) == ["1", "2"]
+    for ways in result["ways"].values():
+        assert list(ways) == ["plain", "compressed"]
+        assert len(ways["plain"]["links"]) == 2
+        assert ways["plain"]["links"][0]["copied_in_bytes"] > 0
+    assert process.stdout.count("x the ceiling)") == 16

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -92,6 +92,7 @@ class VaultTier(Tier):
         self._left: list[VaultClient] = []  # of vaults that have ended, in whose slabs backups lie still
         self._loans: set[_core.Loan] = set()  # of memory of this process that the vault has, or may have still
         self._gpus: dict[int, str] = {}
+        self._relays: set[str] = set()  # GPUs whose links carried copies of the last operation
         self._warned = False
 
     @property
@@ -104,7 +105,7 @@ class VaultTier(Tier):
     def place(self) -> BackupPlace:  # noqa: D102
         if self._client is None:
             return BackupPlace(str(self._path or protocol.default_socket()))
-        return BackupPlace(str(self._client.path), str(self._client.lost or ""))
+        return BackupPlace(str(self._client.path), str(self._client.lost or ""), tuple(sorted(self._relays)))
 
     def footprints(self, backups: Sequence[Sequence[Extent]]) -> list[Footprint]:  # noqa: D102
         counted: set[tuple[int, tuple[SlabRange, ...]]] = set()
@@ -159,7 +160,7 @@ class VaultTier(Tier):
     def expendable_room(self) -> int:  # noqa: D102
         try:
             free_bytes = self.client().expendable_bytes()
-        except CumemSleepError:
+        except (CumemSleepError, OSError):
             return 0
         return min([free_bytes, *(limit.available_bytes for limit in self.limits())])
 
@@ -241,7 +242,12 @@ class VaultTier(Tier):
         return np.frombuffer(content, np.uint8)
 
     def transfers(self) -> VaultTransfers:  # noqa: D102
+        self._relays.clear()
         return VaultTransfers(self)
+
+    def relayed(self, gpus: Iterable[str]) -> None:
+        """The links of these GPUs have carried copies."""
+        self._relays.update(gpus)
 
     def lend(self, address: int, *, filled: bool) -> _core.Loan:
         """The vault is about to get the memory under `address`."""
@@ -414,7 +420,7 @@ class VaultTransfers(Transfers):
                 self._take_back(self._client)
                 return
             # What an error left in flight has to end before its memory can come back. The first error tells more.
-            waits = [
+            waits: list[Callable[[], object]] = [
                 *(partial(self._client.wait, [request]) for request in begun),
                 partial(self._take_back, self._client),
             ]
@@ -600,7 +606,7 @@ class VaultLane(Lane):
         """The vault's copies are on no stream of this process, so they are waited for."""
         begun, self._begun = self._begun, []
         for client, request in begun:
-            client.wait([request])
+            self._transfers.tier.relayed(client.wait([request]))
 
     def is_done(self) -> bool:
         """Not while the vault copies: only it knows."""

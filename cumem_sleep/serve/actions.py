@@ -47,6 +47,14 @@ class Stop:
 
 
 @dataclass(frozen=True)
+class GiveUpKept:
+    """Have a sleeper give up the KV cache that it keeps, before others fall asleep; `events.KeptBytes` follows."""
+
+    model: str
+    why: str
+
+
+@dataclass(frozen=True)
 class Grant:
     """The request may run: its model is awake, and stays so until `Gone`."""
 
@@ -92,4 +100,4 @@ class Removed:
 
 
 Change = Start | Wake | Sleep | Stop  # which takes time, and is answered by `events.Done`
-Action = Change | Grant | Refuse | Revoke | Obeyed | Removed
+Action = Change | GiveUpKept | Grant | Refuse | Revoke | Obeyed | Removed

@@ -21,6 +21,11 @@ class Address:
     headers: tuple[tuple[str, str], ...] = ()
     control: tuple[tuple[str, str], ...] = ()
 
+    @property
+    def port(self) -> str:
+        """Of TCP."""
+        return self.base_url.rpartition(":")[2]
+
     def __str__(self) -> str:
         return f"unix:{self.socket}" if self.socket else self.base_url
 

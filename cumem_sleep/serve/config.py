@@ -9,7 +9,7 @@ import os
 import re
 import shlex
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,10 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from . import hosts
-from .command import wrong_places
+from .address import Address
+from .engines import ENGINES, started_by
+from .engines.engine import Engine
+from .engines.vllm import VllmEngine
 from .masking import masked
 from .policy import STOP, Spec
 
@@ -123,6 +126,23 @@ def _levels(value: object) -> object:
     return depths
 
 
+def _engine(value: object) -> object:
+    if value in ENGINES:
+        return value
+    raise ValueError(_any_of(ENGINES))
+
+
+def _health(value: object) -> object:
+    if isinstance(value, str) and re.fullmatch(r"/[!-~]*", value):
+        return value
+    raise ValueError("a path, such as /health")
+
+
+def _any_of(names: Iterable[str]) -> str:
+    *others, last = names
+    return f"{', '.join(others)} or {last}" if others else last
+
+
 def _gpus(value: object) -> object:
     numbers = value if isinstance(value, list) else [value]
     if not numbers or not all(isinstance(each, int) and not isinstance(each, bool) and each >= 0 for each in numbers):
@@ -216,6 +236,8 @@ class ModelConfig(_Strict):
 
     Attributes:
         command: what starts its server; the arguments that this front needs are added.
+        engine: what its server is, where its command does not say so.
+        health: a path that a server without sleep mode answers with success when it is ready.
         url: a server that somebody else started, instead of a command.
         api_key: that the server itself wants.
         env: more environment variables of the server.
@@ -232,12 +254,14 @@ class ModelConfig(_Strict):
     """
 
     command: Annotated[tuple[str, ...] | None, BeforeValidator(_command)] = None
+    engine: Annotated[str | None, BeforeValidator(_engine)] = None
+    health: Annotated[str | None, BeforeValidator(_health)] = None
     url: Annotated[str | None, BeforeValidator(_url)] = None
     api_key: Secret | None = None
     env: dict[str, str] = {}
     gpus: Annotated[tuple[int, ...], BeforeValidator(_gpus)] = (0,)
     share: Annotated[float, Field(gt=0, le=1, strict=False)] = 1.0
-    idle: Annotated[tuple[tuple[float, int], ...], BeforeValidator(_idle)] = ((300.0, 1),)
+    idle: Annotated[tuple[tuple[float, int], ...] | None, BeforeValidator(_idle)] = None
     levels: Annotated[tuple[int, ...] | None, BeforeValidator(_levels)] = None
     keep: Duration = 0.0
     drain: Duration = 60.0
@@ -253,8 +277,26 @@ class ModelConfig(_Strict):
         """Its server is started and stopped here."""
         return self.command is not None
 
+    @property
+    def kind(self) -> type[Engine]:
+        """Its engine. Servers of others, and commands that nobody knows, are taken for vLLM's."""
+        return ENGINES[self.engine] if self.engine else started_by(self.command or ()) or VllmEngine
+
+    def connect(self, address: Address, within_s: float) -> Engine:
+        """To its server; `within_s`: what a sleep or wake may take."""
+        engine = self.kind(address, within_s)
+        engine.health = self.health or engine.health
+        return engine
+
+    @property
+    def idle_steps(self) -> tuple[tuple[float, int], ...]:
+        """`idle`; without it, the least sleep after five minutes."""
+        return self.idle if self.idle is not None else ((300.0, next(iter(self.kind.LEVELS), STOP)),)
+
     def spec(self, name: str) -> Spec:
-        """For the scheduler."""
+        """For the scheduler. What has no sleep mode is not started to sleep at once."""
+        sleeps = self.kind.LEVELS
+        levels = (*(level for level in (1, 2) if level in sleeps), *((STOP,) if self.owned else ()))
         return Spec(
             name=name,
             gpus=frozenset(self.gpus),
@@ -262,12 +304,15 @@ class ModelConfig(_Strict):
             keep_s=self.keep,
             drain_s=self.drain,
             wait_s=self.wait,
-            idle=self.idle,
-            levels=self.levels or ((1, 2, STOP) if self.owned else (1, 2)),
+            idle=self.idle_steps,
+            levels=self.levels or levels,
             owned=self.owned,
-            at_start=self.at_start,
+            at_start="stopped" if self.at_start == "asleep" and not sleeps else self.at_start,
             host_bytes=self.host_memory or 0,
-            identity=(self.command, self.url, self.api_key, tuple(sorted(self.env.items())), self.gpus, self.share),
+            identity=(
+                *(self.command, self.engine, self.health, self.url, self.api_key),
+                *(tuple(sorted(self.env.items())), self.gpus, self.share),
+            ),
         )
 
 
@@ -530,14 +575,28 @@ def _contradictions(config: Config) -> Iterator[Fault]:
                 other = "its own name or alias" if taken[alias] == name else f"the model {taken[alias]}"
                 yield Fault((*path, "aliases", number), f"is taken by {other}")
             taken.setdefault(alias, name)
+        yield from _not_of_engine(path, model)
         if model.owned:
-            for wrong in wrong_places(model.command or ()):
+            for wrong in model.kind.wrong_places(model.command or ()):
                 yield Fault((*path, "command"), wrong)
             continue
-        if any(depth == STOP for _, depth in model.idle):
+        if any(depth == STOP for _, depth in model.idle or ()):
             yield Fault((*path, "idle"), "a server by url cannot be stopped from here: expected 1, 2 or 3")
         if model.levels and STOP in model.levels:
             yield Fault((*path, "levels"), "a server by url cannot be stopped from here: expected 1, 2 or 3")
         for key in ("env", "start_timeout") if model.env else ():
             if key == "env":
                 yield Fault((*path, key), "is only for servers with a command")
+
+
+def _not_of_engine(path: tuple[str | int, ...], model: ModelConfig) -> Iterator[Fault]:
+    """What a model's engine does not have."""
+    engine = model.kind
+    if not model.owned and not engine.BY_URL:
+        yield Fault((*path, "url"), f"{engine.NAME} cannot be asked whether it sleeps: expected a command")
+    if model.health is not None and engine.LEVELS:
+        yield Fault((*path, "health"), "is only for engine: command")
+    has = _any_of([*map(str, engine.LEVELS), "stop"])
+    for key, depths in (("idle", [depth for _, depth in model.idle or ()]), ("levels", model.levels or ())):
+        if any(depth != STOP and depth not in engine.LEVELS for depth in depths):
+            yield Fault((*path, key), f"{engine.NAME} has no such level: expected {has}")

@@ -17,7 +17,12 @@ _GIB = {"qwen-14b": 28, "qwen-8b": 16, "embedder": 2}
 def config(folder: Path) -> Config:
     """Its models, with logs in this folder, and an admin token of its own."""
     models: dict[str, dict[str, object]] = {
-        name: {"command": _command(name), "host_memory": f"{_GIB[name]}GiB", "idle": {1: "30s", 2: "10m"}}
+        name: {
+            "engine": "vllm",
+            "command": _command(name),
+            "host_memory": f"{_GIB[name]}GiB",
+            "idle": {1: "30s", 2: "10m"},
+        }
         for name in _SECONDS
     }
     models["qwen-14b"] |= {"aliases": ["gpt-4o-mini"], "share": 0.9, "at_start": "awake"}

@@ -72,6 +72,26 @@ class HostBytes:
 
 
 @dataclass(frozen=True)
+class KeptBytes:
+    """How much of its KV cache a sleeping model keeps in host memory.
+
+    Attributes:
+        was_told: `actions.GiveUpKept` has been carried out, or failed.
+    """
+
+    model: str
+    kept_bytes: int
+    was_told: bool = False
+
+
+@dataclass(frozen=True)
+class LacksHostMemory:
+    """A model cannot fall asleep for want of it: one sleeper is to give up the KV cache that it keeps."""
+
+    model: str
+
+
+@dataclass(frozen=True)
 class HasLayer:
     """Whether cumem-sleep is in a model's server, and keeps its backups in the vault."""
 
@@ -93,4 +113,16 @@ class TimePassed:
     """It is `next_time`, or later."""
 
 
-FrontEvent = Arrived | Gone | Done | Died | Ordered | HostBytes | HasLayer | Configured | TimePassed
+FrontEvent = (
+    Arrived
+    | Gone
+    | Done
+    | Died
+    | Ordered
+    | HostBytes
+    | KeptBytes
+    | LacksHostMemory
+    | HasLayer
+    | Configured
+    | TimePassed
+)

@@ -261,10 +261,11 @@ class Fleet:
             UnknownModel, OrderRefused, NotInTime.
         """
         name = self.resolve(model)
-        spec = self._scheduler.models[name].spec
-        wanted = level if level is not None else min((each for each in spec.levels if each != STOP), default=1)
-        if type(wanted) is not int or wanted not in (1, 2, 3):
-            raise OrderRefused(f"level {level}: expected 1, 2 or 3")
+        spec, has = self._scheduler.models[name].spec, self.config.models[name].kind.LEVELS
+        default = min((each for each in spec.levels if each != STOP), default=next(iter(has), STOP))
+        wanted = level if level is not None else default
+        if type(wanted) is not int or wanted not in (*has, default):
+            raise OrderRefused(f"level {level}: {name} has {', '.join(map(str, has)) or 'no sleep mode, only stop'}")
         await self._order(name, wanted)
 
     async def wake(self, model: str) -> None:
@@ -304,8 +305,8 @@ class Fleet:
         now, wall = time.monotonic(), time.time()
         models = tuple(self._model_status(unit, now, wall) for unit in self._units if self._knows(unit))
         numbers = sorted({gpu for model in models for gpu in model.gpus})
-        held = self._scheduler.held_bytes()
-        host = HostStatus(self._scheduler.host_bytes, held, hardware.host_available_bytes(), self._vault)
+        held, kept = self._scheduler.held_bytes(), self._scheduler.kept_bytes()
+        host = HostStatus(self._scheduler.host_bytes, held, hardware.host_available_bytes(), self._vault, kept)
         gpus = tuple(self._gpu_status(number) for number in numbers)
         return FleetStatus(wall, self._version, self.simulated, gpus, models, host)
 
@@ -355,6 +356,8 @@ class Fleet:
             restarts=unit.restarts,
             layer=unit.layer,
             in_vault=state.in_vault,
+            kept_bytes=state.kept_bytes,
+            engine=unit.engine_name,
         )
 
     def _gpu_status(self, number: int) -> GpuStatus:
@@ -398,6 +401,8 @@ class Fleet:
             case actions.Obeyed():
                 for future in self._orders.pop((action.model, action.depth), ()):
                     _fail(future, OrderRefused(action.error)) if action.error else _resolve(future, None)
+            case actions.GiveUpKept():
+                self._units.give_up_kept(action)
             case actions.Removed():
                 if (engine := self._units.remove(action.model)) is not None:
                     self._spawn(engine.close())

@@ -14,11 +14,13 @@ def exposition(fleet: Fleet) -> str:
     for model in status.models:
         for phase in Phase:
             samples.add("serve_model_state", int(model.phase is phase), model=model.name, state=phase.value)
+        samples.add("serve_model_engine", 1, model=model.name, engine=model.engine)
         samples.add("serve_model_sleep_level", model.level or 0, model=model.name)
         samples.add("serve_requests_waiting", model.waiting, model=model.name)
         samples.add("serve_oldest_wait_seconds", model.oldest_wait_s, model=model.name)
         samples.add("serve_requests_running", model.running, model=model.name)
         samples.add("serve_model_host_bytes", model.host_bytes, model=model.name)
+        samples.add("serve_model_kept_bytes", model.kept_bytes, model=model.name)
         samples.add("serve_restarts", model.restarts, model=model.name)
     for gpu in status.gpus:
         if gpu.total_bytes is not None:
@@ -28,6 +30,7 @@ def exposition(fleet: Fleet) -> str:
         samples.add("serve_gpu_share", sum(holder.share for holder in gpu.holders), gpu=str(gpu.gpu))
     samples.add("serve_host_budget_bytes", status.host.budget_bytes)
     samples.add("serve_host_held_bytes", status.host.held_bytes)
+    samples.add("serve_host_kept_bytes", status.host.kept_bytes)
     if status.host.available_bytes is not None:
         samples.add("serve_host_available_bytes", status.host.available_bytes)
     for (name, kind, result), count in counters.switches.items():

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from enum import Enum
 
 from .policy import Spec, Use
 from .status import Phase
 
 CHANGING = frozenset((Phase.STARTING, Phase.WAKING, Phase.FALLING_ASLEEP, Phase.STOPPING))
+
+
+class KeptState(Enum):
+    """What becomes of the KV cache that a sleeper keeps."""
+
+    EXPENDABLE = "it may be given up"
+    LEAVING = "its server is being told to give it up"
+    STAYS = "its server was told to, and is not told again"
 
 
 @dataclass
@@ -33,6 +42,8 @@ class Model:
         failures: in a row, of starts and wakes or of sleeps.
         refused: depths at which it cannot sleep for now, until it has slept once.
         held_bytes: host memory that its backups take, also while it is awake again.
+        kept_bytes: host memory of the KV cache that it keeps while it sleeps.
+        kept: what becomes of that.
         starts_unasked: it is to be started (and put to sleep) although nobody waits for it.
         sleeps_once_started: it was started without a request, and is to sleep at once.
         order: a depth that an operator wants.
@@ -62,6 +73,8 @@ class Model:
     error: str | None = None
     refused: set[int] = field(default_factory=set)
     held_bytes: int = 0
+    kept_bytes: int = 0
+    kept: KeptState = KeptState.EXPENDABLE
     starts_unasked: bool = False
     sleeps_once_started: bool = False
     order: int | None = None
@@ -84,7 +97,9 @@ class Model:
     @property
     def use(self) -> Use:
         """For the policy."""
-        return Use(self.spec, not self.running, self.last_used, self.awake_since)
+        may_give_up = self.phase is Phase.ASLEEP and not self.in_vault and self.kept is KeptState.EXPENDABLE
+        kept_bytes = self.kept_bytes if may_give_up else 0  # a vault gives it up by itself
+        return Use(self.spec, not self.running, self.last_used, self.awake_since, kept_bytes)
 
     @property
     def holds(self) -> bool:

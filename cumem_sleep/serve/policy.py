@@ -11,12 +11,13 @@
   `wait` of its model, whichever is less.
 - How deep a model sleeps is decided before it does, by the host memory that it would hold: the first of its `levels`
   that fits. A model in the vault goes where the vault does not refuse it.
+- KV cache that sleepers keep is expendable: it takes no room from backups, and leaves when they need it.
 - What fails is tried again after a pause that doubles. After `ATTEMPTS` a server is stopped and started afresh.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 STOP = 100
@@ -75,12 +76,14 @@ class Use:
         is_idle: no request runs.
         last_used: when a request last ran.
         awake_since: when it woke.
+        kept_bytes: host memory of the KV cache that it keeps while it sleeps, and may give up.
     """
 
     spec: Spec
     is_idle: bool
     last_used: float
     awake_since: float
+    kept_bytes: int = 0
 
     def kept_until(self) -> float:
         """Nobody may push it out before."""
@@ -127,6 +130,16 @@ def depth_to_push_out(
         if depth not in refused and spec.host_bytes_at(depth) <= held_bytes + free_bytes:
             return depth
     return STOP if spec.owned else None
+
+
+def to_give_up(uses: Iterable[Use], nbytes: float) -> list[str]:
+    """Whose kept KV cache is given up for so much host memory, or for as much of it as there is."""
+    leaving = []
+    for use in sorted(uses, key=lambda use: use.last_used):
+        if nbytes > 0 and use.kept_bytes > 0:
+            leaving.append(use.spec.name)
+            nbytes -= use.kept_bytes
+    return leaving
 
 
 def idle_depth(spec: Spec, idle_s: float) -> int:

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from . import actions, events, policy
-from .model import CHANGING, Model
+from .model import CHANGING, KeptState, Model
 from .policy import OF_LAYER, STOP, Spec
 from .status import Phase
 
@@ -45,6 +45,9 @@ class Scheduler:
         if isinstance(event, events.Arrived) and self._waits(event.request):
             heapq.heappush(self._deadlines, (event.deadline, event.request))
             self._refuse_late()  # it may wait for no time at all
+        self._give_up_kept(
+            self.held_bytes() + self.kept_bytes() - self.host_bytes, "sleepers hold all of `host_memory`"
+        )
         return self._actions
 
     def next_time(self) -> float:
@@ -58,6 +61,11 @@ class Scheduler:
     def held_bytes(self) -> int:
         """Host memory that models hold by the ledger, those in the vault aside."""
         return sum(model.held_bytes for model in self.models.values() if not model.in_vault)
+
+    def kept_bytes(self) -> int:
+        """What sleepers keep of their KV cache beside that, and are not giving up, those in the vault aside."""
+        kept = (model for model in self.models.values() if not model.in_vault and model.kept is not KeptState.LEAVING)
+        return sum(model.kept_bytes for model in kept)
 
     def waited_s(self, model: Model, now: float) -> dict[str, float]:
         """For how long requests of a model have had to wait until now, by cause, if they waited all the time."""
@@ -83,6 +91,11 @@ class Scheduler:
                 model = self.models[event.model]
                 model.spec = replace(model.spec, host_bytes=event.host_bytes)
                 model.held_bytes = min(model.held_bytes, event.host_bytes)
+            case events.KeptBytes():
+                self._kept(event)
+            case events.LacksHostMemory():
+                if not self.models[event.model].in_vault:
+                    self._give_up_kept(1, f"{event.model} lacks host memory to fall asleep")
             case events.HasLayer():
                 model = self.models[event.model]
                 model.has_layer, model.in_vault = event.has_layer, event.in_vault
@@ -168,6 +181,14 @@ class Scheduler:
                 for request in list(model.waiting):
                     self._refuse(model, request, "the model was removed")
 
+    def _kept(self, event: events.KeptBytes) -> None:
+        model = self.models.get(event.model)
+        if model is None or not (model.phase is Phase.ASLEEP or model.changes_asleep):
+            return
+        model.kept_bytes = event.kept_bytes
+        if event.was_told and model.kept is KeptState.LEAVING:  # not of a sleep before this one
+            model.kept = KeptState.STAYS
+
     def _died(self, model: Model, error: str) -> None:
         for request in model.running:
             self._do(actions.Revoke(request, error))
@@ -210,7 +231,8 @@ class Scheduler:
         if model.phase is Phase.STARTING:
             model.started_at = self._now
         is_unasked = model.phase is Phase.STARTING and not model.waiting and model.spec.at_start != "awake"
-        model.sleeps_once_started = is_unasked and model.spec.owned
+        can_sleep = any(depth != STOP for depth in model.spec.levels)
+        model.sleeps_once_started = is_unasked and model.spec.owned and can_sleep
         model.starts_unasked = False
         self._become_awake(model)
         model.awake_since = model.last_used = self._now
@@ -268,12 +290,14 @@ class Scheduler:
     def _become_awake(self, model: Model) -> None:
         model.level = model.draining_since = model.revoked_at = None
         model.cannot_go_deeper = model.changes_asleep = False
+        model.kept_bytes = 0
         self._become(model, Phase.AWAKE)
 
     def _become_asleep(self, model: Model, level: int) -> None:
         model.level = level
         model.sleeps_once_started = model.starts_unasked = model.changes_asleep = False
         model.held_bytes = model.spec.host_bytes_at(level)
+        model.kept = KeptState.EXPENDABLE
         model.draining_since = model.revoked_at = None
         self._become(model, Phase.ASLEEP)
         if level >= (model.order or 0):
@@ -281,7 +305,7 @@ class Scheduler:
 
     def _become_stopped(self, model: Model) -> None:
         model.level = model.draining_since = model.revoked_at = None
-        model.held_bytes = 0
+        model.held_bytes = model.kept_bytes = 0
         model.sleeps_once_started = False
         model.refused.clear()
         model.cannot_go_deeper = model.changes_asleep = False
@@ -496,6 +520,14 @@ class Scheduler:
     def _free_bytes(self, model: Model) -> float:
         """Of host memory, for a model that is to sleep. The vault refuses by itself: it alone knows what is shared."""
         return math.inf if model.in_vault else self.host_bytes - self.held_bytes()
+
+    def _give_up_kept(self, nbytes: float, why: str) -> None:
+        """The least recently used sleeper's first; of all, that of those comes last for which somebody waits."""
+        sleepers = self.models.values()
+        uses = [replace(each.use, last_used=math.inf) if each.waiting else each.use for each in sleepers]
+        for name in policy.to_give_up(uses, nbytes):
+            self.models[name].kept = KeptState.LEAVING
+            self._do(actions.GiveUpKept(name, why))
 
     def _begin_stop(self, model: Model) -> None:
         operation = self._begin_operation(model)

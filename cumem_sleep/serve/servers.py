@@ -28,9 +28,7 @@ from typing import BinaryIO
 
 from ..http.asgi import within
 from .address import Address, from_url
-from .command import GATE, has_gate, is_vllm, listening_host, uses_socket, values
 from .config import ModelConfig
-from .engine import Engine
 from .lock import Lock
 from .masking import holds_any, masked
 
@@ -103,8 +101,8 @@ class Server:
         Raises:
             StartFailed: it did not become healthy.
         """
-        model, found = self.model, {**os.environ, **self.model.env}
-        token = (model.api_key or secrets.token_hex(16)) if has_gate(model.command or (), found) else None
+        model = self.model
+        token = model.kind.token(model.command or (), {**os.environ, **model.env}, model.api_key)
         variables = environment(model, os.environ, self._around.secrets, token)
         try:
             log = open_log(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -112,7 +110,7 @@ class Server:
             raise StartFailed("its log cannot be written", f"{self.log}: {error.strerror}") from None
         with log:
             self.address = address = self._new_address(token)
-            command = command_line(self.name, model, address, gate=token is not None)
+            command = command_line(self.name, model, address, token)
             log.write(f"\n==> {self._masked(shlex.join(command))}\n".encode())
             log.flush()
             folders = (str(self._folder), str(self._around.leaves or ""))
@@ -162,7 +160,7 @@ class Server:
             return []
 
     def _new_address(self, token: str | None) -> Address:
-        if uses_socket(self.model.command or ()):
+        if self.model.kind.uses_socket(self.model.command or ()):
             try:
                 self._folder.mkdir(mode=0o700)  # it has the same address each time
             except FileExistsError:  # whoever has made it may have it
@@ -170,7 +168,7 @@ class Server:
             except OSError as error:
                 raise StartFailed("no folder for its socket can be made", str(error)) from None
             return from_url(f"unix:{self._folder / 'server.sock'}", self.model.api_key, token)
-        host = listening_host(self.model.command or ())
+        host = self.model.kind.listening_host(self.model.command or ())
         is_ipv6 = ":" in host
         with socket.socket(socket.AF_INET6 if is_ipv6 else socket.AF_INET) as free:
             free.bind((host, 0))
@@ -187,7 +185,7 @@ class Server:
     async def _until_healthy(self, address: Address, process: asyncio.subprocess.Process) -> None:
         loop = asyncio.get_running_loop()
         ends_at = loop.time() + self.model.start_timeout
-        engine = Engine(address, self.model.start_timeout)
+        engine = self.model.connect(address, self.model.start_timeout)
         try:
             while not await engine.is_healthy():
                 if process.returncode is not None:
@@ -199,7 +197,7 @@ class Server:
                 await asyncio.sleep(POLL_S)
         finally:
             await engine.close()
-        if address.socket is None and (where := open_to_network(port := int(address.base_url.rpartition(":")[2]))):
+        if address.socket is None and (where := open_to_network(port := int(address.port))):
             raise StartFailed(
                 "its server listens where other machines may reach it without this front",
                 f"it listens at {where}, port {port}: have it listen at 127.0.0.1",
@@ -235,34 +233,21 @@ def _ip(words: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
     return (found.ipv4_mapped or found) if isinstance(found, ipaddress.IPv6Address) else found
 
 
-def command_line(name: str, model: ModelConfig, address: Address, *, gate: bool = False) -> list[str]:
-    """The words of a server's command with where it listens, and, for vLLM, its names, sleep mode, and the gate."""
-    port = address.base_url.rpartition(":")[2] if address.socket is None else ""
+def command_line(name: str, model: ModelConfig, address: Address, token: str | None = None) -> list[str]:
+    """The words of a server's command with where it listens, and with what its engine needs."""
+    port = address.port if address.socket is None else ""
     words = [word.replace("{socket}", address.socket or "").replace("{port}", port) for word in model.command or ()]
-    if not is_vllm(words):
-        return words
-    # Without --host it would listen on every interface.
-    tcp = {"--host": listening_host(words), "--port": port}
-    listens = tcp if address.socket is None else {"--uds": address.socket}
-    added = [word for option, value in listens.items() if not values(words, option) for word in (option, value)]
-    if "--enable-sleep-mode" not in words:
-        added.append("--enable-sleep-mode")
-    if gate and not any(GATE in word for word in words):
-        added += ["--middleware", GATE]
-    if not any(word.split("=")[0] == "--served-model-name" for word in words):
-        added += ["--served-model-name", name, *model.aliases]
-    return [*words, *added]
+    return model.kind.completed(words, (name, *model.aliases), address, token)
 
 
 def environment(
     model: ModelConfig, inherited: Mapping[str, str], known: Collection[str] = (), token: str | None = None
 ) -> dict[str, str]:
-    """A server's: backups are to be made before the first sleep; and without the gate, vLLM offers sleep only in
-    development mode.
+    """A server's variables.
 
     Args:
         known: secrets of this front, of which it gets its own alone.
-        token: opens the gate's calls for sleep; None without a gate.
+        token: opens its calls for sleep; None without one.
 
     Raises:
         StartFailed: it is to use a GPU that this process may not use.
@@ -273,17 +258,13 @@ def environment(
         for name, value in inherited.items()
         if name not in _NOT_FOR_SERVERS and not holds_any(value, others)
     }
-    if model.api_key is not None:
-        kept["VLLM_API_KEY"] = model.api_key  # so that it need not stand in the command, which everybody may read
     visible = [each for each in inherited.get("CUDA_VISIBLE_DEVICES", "").split(",") if each]
     if visible and model.gpus[-1] >= len(visible):
         raise StartFailed(f"there is no GPU {model.gpus[-1]}: CUDA_VISIBLE_DEVICES has {len(visible)}")
     gpus = [visible[gpu] if visible else str(gpu) for gpu in model.gpus]
     ours = {"CUDA_VISIBLE_DEVICES": ",".join(gpus), "PYTHONSAFEPATH": "1"}
-    found = {"CUMEM_SLEEP_PREPARE": "1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID", **kept, **ours}
-    if token is None:
-        return {**found, "VLLM_SERVER_DEV_MODE": "1", **model.env}
-    return {**found, **model.env, "CUMEM_SLEEP_ADMIN_TOKEN": token}
+    found = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", **kept, **ours, **model.env}
+    return model.kind.environment(model.command or (), found, model.api_key, token)
 
 
 def vault_of(model: ModelConfig, inherited: Mapping[str, str]) -> str:

@@ -42,8 +42,10 @@ class SimulatedServerOptions:
     token_s: float = 0.0
     fail_sleeps: int = 0
     fail_wakes: int = 0
+    fail_resets: int = 0
     weights_bytes: int = 0
     prepared_bytes: int = 0
+    keep_bytes: int = 0
     record: Path | None = None
 
 
@@ -53,6 +55,7 @@ class SimulatedServer:
 
     Attributes:
         asleep: the parts that sleep.
+        kept_bytes: of its KV cache, what a sleep at level 1 has kept.
         asked_asleep: what was asked while it slept.
         running: requests that it answers now.
         left: requests whose client went away before their end.
@@ -61,12 +64,14 @@ class SimulatedServer:
     options: SimulatedServerOptions
     asleep: frozenset[str] = frozenset()
     level: int = 0
+    kept_bytes: int = 0
     asked_asleep: list[str] = field(default_factory=list)
     running: int = 0
     answered: int = 0
     left: int = 0
     sleeps: int = 0
     wakes: int = 0
+    resets: int = 0
     started_at: float = field(default_factory=time.monotonic)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -153,12 +158,10 @@ class SimulatedServer:
             return await self._wake(frozenset(query.get("tags", PARTS)))
         if (method, path) == ("POST", "/reload_weights"):
             return response(200, {})
+        if (method, path) == ("POST", "/reset_prefix_cache"):
+            return await self._reset()
         if (method, path) == ("GET", "/cumem_sleep/status"):
-            nbytes = self.options.weights_bytes
-            mapped_bytes = 0 if "weights" in self.asleep else nbytes
-            weights = {"bytes": nbytes, "mapped_bytes": mapped_bytes, "backed_up_bytes": self.options.prepared_bytes}
-            usage = {"weights": weights}
-            return response(200, {"results": [{"version": "simulated", "usage": usage}]})
+            return response(200, {"results": [{"version": "simulated", "usage": self._usage()}]})
         if (method, path) == ("GET", "/health"):
             ready = time.monotonic() - self.started_at >= self.options.start_s
             return response(200 if ready else 503, {})
@@ -171,12 +174,27 @@ class SimulatedServer:
             return response(200, {"version": "simulated"})
         return refusal(404, f"{method} {path} is not here")
 
+    def _usage(self) -> dict[str, dict[str, int]]:
+        options = self.options
+        weights = {"bytes": options.weights_bytes, "backed_up_bytes": options.prepared_bytes, "kept_bytes": 0}
+        kv_cache = {"bytes": options.keep_bytes, "backed_up_bytes": 0, "kept_bytes": self.kept_bytes}
+        usage = {"weights": weights, "kv_cache": kv_cache}
+        return {tag: {**of, "mapped_bytes": 0 if tag in self.asleep else of["bytes"]} for tag, of in usage.items()}
+
+    async def _reset(self) -> list[Message]:
+        self.resets += 1
+        if self.resets <= self.options.fail_resets:
+            return refusal(500, "a reset that was to fail")
+        self.kept_bytes = 0
+        return response(200, {"success": True})
+
     async def _sleep(self, level: int) -> list[Message]:
         self.sleeps += 1
         if self.sleeps <= self.options.fail_sleeps:
             return refusal(500, "a sleep that was to fail")
         self.asleep, self.level = PARTS, level  # nothing may come from here on
         await asyncio.sleep(self.options.sleep_s)
+        self.kept_bytes = self.options.keep_bytes if level == 1 else 0
         return response(200, {})
 
     async def _wake(self, tags: frozenset[str]) -> list[Message]:
@@ -185,6 +203,7 @@ class SimulatedServer:
         if self.wakes <= self.options.fail_wakes:
             return refusal(500, "a wake that was to fail")
         self.asleep -= tags
+        self.kept_bytes *= "kv_cache" in self.asleep
         return response(200, {})
 
 
@@ -216,15 +235,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--served-model-name", nargs="+", required=True)
     for name in ("start", "sleep", "wake", "token"):
         parser.add_argument(f"--{name}-seconds", type=float, default=0.0)
-    for name in ("sleeps", "wakes"):
+    for name in ("sleeps", "wakes", "resets"):
         parser.add_argument(f"--fail-{name}", type=int, default=0, metavar="N", help="the first N fail")
     parser.add_argument("--weights-bytes", type=int, default=0, help="that its backups are said to take")
     parser.add_argument("--prepared-bytes", type=int, default=0, help="of these, those that are said to be backed up")
+    parser.add_argument("--keep-bytes", type=int, default=0, help="of its KV cache, that a sleep is said to keep")
     parser.add_argument("--record", type=Path, help="requests that came while it slept are appended to this file")
     asked, _ = parser.parse_known_args(arguments)
     times = {f"{name}_s": getattr(asked, f"{name}_seconds") for name in ("start", "sleep", "wake", "token")}
-    fails = {"fail_sleeps": asked.fail_sleeps, "fail_wakes": asked.fail_wakes}
-    memory = {"weights_bytes": asked.weights_bytes, "prepared_bytes": asked.prepared_bytes}
+    fails = {name: getattr(asked, name) for name in ("fail_sleeps", "fail_wakes", "fail_resets")}
+    memory = {name: getattr(asked, name) for name in ("weights_bytes", "prepared_bytes", "keep_bytes")}
     app = SimulatedServer(
         SimulatedServerOptions(tuple(asked.served_model_name), **times, **fails, **memory, record=asked.record)
     )

@@ -62,6 +62,8 @@ class ModelStatus:
         restarts: how often its server died and was started again.
         layer: whether cumem-sleep is in it: its version; "" if not; None if not known yet.
         in_vault: what it holds of the host is memory of the vault.
+        kept_bytes: of the host, what it holds beside that: the KV cache that it keeps while it sleeps.
+        engine: as in models.yaml. One without sleep mode (`command`) is stopped, and started again.
     """
 
     name: str
@@ -85,6 +87,8 @@ class ModelStatus:
     restarts: int
     layer: str | None
     in_vault: bool = False
+    kept_bytes: int = 0
+    engine: str = "vllm"
 
 
 @dataclass(frozen=True)
@@ -139,12 +143,14 @@ class HostStatus:
         held_bytes: what they hold, by the ledger.
         available_bytes: what the system can still give; None if it does not say.
         vault: that models use; None if none does, or none answers.
+        kept_bytes: what sleepers keep of their KV cache beside `held_bytes`, and give up first.
     """
 
     budget_bytes: int
     held_bytes: int
     available_bytes: int | None
     vault: VaultStatus | None = None
+    kept_bytes: int = 0
 
 
 @dataclass(frozen=True)

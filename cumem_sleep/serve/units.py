@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 
 from . import actions, events, hardware, servers
 from .address import Address, from_url
 from .config import Config, ModelConfig
-from .engine import ASK_EVERY_S, Engine, Facts, Outcome
+from .engines.engine import ASK_EVERY_S, Engine, Facts, Outcome
 from .lock import Lock
 from .model import Model
 from .policy import STOP
@@ -57,6 +57,7 @@ class Unit:
     last_words: str = ""
     health: asyncio.Task[None] | None = None
     aliases: tuple[str, ...] = ()
+    engine_name: str = ""
     names: tuple[str, ...] = ()
 
 
@@ -99,6 +100,8 @@ class Units:
         leaves = self._logs if simulated else lock.path if lock is not None else None
         self._around = Surroundings(leaves=leaves, lock=lock)
         self._units: dict[str, Unit] = {}
+        self._giving_up: set[asyncio.Task[None]] = set()
+        self._asking: set[asyncio.Task[None]] = set()
 
     def __getitem__(self, name: str) -> Unit:
         return self._units[name]
@@ -123,6 +126,7 @@ class Units:
             if name not in self._units:
                 self._units[name] = Unit(name, self._server_of(name, model))
             self._units[name].aliases = tuple(model.aliases)
+            self._units[name].engine_name = model.kind.NAME
 
     def _server_of(self, name: str, model: ModelConfig) -> Server | None:
         return Server(name, model, self._logs, servers.place_of_sockets(), self._around) if model.owned else None
@@ -141,6 +145,8 @@ class Units:
             for task in (unit.change, unit.health):
                 if task is not None:
                     task.cancel()
+        for task in self._giving_up | self._asking:
+            task.cancel()
         await asyncio.gather(*map(self._end, units))
 
     @staticmethod
@@ -196,6 +202,8 @@ class Units:
             unit.last_words = ""
             logger.info("%s: %s in %.3f s", unit.name, kind, seconds)
         self._handle(events.Done(unit.name, action.operation, **asdict(outcome)))
+        if unit.engine is not None and unit.engine.has_layer and self._sleeps(unit):
+            self._spawn(self._asking, self._ask_kept(unit, unit.engine))
 
     async def _do(self, unit: Unit, action: actions.Change) -> Outcome:
         if isinstance(action, actions.Start):
@@ -209,10 +217,24 @@ class Units:
         if isinstance(action, actions.Wake):
             return await self._lacks_gpu_memory(unit, unit.engine, action) or await unit.engine.wake(action.level)
         try:
-            short = await self._lacks_host_memory(unit, unit.engine, action)
-            return short or await unit.engine.sleep(action.level, action.from_level)
+            return await self._sleep(unit, unit.engine, action)
         finally:
             unit.pins_bytes = 0
+
+    async def _sleep(self, unit: Unit, engine: Engine, action: actions.Sleep) -> Outcome:
+        """Others give up kept KV cache before it is refused for want of host memory, by the front or by its server."""
+        if action.more_bytes:
+            await self._given_up()
+        while True:
+            short = await self._lacks_host_memory(unit, engine, action)
+            outcome = short or await engine.sleep(action.level, action.from_level)
+            if outcome.lacks_host_memory and not self._giving_up:
+                self._handle(events.LacksHostMemory(unit.name))
+            if not outcome.lacks_host_memory or not await self._given_up():
+                return outcome
+            unit.pins_bytes = 0
+            if outcome.state is Phase.AWAKE:  # it woke on its way to a deeper sleep
+                action = replace(action, from_level=None)
 
     async def _lacks_gpu_memory(self, unit: Unit, engine: Engine, action: actions.Wake) -> Outcome | None:
         """Looked up before the wake: that others sleep is their word alone, and who else has memory nobody here knows.
@@ -221,7 +243,7 @@ class Units:
         """
         if self._simulated:
             return None
-        needed = (await engine.facts()).wake_bytes if engine.has_layer else None
+        needed = await engine.wake_bytes()
         numbers = sorted(self._models[action.model].spec.gpus)
         try:
             if needed is None:
@@ -254,7 +276,7 @@ class Units:
         gib = 1 << 30
         why = f"level {action.level} needs {needed / gib:.1f} GiB more host memory; {available / gib:.1f} GiB are there"
         if action.from_level is not None:  # it sleeps, and is left so
-            return Outcome(None, Phase.ASLEEP, action.from_level, why_not_deeper=why)
+            return Outcome(None, Phase.ASLEEP, action.from_level, lacks_host_memory=True, why_not_deeper=why)
         return Outcome(why, Phase.AWAKE, lacks_host_memory=True)
 
     async def _too_little_for(self, unit: Unit, needed: int) -> int | None:
@@ -271,6 +293,45 @@ class Units:
             changes = [each.change for each in others if each.change is not None]
             await asyncio.wait(changes, return_when=asyncio.FIRST_COMPLETED)
 
+    # Kept KV cache
+
+    def give_up_kept(self, action: actions.GiveUpKept) -> None:
+        """Have a sleeper give up what it keeps; `events.KeptBytes` says what became of it."""
+        unit = self._units[action.model]
+        logger.info("%s: gives up the KV cache that it keeps: %s", unit.name, action.why)
+        if unit.engine is not None:
+            self._spawn(self._giving_up, self._give_up_kept(unit, unit.engine))
+
+    async def _give_up_kept(self, unit: Unit, engine: Engine) -> None:
+        with suppress(RuntimeError):  # its server was stopped meanwhile, and its connections are closed
+            if why := await engine.give_up_kept():
+                logger.warning("%s: did not give up the KV cache that it keeps: %s", unit.name, why)
+        self._handle(events.KeptBytes(unit.name, engine.kept_bytes, was_told=True))
+
+    async def _ask_kept(self, unit: Unit, engine: Engine) -> None:
+        with suppress(RuntimeError):  # likewise
+            await engine.facts()
+        self._handle(events.KeptBytes(unit.name, engine.kept_bytes))
+
+    async def _given_up(self) -> bool:
+        """Whether kept KV cache was being given up. Returns when that has ended."""
+        waited = bool(self._giving_up)
+        while self._giving_up:
+            await asyncio.wait(self._giving_up)
+        return waited
+
+    def _sleeps(self, unit: Unit) -> bool:
+        state = self._models.get(unit.name)
+        return state is not None and state.phase is Phase.ASLEEP
+
+    @staticmethod
+    def _spawn(tasks: set[asyncio.Task[None]], work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+
+    # Starts
+
     async def _start(self, unit: Unit) -> Outcome:
         config = self.config.models.get(unit.name)
         if config is not None and config.owned != (unit.server is not None):
@@ -282,7 +343,7 @@ class Units:
         if unit.engine is not None:
             await unit.engine.close()
         unit.address = await unit.server.start(partial(self._died, unit))
-        unit.engine = Engine(unit.address, unit.server.model.switch_timeout)
+        unit.engine = unit.server.model.connect(unit.address, unit.server.model.switch_timeout)
         await self._learn(unit)
         return Outcome(None, Phase.AWAKE)
 
@@ -306,7 +367,7 @@ class Units:
         if unit.engine is None or unit.engine.address != address:
             if unit.engine is not None:
                 await unit.engine.close()
-            unit.address, unit.engine = address, Engine(address, config.switch_timeout)
+            unit.address, unit.engine = address, config.connect(address, config.switch_timeout)
         limit_s = min(config.start_timeout, config.switch_timeout)
         nobody_s = limit_s if unit.was_found else min(limit_s, NOBODY_ANSWERS_S)
         begin = heard_at = time.monotonic()
@@ -393,6 +454,8 @@ class Units:
         while unit.engine is not None:
             found = await unit.engine.look()
             failures = failures + 1 if found.state in (Phase.STOPPED, None) else 0
+            if self._sleeps(unit) and self._models[unit.name].kept_bytes != unit.engine.kept_bytes:
+                self._handle(events.KeptBytes(unit.name, unit.engine.kept_bytes))
             if failures >= UNHEALTHY_AFTER:
                 unit.health = None
                 return self._died(unit, found.error or "it cannot be reached")

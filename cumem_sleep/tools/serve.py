@@ -188,7 +188,7 @@ def check(options: argparse.Namespace) -> tuple[Table, list[str]]:
 
     table = _table("model", "GPUs", "share", "idle", "keep", "aliases", "server")
     for name, model in config.models.items():
-        idle = ", ".join(f"{_depth(depth)} after {after_s:g} s" for after_s, depth in model.idle) or "never"
+        idle = ", ".join(f"{_depth(depth)} after {after_s:g} s" for after_s, depth in model.idle_steps) or "never"
         gpus = ", ".join(str(gpu) for gpu in model.gpus)
         server = model.url or masked(" ".join(model.command or ()))
         table.add_row(name, gpus, f"{model.share:g}", idle, f"{model.keep:g} s", ", ".join(model.aliases), server)
@@ -280,6 +280,7 @@ def models_table(models: list[dict[str, Any]]) -> Table:
         switch = f"{last['kind']} {last['seconds']:.3f} s" if last else ""
         state = model["phase"] + (f" (level {model['level']})" if model["level"] else "")
         gpus, host = ", ".join(str(gpu) for gpu in model["gpus"]), format_bytes(model["host_bytes"])
+        host += f" + {format_bytes(kept)} kept" if (kept := model.get("kept_bytes")) else ""
         numbers = (str(model["running"]), str(model["waiting"]))
         trouble = "; ".join(filter(None, (model["error"], model.get("last_words"))))
         trouble = trouble or ("without cumem-sleep in it" if model["layer"] == "" else "")

@@ -56,7 +56,7 @@ examples:
 STATUS_DESCRIPTION = """\
 Shows the memory of the vault, its GPUs, and its clients. "asleep" is what segments that sleep
 need; "awake" are retained backups of segments that are awake, and kept ranges: both are evicted when
-memory runs short."""
+memory runs short. "relayed" is what a GPU's link has carried for other GPUs."""
 
 
 def add_command(
@@ -77,6 +77,9 @@ def add_command(
     command.add_argument("--socket", type=path, metavar="PATH", help=socket_text)
     text = "the GPUs to serve, by CUDA ordinal or UUID, all prepared at the start (default: all, of which the first is)"
     command.add_argument("--gpus", nargs="+", default=[], metavar="GPU", help=text)
+    text = "whose links carry copies for other GPUs, over NVLink: none (off, default), those of all GPUs that the vault"
+    text += " uses already (auto), or of these GPUs, by CUDA ordinal or UUID, which it prepares at the start"
+    command.add_argument("--relay", nargs="+", default=["off"], metavar="GPU", help=text)
     text = f"take memory in slabs of this size (default: {format_bytes(DEFAULT_SLAB_BYTES)}, or more with much memory)"
     command.add_argument("--slab-size", type=size, metavar="SIZE", help=text)
     text = "serve Prometheus metrics at http://HOST:PORT/metrics (HOST by default 127.0.0.1; port 0: any that is free)"
@@ -114,6 +117,9 @@ def serve(options: argparse.Namespace, say: Callable[[str], None]) -> None:
     open_driver(Settings.from_environment().driver)
     gpus = visible_gpus(options.gpus)
     used_at_once = gpus if options.gpus else gpus[:1]
+    relays = _relays(options.relay, gpus)
+    if options.relay != ["auto"]:
+        used_at_once = [*used_at_once, *relays]
     total = host_facts.mem_total_bytes()
     if total is not None and options.memory > total:
         raise InvalidArgument(f"memory={options.memory}: this host has {format_bytes(total)}: give the vault less")
@@ -124,7 +130,7 @@ def serve(options: argparse.Namespace, say: Callable[[str], None]) -> None:
         address = VaultAddress(path)
         try:
             host = VaultHost(room_bytes, threads, say, options.reserved_huge_pages)
-            vault = Vault(address, options.memory, gpus, host, options.slab_size, used_at_once, spill)
+            vault = Vault(address, options.memory, gpus, host, options.slab_size, used_at_once, relays, spill)
         except BaseException:
             address.close()
             raise
@@ -143,6 +149,17 @@ def serve(options: argparse.Namespace, say: Callable[[str], None]) -> None:
     say("ends")
 
 
+def _relays(named: Sequence[str], gpus: Sequence[VaultGpu]) -> Sequence[VaultGpu]:
+    """The GPUs whose links help others. Raises InvalidArgument: there is no such GPU, or it is not served."""
+    if named in (["auto"], ["off"]):
+        return gpus if named == ["auto"] else []
+    relays = visible_gpus(named)
+    for gpu in relays:
+        if gpu not in gpus:
+            raise InvalidArgument(f"relay={gpu.uuid!r}: --gpus does not name it")
+    return relays
+
+
 def _spill_plan(options: argparse.Namespace) -> SpillPlan | None:
     """What may be spilled. Raises InvalidArgument: one option needs another."""
     if options.spill is None:
@@ -159,9 +176,9 @@ def _spill_plan(options: argparse.Namespace) -> SpillPlan | None:
 def _said_of_contexts(memory_bytes: int, used_at_once: Sequence[VaultGpu], gpus: Sequence[VaultGpu]) -> str:
     """What the vault takes of which GPUs."""
     nbytes = _CONTEXT_BYTES + memory_bytes * _CONTEXT_BYTES_PER_GIB // (1 << 30)
-    ordinals = " and ".join(str(gpu.ordinal) for gpu in used_at_once)
-    said = f"takes about {format_bytes(nbytes)} of GPU {ordinals} for a context"
-    is_all = len(used_at_once) == len(gpus)
+    used = dict.fromkeys(gpu.ordinal for gpu in used_at_once)
+    said = f"takes about {format_bytes(nbytes)} of GPU {' and '.join(map(str, used))} for a context"
+    is_all = len(used) == len(gpus)
     return said if is_all else f"{said}; of each other one when its first client comes, which waits for that"
 
 
@@ -243,10 +260,12 @@ class VaultReport:
         for name, noun in (("waiting", "request"), ("refused", "request"), ("cut_off", "client")):
             if self.facts[name]:
                 memory.add_row(name.replace("_", " "), counted(self.facts[name], noun))
-        gpus = _table("GPU", "asleep", "awake", "shared", "last out", "last in")
+        has_relayed = any(gpu["relayed_out_bytes"] or gpu["relayed_in_bytes"] for gpu in self.facts["gpus"])
+        gpus = _table("GPU", "asleep", "awake", "shared", "last out", "last in", *["relayed"] * has_relayed)
         for gpu in self.facts["gpus"]:
             rates = [_rate(gpu[f"last_{way}_gbps"]) for way in ("out", "in")]
-            gpus.add_row(f"{gpu['ordinal']}: {gpu['name']} {gpu['uuid']}", *_held(gpu), *rates)
+            relayed = [format_bytes(gpu["relayed_out_bytes"] + gpu["relayed_in_bytes"])] * has_relayed
+            gpus.add_row(f"{gpu['ordinal']}: {gpu['name']} {gpu['uuid']}", *_held(gpu), *rates, *relayed)
         clients = _table("client", "asleep", "awake", "shared", "GPUs")
         ordinals = {gpu["uuid"]: str(gpu["ordinal"]) for gpu in self.facts["gpus"]}
         for client in self.facts["clients"]:

@@ -487,23 +487,28 @@ class VaultClient:
         """
         return self._begin_copy("copy_table", lent, protocol.table_to_json(ranges), to_host, number=backup.number)
 
-    def wait(self, requests: Iterable[int]) -> None:
+    def wait(self, requests: Iterable[int]) -> set[str]:
         """Return when these copies have ended, or this memory was given back. Waiting again for the same does nothing.
+
+        Returns:
+            The UUIDs of other GPUs whose links have carried some of it.
 
         Raises:
             DriverError: a copy, or the import of the memory, failed; all of these have ended.
             VaultLost: it may still have the memory.
         """
         failure: Exception | None = None
+        relays: set[str] = set()
         for request in requests:
             try:
-                self._answer_to(request)
+                relays.update(self._answer_to(request).get("relays", ()))
             except VaultLost:
                 raise
             except Exception as error:
                 failure = failure or error
         if failure is not None:
             raise failure
+        return relays
 
     @_in_turn
     def begin_to_take_back(self, lent: Sequence[LentMemory]) -> int | None:

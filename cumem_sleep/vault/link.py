@@ -1,17 +1,17 @@
-"""Copies between the vault's memory and one GPU, in one direction. Clients take turns, piece by piece.
+"""Copies between the vault's memory and GPUs, in one direction: each link serves its own GPU, and then helps others.
 
-Copies to a GPU go by its copy engine, or by a kernel while the engine is slow, because the driver scrubs memory that
-was just freed (`transfer/engine_or_kernel`).
+Copies to a link's own GPU go by its copy engine, or by a kernel while the engine is slow, because the driver scrubs
+memory that was just freed (`transfer/engine_or_kernel`). What it carries for others goes as `vault/relay.py` says.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -20,57 +20,22 @@ from .. import _core
 from ..core import log
 from ..core.pinned import pinned_block
 from ..core.tuning import Tuning
-from ..errors import CumemSleepError, VaultError
+from ..errors import CumemSleepError, DriverError, VaultError
 from ..transfer.engine_or_kernel import BestRate, Pace
-from .protocol import Table, close_all
+from .jobs import BorrowedMemory, Job, JobQueue, LinkPiece
+from .protocol import Table
 from .range_table import PIECE_ROWS
+from .relay import SLOTS, Relay
 
 PIECE_BYTES = 64 << 20  # about a millisecond of a link
+WORTH_RELAYING_BYTES = 128 << 20  # that wait for one link: less of it, it has carried as soon by itself
+QUIET_S = 0.005  # without copies for its own GPU: from then on a link helps others
+STAGING_S = 10.0  # without copies for others: then the memory for these goes
 _PAUSE_S = 1.0  # without copies: what comes then is another operation's
 _STALE_S = 0.05  # without copies: by then the driver may have begun to scrub, or ended
 _KERNEL_BLOCKS = 16  # twice as many as in a process that maps memory meanwhile
-_IN_FLIGHT = 4  # pieces: enough for the link never to wait for this thread
+_IN_FLIGHT = SLOTS  # pieces: enough for the link never to wait for this thread
 _ROW_BYTES = 32  # of a table for the kernel
-
-
-class BorrowedMemory:
-    """A client's physical memory, from the descriptor that it sent; imported when the first copy needs it."""
-
-    def __init__(self, descriptor: int, device: int, nbytes: int) -> None:
-        self.device = device
-        self.nbytes = nbytes
-        self.jobs = 0  # that use it
-        self.is_returned = False
-        self._descriptor = descriptor
-        self._lock = threading.Lock()  # both links of a GPU may use it
-        self._imported: _core.ImportedMemory | None = None
-
-    def address(self) -> int:
-        """Where it is mapped here.
-
-        Raises:
-            DriverError: the driver does not import it, or it has not as many bytes.
-        """
-        with self._lock:
-            if self._imported is None:
-                self._imported = _core.ImportedMemory(self._descriptor, self.device, self.nbytes)
-                self._close_descriptor()
-            return self._imported.address
-
-    def close(self) -> None:
-        """Give it back; no copy may use it."""
-        with self._lock:
-            try:
-                self._close_descriptor()
-                if self._imported is not None:
-                    self._imported.close()
-                    self._imported = None
-            finally:
-                self.is_returned = True
-
-    def _close_descriptor(self) -> None:
-        close_all([self._descriptor])
-        self._descriptor = -1
 
 
 class CopyTotals(NamedTuple):
@@ -89,109 +54,246 @@ class CopyTotals(NamedTuple):
         return CopyTotals(self.nbytes + nbytes, self.seconds + seconds)
 
 
-class LinkPiece(NamedTuple):
-    """What is copied at once.
+class LinkGroup:
+    """All links in one direction.
 
     Attributes:
-        rows: instead of one range: rows of an offset in lent memory, one in the block, and bytes.
+        refusal: why the link of the first GPU may not carry copies for the second one; "" if it may.
+        lock: guards the turns of all links.
     """
 
-    block: _core.HostBlock
-    offset: int
-    lent_offset: int
-    nbytes: int
-    rows: Table | None = None
+    def __init__(self, to_host: bool, refusal: Callable[[int, int], str]) -> None:
+        self.to_host = to_host
+        self.refusal = refusal
+        self.lock = threading.RLock()
+        self.links: list[VaultLink] = []
 
 
-@dataclass(eq=False)
-class Job:
-    """The copies of one request. `done` is called on the link's thread when nothing of it is in flight any more."""
+class _InFlight(NamedTuple):
+    """A piece that is being copied, and the link whose turn it was."""
 
-    client: Hashable
-    lent: BorrowedMemory
-    pieces: deque[LinkPiece]
-    done: Callable[[Exception | None], None]
-    in_flight: int = 0
-    error: Exception | None = None
-
-    def fail(self, error: Exception) -> None:
-        """Copy no more of it."""
-        self.error = self.error or error
-        self.pieces.clear()
+    stream: _core.CopyStream
+    home: VaultLink
+    job: Job
+    piece: LinkPiece
 
 
 class VaultLink:
     """A thread that copies for all clients between host memory and one GPU, in one direction.
 
     Attributes:
-        copied: since the start.
-        last: since it had last nothing to do for a second or more.
+        turns: what is to be copied for this GPU, by this link and those that help it.
+        copied: by this link for this GPU, since the start.
+        last: the same since it had last nothing to do for a second or more.
+        relayed: by this link for other GPUs, since the start.
     """
 
-    def __init__(self, device: int, to_host: bool, tuning: Tuning | None = None) -> None:
+    def __init__(self, device: int, group: LinkGroup, tuning: Tuning | None = None) -> None:
         self.device = device
+        self.turns = JobQueue()
+        self.copied = self.last = self.relayed = CopyTotals()
+        self._group = group
+        self._changed = threading.Condition(group.lock)  # notified when it may have something to do
+        self._to_host = group.to_host
         self._tuning = tuning or Tuning()
         self._use(None)
         self._batch_began = 0.0
-        self.copied = self.last = CopyTotals()
         self._counted_until = time.monotonic()
-        self._to_host = to_host
-        self._changed = threading.Condition()
-        self._jobs: set[Job] = set()  # that have not ended
-        self._turns: dict[Hashable, deque[Job]] = {}  # those with pieces left, by client; the first is next
+        self._home = self  # the link that it copies for
+        self._served_until = -math.inf  # its own GPU
+        self._relayed_until = -math.inf
+        self._relay = Relay(device, self._to_host)
+        self._peers_refused = False
         self._stopping = False
         self._idle: list[_core.CopyStream] = []
         self._table: _core.HostBlock | None = None  # room for the rows of as many pieces as may be in flight
         self._tables = 0  # copied so far; each uses another part of that than those before it
         self._has_rows_kernel = True
-        name = f"vault-{'out' if to_host else 'in'}-{device}"
+        name = f"vault-{'out' if self._to_host else 'in'}-{device}"
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
+        with group.lock:
+            group.links.append(self)
 
     def submit(self, job: Job) -> None:
         """Copy its pieces when it is its client's turn. Jobs of one client are done in order."""
-        with self._changed:
-            self._jobs.add(job)
-            self._turns.setdefault(job.client, deque()).append(job)
-            self._changed.notify()
+        with self._group.lock:
+            self.turns.add(job)
+            self._notify()
 
     def cancel(self, client: Hashable, why: str = "the client has gone") -> None:
         """Start no more copies of this client (None: of any). Its jobs end as soon as what is in flight has ended."""
-        with self._changed:
-            for job in self._jobs:
-                if client in (None, job.client):
-                    job.fail(VaultError(why))
+        with self._group.lock:
+            self.turns.cancel(client, VaultError(why))
             self._changed.notify()
 
+    def _notify(self) -> None:
+        """There is more to copy for this GPU: for its own link, and with much of it for those that may help."""
+        self._changed.notify()
+        if self.turns.waiting_bytes >= WORTH_RELAYING_BYTES:
+            for each in self._group.links:
+                if each is not self and each._may_help(self):
+                    each._changed.notify()
+
     def stop(self) -> None:
-        """Cancel everything, and wait for what is in flight."""
+        """Cancel everything, and wait for what is in flight here."""
         self._stopping = True
         self.cancel(None, "the vault ends")
         self._thread.join()
 
+    def helpers(self) -> dict[int, str]:
+        """The other GPUs with a link, each with the reason why that carries nothing for this one; "" if it does."""
+        others = [each for each in list(self._group.links) if each is not self]
+        refused = "it cannot access memory of this one" if self._peers_refused else ""
+        return {
+            each.device: self._group.refusal(each.device, self.device) or refused or each._relay.rests(self.device)
+            for each in others
+        }
+
     def _run(self) -> None:
-        in_flight: deque[tuple[_core.CopyStream, Job, int]] = deque()
+        in_flight: deque[_InFlight] = deque()
         if not self._to_host:
             self._use_kernel()
         with ExitStack() as stack:
+            stack.callback(self._relay.close)
             while True:
-                has_turn = self._has_turn(wait=not in_flight)
-                if not has_turn and not in_flight:
-                    return
+                home = self._next_home(wait=not in_flight)
+                if home is None and not in_flight:
+                    if self._is_over():
+                        return
+                    self._relay.close()
+                    continue
+                if home is not None and home is not self._home:
+                    self._turn_to(home, in_flight)
                 self._go_on()
-                if has_turn:
-                    self._choose(in_flight)
-                    job, piece = self._take()
-                    if piece is not None and (stream := self._start(job, piece, stack)) is not None:
-                        in_flight.append((stream, job, piece.nbytes))
-                        if piece.rows is None:
-                            self._batch_bytes += piece.nbytes
-                        else:  # others are not chosen by how long this takes
-                            self._begin_batch()
-                    self._end_if_over(job)
-                if in_flight and (not has_turn or len(in_flight) == _IN_FLIGHT):
-                    self._finish(*in_flight.popleft())
+                if home is self:
+                    self._begin(in_flight, stack)
+                elif home is not None:
+                    self._begin_for(home, in_flight, stack)
+                if in_flight and (home is None or len(in_flight) == _IN_FLIGHT):
+                    self._finish(in_flight.popleft())
                 self._count(0)
+
+    def _next_home(self, wait: bool) -> VaultLink | None:
+        """The link that has something to copy: this one, or one to help.
+
+        If this is to wait, there is none only at the end, or when the memory for relays is not needed any more.
+        """
+        with self._group.lock:
+            while True:
+                now = time.monotonic()
+                if self.turns:
+                    return self
+                if self._stopping:
+                    return None
+                quiet_s, home = now - self._served_until, self._in_need()
+                if home is not None and quiet_s >= QUIET_S:
+                    return home
+                unused_s = now - self._relayed_until if self._relay.is_open else -math.inf
+                if not wait or unused_s >= STAGING_S:
+                    return None
+                if home is not None:
+                    self._changed.wait(QUIET_S - quiet_s)
+                else:
+                    self._changed.wait(STAGING_S - unused_s if self._relay.is_open else None)
+
+    def _is_over(self) -> bool:
+        with self._group.lock:  # what came since the look for work ends with an error, as all that waits
+            return self._stopping and not self.turns
+
+    def _in_need(self) -> VaultLink | None:
+        """Of the links that this one may help: the one that it helps already, or the one with most to copy."""
+        others = [
+            each
+            for each in self._group.links
+            if each is not self
+            and each.turns.waiting_bytes >= WORTH_RELAYING_BYTES
+            and self._may_help(each)
+            and each.turns.has_for(self.device)
+        ]
+        return max(others, key=lambda each: (each is self._home, each.turns.waiting_bytes), default=None)
+
+    def _may_help(self, home: VaultLink) -> bool:
+        refusal = self._group.refusal(self.device, home.device)
+        return not (refusal or home._peers_refused or self._relay.rests(home.device))
+
+    def _turn_to(self, home: VaultLink, in_flight: deque[_InFlight]) -> None:
+        """Copy for this one from here on."""
+        self._finish_all(in_flight)  # their times are of another kind of copies
+        self._home = home
+        if home is self:
+            self._counted_until = self._served_until
+
+    def _begin(self, in_flight: deque[_InFlight], stack: ExitStack) -> None:
+        """Copy the next piece for this GPU."""
+        self._choose(in_flight)
+        with self._group.lock:
+            taken = self.turns.take(None if self._best is None else self._most_bytes())
+        if taken is None:
+            return
+        job, piece = taken
+        if piece is not None and (stream := self._start(job, piece, stack)) is not None:
+            in_flight.append(_InFlight(stream, self, job, piece))
+            if piece.rows is None:
+                self._batch_bytes += piece.nbytes
+            else:  # others are not chosen by how long this takes
+                self._begin_batch()
+        self._end_if_over(self, job)
+
+    def _begin_for(self, home: VaultLink, in_flight: deque[_InFlight], stack: ExitStack) -> None:
+        """Copy the next piece of a link that this one helps. What this one cannot copy, that one copies itself."""
+        if not self._relay.open(home.device):
+            return
+        if self._relay.is_on_trial(home.device):
+            self._finish_all(in_flight)
+        with self._group.lock:
+            taken = home.turns.take_for(self.device)
+        if taken is None:
+            return
+        job, piece = taken
+        try:
+            address = home._address(job.lent)
+        except Exception as error:
+            with self._group.lock:
+                home.turns.fail(job, error)
+                job.in_flight -= 1
+            self._end_if_over(home, job)
+            return
+        if self.device not in (job.lent.peers or ()):  # somebody else has imported it meanwhile
+            self._give_back(home, job, piece)
+            return
+        stream: _core.CopyStream | None = None
+        try:
+            stream = self._stream(stack)
+            self._relay.begin(stream, piece, home.device, address + piece.lent_offset)
+            job.relays.add(self.device)
+            in_flight.append(_InFlight(stream, home, job, piece))
+        except Exception as error:
+            _close(stream)
+            self._relay.fail(home.device, error)
+            self._give_back(home, job, piece)
+
+    def _give_back(self, home: VaultLink, job: Job, piece: LinkPiece) -> None:
+        with self._group.lock:
+            home.turns.give_back(job, piece)
+            home._notify()
+        self._end_if_over(home, job)
+
+    def _address(self, lent: BorrowedMemory) -> int:
+        """Where it is mapped, for this GPU and those whose links may help."""
+        peers = self._peers() if lent.is_large else []
+        try:
+            return lent.address(peers)
+        except DriverError as error:
+            if not peers:
+                raise
+            address = lent.address()
+            self._peers_refused = True
+            log.warning("nothing is relayed for GPU %d: others cannot access its memory: %s", self.device, error)
+            return address
+
+    def _peers(self) -> Sequence[int]:
+        return [device for device, refused in self.helpers().items() if not refused]
 
     def _use_kernel(self) -> None:
         """Make the context, if there is none yet, and load it, to be used from now on while the engine is slow."""
@@ -212,7 +314,7 @@ class VaultLink:
         self._pace = Pace(best, self._tuning.timed_bytes, _IN_FLIGHT, self._tuning)
         self._choice = self._pace.next()
 
-    def _choose(self, in_flight: deque[tuple[_core.CopyStream, Job, int]]) -> None:
+    def _choose(self, in_flight: deque[_InFlight]) -> None:
         """How the next piece is copied: as the one before, until there are enough of them for a rate."""
         if self._batch_bytes >= self._most_bytes():
             if self._choice.alone:
@@ -236,14 +338,14 @@ class VaultLink:
         self._count(0)
         self._batch_bytes, self._batch_began = 0, self.copied.seconds
 
-    def _finish_all(self, in_flight: deque[tuple[_core.CopyStream, Job, int]]) -> None:
+    def _finish_all(self, in_flight: deque[_InFlight]) -> None:
         while in_flight:
-            self._finish(*in_flight.popleft())
+            self._finish(in_flight.popleft())
 
     def _go_on(self) -> None:
         """From here on time counts."""
         now = time.monotonic()
-        if now - self._counted_until > _PAUSE_S:
+        if self._home is self and now - self._counted_until > _PAUSE_S:
             self.last = CopyTotals()
         if now - self._counted_until > _STALE_S and self._best is not None:
             self._use(self._best)
@@ -253,42 +355,22 @@ class VaultLink:
         """So many bytes more are copied."""
         now = time.monotonic()
         seconds, self._counted_until = now - self._counted_until, now
-        self.copied, self.last = self.copied.plus(nbytes, seconds), self.last.plus(nbytes, seconds)
+        if self._home is self:
+            self.copied, self.last = self.copied.plus(nbytes, seconds), self.last.plus(nbytes, seconds)
+            self._served_until = now
+        else:
+            self.relayed = self.relayed.plus(nbytes, seconds)
+            self._relayed_until = now
 
-    def _has_turn(self, wait: bool) -> bool:
-        """Whether there is a job to go on with; if this is to wait, it says no only at the end."""
-        with self._changed:
-            self._changed.wait_for(lambda: not wait or self._turns or self._stopping)
-            return bool(self._turns)
-
-    def _take(self) -> tuple[Job, LinkPiece | None]:
-        """The next client's first job, and its next piece, or as much of that as this batch takes.
-
-        A job that was cancelled has none.
-        """
-        with self._changed:
-            client = next(iter(self._turns))
-            jobs = self._turns.pop(client)
-            job = jobs[0]
-            piece = job.pieces.popleft() if job.pieces else None
-            most = self._most_bytes()
-            if piece is not None and piece.rows is None and self._best is not None and piece.nbytes > most:
-                block, offset, lent_offset, nbytes, _ = piece
-                job.pieces.appendleft(LinkPiece(block, offset + most, lent_offset + most, nbytes - most))
-                piece = piece._replace(nbytes=most)
-            if not job.pieces:
-                jobs.popleft()
-            if jobs:
-                self._turns[client] = jobs  # behind the others
-            job.in_flight += piece is not None
-            return job, piece
+    def _stream(self, stack: ExitStack) -> _core.CopyStream:
+        return self._idle.pop() if self._idle else stack.enter_context(_core.CopyStream(self.device))
 
     def _start(self, job: Job, piece: LinkPiece, stack: ExitStack) -> _core.CopyStream | None:
         """The stream that copies the piece; None if that failed: the job fails, too."""
         stream: _core.CopyStream | None = None
         try:
-            address = job.lent.address() + piece.lent_offset
-            stream = self._idle.pop() if self._idle else stack.enter_context(_core.CopyStream(self.device))
+            address = self._address(job.lent) + piece.lent_offset
+            stream = self._stream(stack)
             if piece.rows is not None:
                 self._copy_rows(stream, piece.rows + np.array((address, 0, 0)), piece.block, stack)
             elif self._to_host:
@@ -297,11 +379,10 @@ class VaultLink:
                 self._to_device(stream, address, piece)
             return stream
         except Exception as error:
-            if stream is not None:
-                with stream:  # closes it: a part of the piece may be in flight, and the memory is unmapped next
-                    pass
-            job.in_flight -= 1
-            self._fail(job, error)
+            _close(stream)
+            with self._group.lock:
+                self.turns.fail(job, error)
+                job.in_flight -= 1
             return None
 
     def _copy_rows(self, stream: _core.CopyStream, rows: Table, block: _core.HostBlock, stack: ExitStack) -> None:
@@ -337,28 +418,37 @@ class VaultLink:
                 self._use(None)
         stream.to_device(address, piece.block, piece.offset, piece.nbytes)
 
-    def _finish(self, stream: _core.CopyStream, job: Job, nbytes: int) -> None:
+    def _finish(self, copy: _InFlight) -> None:
+        stream, home, job, piece = copy
         try:
             stream.synchronize()
-            self._count(nbytes)  # before anybody hears of it
-            self._idle.append(stream)
         except Exception as error:
-            self._fail(job, error)
-            with stream:  # closes it: waits by other means, since nobody may unmap what is still being copied
-                pass
-        job.in_flight -= 1
-        self._end_if_over(job)
-
-    def _fail(self, job: Job, error: Exception) -> None:
-        with self._changed:
-            job.fail(error)
-
-    def _end_if_over(self, job: Job) -> None:
-        with self._changed:
-            if job not in self._jobs or job.pieces or job.in_flight:
+            _close(stream)
+            if home is not self:
+                self._relay.fail(home.device, error)
+                self._give_back(home, job, piece)
                 return
-            self._jobs.remove(job)
+            with self._group.lock:
+                self.turns.fail(job, error)
+        else:
+            self._count(piece.nbytes)  # before anybody hears of it
+            self._idle.append(stream)
+        with self._group.lock:
+            job.in_flight -= 1
+        self._end_if_over(home, job)
+
+    def _end_if_over(self, home: VaultLink, job: Job) -> None:
+        with self._group.lock:
+            if not home.turns.end_if_over(job):
+                return
         job.done(job.error)
+
+
+def _close(stream: _core.CopyStream | None) -> None:
+    """Wait for its copies, by other means if need be: nobody may unmap what is still being copied."""
+    if stream is not None:
+        with stream:
+            pass
 
 
 def _reached_by_kernels(piece: LinkPiece, address: int) -> bool:

@@ -27,6 +27,7 @@ from .files import SpillFiles, SpillFolder
 from .ledger import HeldBytes
 from .pool import VaultHost, VaultPool
 from .protocol import Nonsense
+from .relay import Relaying
 from .service import Service, VaultGpu
 from .session import Session
 from .spill import SpillPlan
@@ -76,12 +77,14 @@ class Vault:
         host: VaultHost,
         slab_bytes: int | None = None,
         used_at_once: Sequence[VaultGpu] = (),
+        relays: Sequence[VaultGpu] = (),
         spill: SpillPlan | None = None,
     ) -> None:
         """Nothing is taken yet.
 
         Args:
             used_at_once: GPUs that get their contexts at the start. The first of all gets it in any case.
+            relays: GPUs whose links help others, once they have a context.
             spill: what may be spilled, if anything is to be.
 
         Raises:
@@ -114,7 +117,16 @@ class Vault:
         )
         self._used_at_once = dict.fromkeys((gpus[0], *used_at_once))
         self._service = Service(
-            address.path, gpus, self._pool, self._sessions, self._post, self._end, self._fail, self._gpu_lost, spills
+            address.path,
+            gpus,
+            self._pool,
+            self._sessions,
+            self._post,
+            self._end,
+            self._fail,
+            self._gpu_lost,
+            Relaying([gpu.ordinal for gpu in relays]),
+            spills,
         )
         self.memory_bytes = self._pool.memory_bytes
         self._selector = selectors.DefaultSelector()

@@ -24,11 +24,13 @@ from .. import __version__, _core
 from ..errors import CumemSleepError, DriverError, InvalidArgument, InvalidState, VaultError
 from . import memory, protocol
 from .files import SpillFile, SpillFiles
+from .jobs import BorrowedMemory, Job, LinkPiece
 from .ledger import Entry, HeldBytes, Hold, Key, SlabRange, needed_bytes
-from .link import PIECE_BYTES, BorrowedMemory, CopyTotals, Job, LinkPiece, VaultLink
+from .link import PIECE_BYTES, CopyTotals, LinkGroup, VaultLink
 from .pool import VaultPool
 from .protocol import Nonsense, VaultMessage, boolean, integer, integers, objects, rows, table, text
 from .range_table import check_table, table_pieces
+from .relay import Relaying
 from .session import Session
 from .spill import FilePiece, FileRead, Spiller, SpillPlan
 
@@ -88,6 +90,7 @@ class Service:
         end: Callable[[Session], None],
         fail: Callable[[Session, Exception], None],
         gpu_lost: Callable[[VaultError], None],
+        relaying: Relaying,
         spills: tuple[SpillFiles, SpillPlan, int] | None = None,
     ) -> None:
         """Nothing is done yet.
@@ -99,6 +102,7 @@ class Service:
             end: ends the connection of a session.
             fail: is called when a client has said what no client says, or the vault has failed at its request.
             gpu_lost: is called when no call for a GPU works any more.
+            relaying: whose links may carry copies for other GPUs.
             spills: the files to spill to, how, and the bytes of the ring that they are read through.
         """
         self._path, self._pool, self._sessions = path, pool, sessions
@@ -106,6 +110,7 @@ class Service:
         self._instance = uuid.uuid4().hex
         self._gpus = {gpu.uuid: gpu for gpu in gpus}
         self._links: dict[tuple[str, bool], VaultLink] = {}
+        self._groups = {to_host: LinkGroup(to_host, relaying.refusal) for to_host in (True, False)}
         self._givers: dict[int, ThreadPoolExecutor] = {}  # give back what was lent of each GPU
         self._waiting: deque[_Reservation] = deque()
         self._is_evicting = False  # for the first of those who wait
@@ -431,6 +436,7 @@ class Service:
             ledger.begin_copy(entry)
 
         failure: Exception | None = None
+        relays: set[int] = set()
 
         def over(error: Exception | None, gpu_is_lost: bool) -> None:
             nonlocal left, failure
@@ -446,7 +452,8 @@ class Service:
                 self._give_back([lent])
             for entry in entries:
                 ledger.end_copy(entry)
-            self._answer(asked, error or {})
+            helped = [each.uuid for each in self._gpus.values() if each.ordinal in relays]
+            self._answer(asked, error or {"relays": helped})
             self._memory_came_back()
             if gpu_is_lost:
                 self._gpu_lost(VaultError(f"{gpu.uuid} does not work for this process any more: {error}"))
@@ -455,9 +462,9 @@ class Service:
             self._post(partial(over, error, isinstance(error, DriverError) and _is_lost(gpu)))
 
         if pieces:
-            link.submit(Job(asked.session, lent, pieces, done))
+            link.submit(Job(asked.session, lent, pieces, done, relays=relays))
         if in_files and self._spiller is not None:
-            self._spiller.read(FileRead(asked.session, lent, link, in_files, done))
+            self._spiller.read(FileRead(asked.session, lent, link, in_files, done, relays))
         return None
 
     def _lent(self, asked: _Request, gpu: VaultGpu) -> BorrowedMemory:
@@ -597,7 +604,7 @@ class Service:
 
     def _link(self, gpu: VaultGpu, to_host: bool) -> VaultLink:
         if (gpu.uuid, to_host) not in self._links:
-            self._links[gpu.uuid, to_host] = VaultLink(gpu.ordinal, to_host)
+            self._links[gpu.uuid, to_host] = VaultLink(gpu.ordinal, self._groups[to_host])
             if to_host:  # so that the way back is ready when a wake comes
                 self._link(gpu, False)
         return self._links[gpu.uuid, to_host]
@@ -725,10 +732,14 @@ class Service:
             "name": gpu.name,
             **held._asdict(),
         }
+        into = self._links.get((gpu.uuid, False))
+        helpers = into.helpers() if into else {}
+        facts["helpers"] = {each.uuid: helpers[each.ordinal] for each in self._gpus.values() if each.ordinal in helpers}
         for direction, to_host in (("out", True), ("in", False)):
             link = self._links.get((gpu.uuid, to_host))
-            copied, last = (link.copied, link.last) if link else (CopyTotals(), CopyTotals())
+            copied, last, relayed = (link.copied, link.last, link.relayed) if link else [CopyTotals()] * 3
             facts |= {f"copied_{direction}_bytes": copied.nbytes, f"busy_{direction}_s": copied.seconds}
+            facts |= {f"relayed_{direction}_bytes": relayed.nbytes, f"relayed_{direction}_s": relayed.seconds}
             facts |= {f"{direction}_gbps": copied.gbps}
             facts |= {f"last_{direction}_bytes": last.nbytes, f"last_{direction}_gbps": last.gbps}
         return facts

@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 from . import protocol
-from .link import BorrowedMemory
+from .jobs import BorrowedMemory
 from .protocol import Channel
 
 _MAX_OPEN_REQUESTS = 128

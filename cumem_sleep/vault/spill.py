@@ -23,8 +23,9 @@ from .. import _core
 from ..errors import InvalidArgument, VaultError, format_bytes
 from . import memory
 from .files import PAGE_BYTES, SpillFile, SpillFiles
+from .jobs import BorrowedMemory, Job, LinkPiece
 from .ledger import Entry
-from .link import BorrowedMemory, CopyTotals, Job, LinkPiece, VaultLink
+from .link import CopyTotals, VaultLink
 from .pool import VaultPool
 
 RING_BYTES = 256 << 20
@@ -81,13 +82,18 @@ class FilePiece(NamedTuple):
 
 @dataclass(eq=False)
 class FileRead:
-    """Pieces of one request. `done` is called when nothing of it is under way any more."""
+    """Pieces of one request. `done` is called when nothing of it is under way any more.
+
+    Attributes:
+        relays: GPUs whose links help with it.
+    """
 
     client: Hashable
     lent: BorrowedMemory
     link: VaultLink
     pieces: deque[FilePiece]
     done: Callable[[Exception | None], None]
+    relays: set[int]
     under_way: int = 0
     error: Exception | None = None
 
@@ -167,7 +173,8 @@ class RingReader:
                 self._over(read, slot, error)
                 continue
             link_piece = LinkPiece(self._ring, slot + piece.offset % PAGE_BYTES, piece.lent_offset, piece.nbytes)
-            read.link.submit(Job(read.client, read.lent, deque([link_piece]), partial(self._over, read, slot)))
+            over = partial(self._over, read, slot)
+            read.link.submit(Job(read.client, read.lent, deque([link_piece]), over, relays=read.relays))
 
     def _take(self, read: FileRead) -> FilePiece:
         """As much of its next piece as a slot takes: all but the first and the last are whole pages."""

@@ -23,7 +23,8 @@ _REBUILDS_DRAFT = "_sleep_rebuild_draft_metadata_buffers"  # 0.26
 def forget(worker: Any, tags: Any = None) -> int:
     """As `CuMemAllocator.forget`, which checks `tags`."""
     allocator = CuMemAllocator.get_instance()
-    copies = _copies(worker, allocator)
+    with allocator.call_of_ranks("forget"):
+        copies = _copies(worker, allocator)
     nbytes = allocator.forget(tags)
     if copies and not _backed_up():
         for name, copied in copies.items():

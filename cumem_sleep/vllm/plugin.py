@@ -264,12 +264,13 @@ def cumem_sleep_status(self: Any) -> dict[str, Any]:
     allocator = CuMemAllocator.get_instance()
     devices = sorted({segment.device for segment in _core.segments()})
     memory = deep_worker.device_memory(allocator, devices)
+    place = allocator.backup_place()
     return {
         "rank": deep_worker.of(self).rank,
         "devices": devices,
         "simulated": allocator.settings.driver == "sim",
         "usage": {tag: asdict(usage) for tag, usage in allocator.usage().items()},
-        "place": asdict(allocator.backup_place()),
+        "place": {"vault": place.vault, "lost": place.lost},
         "operations": {operation: asdict(totals) for operation, totals in allocator.totals().items()},
         "device_used_bytes": sum(total_bytes - free_bytes for free_bytes, total_bytes in memory),
         "device_total_bytes": sum(total_bytes for _, total_bytes in memory),

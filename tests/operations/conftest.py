@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
-from support import MIB, SIMULATED, free_everything, quick_sums, reset_simulation
+from support import MIB, SIMULATED, Memory, free_everything, quick_sums, reset_simulation
+from waking import OldWeights
 from world import World
 
 from cumem_sleep import CuMemAllocator, host_facts
@@ -32,3 +33,11 @@ def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     if SIMULATED:
         monkeypatch.setattr("cumem_sleep.digest.device.sums_of", quick_sums)
     monkeypatch.setattr(host_facts, "mem_available_bytes", lambda enough=None: None)
+
+
+@pytest.fixture(params=["off", "auto"])
+def old_weights(
+    request: pytest.FixtureRequest, make_allocator: Callable[..., CuMemAllocator], memory: Memory
+) -> OldWeights:
+    """Asleep, uncompressed or compressed."""
+    return OldWeights.asleep(make_allocator(poison=True, compress=request.param), memory)

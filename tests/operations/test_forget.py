@@ -2,31 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 from support import AWAKE, BACKED_UP, DROPPED, PAGE, SIMULATED, Memory
-from waking import check_bytes, fill
+from waking import OldWeights, check_bytes, fill, states
 
 from cumem_sleep import CuMemAllocator, DriverError, InvalidArgument, InvalidState, _core, sim
 
-MakeAllocator = Callable[..., CuMemAllocator]
 
-
-def states() -> dict[str, _core.Segment.Sleep]:
-    return {segment.tag: segment.sleep for segment in _core.segments()}
-
-
-@pytest.mark.parametrize("compress", ["off", "auto"])
 @pytest.mark.parametrize("tags", [None, "weights", ["weights", "kv_cache"]])
-def test_what_is_forgotten_comes_back_without_its_bytes(
-    make_allocator: MakeAllocator, memory: Memory, compress: str, tags: str | list[str] | None
-) -> None:
-    allocator = make_allocator(poison=True, compress=compress)
-    weights = fill(allocator, memory, [PAGE, 2 * PAGE])
-    fill(allocator, memory, [PAGE], "kv_cache")
-    others = fill(allocator, memory, [PAGE], "default")
-    allocator.sleep()
+def test_what_is_forgotten_comes_back_without_its_bytes(old_weights: OldWeights, tags: str | list[str] | None) -> None:
+    allocator, weights = old_weights.allocator, old_weights.weights
     held_bytes = allocator.usage()["default"].host_bytes
     assert allocator.forget(tags) == 3 * PAGE
     assert states() == {"weights": DROPPED, "kv_cache": DROPPED, "default": BACKED_UP}
@@ -37,13 +22,9 @@ def test_what_is_forgotten_comes_back_without_its_bytes(
         allocator.read_backup(next(iter(weights)), PAGE)
     assert allocator.forget(tags) == 0
     assert allocator.wake_up().restored_bytes == PAGE
-    check_bytes(memory, others)
-    for address, content in weights.items():
-        assert set(memory.read(address, len(content))) == {0xFF}, "not poisoned"
-        memory.write(address, content[::-1])
-    assert allocator.sleep().copied_bytes == 3 * PAGE
-    allocator.wake_up()
-    check_bytes(memory, {address: content[::-1] for address, content in weights.items()} | others)
+    check_bytes(old_weights.memory, old_weights.others)
+    old_weights.check_that_they_are_gone()
+    old_weights.check_that_new_ones_survive()
 
 
 def test_other_tags_are_restored(allocator: CuMemAllocator, memory: Memory) -> None:

@@ -174,7 +174,7 @@ def test_another_group_is_joined_when_the_sleep_at_work_has_ended(
 def test_a_sleep_that_waited_while_the_group_was_left(joined: CuMemAllocator) -> None:
     other = beside_another(joined.join)
     joined.malloc(PAGE, "weights")
-    with joined._call("sleep") as call:
+    with joined.call_of_ranks("sleep") as call:
         joined._leave()
         with pytest.raises(InvalidState, match="sleep: this process has left the group"):
             call.begin()

@@ -2,46 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 from support import AWAKE, BACKED_UP, PAGE, SIMULATED, Memory
-from waking import check_bytes, fill
+from waking import OldWeights, check_bytes, fill, states
 
-from cumem_sleep import CuMemAllocator, InvalidArgument, OutOfDeviceMemory, _core, sim
-
-MakeAllocator = Callable[..., CuMemAllocator]
+from cumem_sleep import CuMemAllocator, InvalidArgument, OutOfDeviceMemory, sim
 
 
-def states() -> dict[str, _core.Segment.Sleep]:
-    return {segment.tag: segment.sleep for segment in _core.segments()}
-
-
-@pytest.mark.parametrize("compress", ["off", "auto"])
 @pytest.mark.parametrize("tags", [None, "weights", ["weights", "kv_cache"]])
-def test_what_is_not_restored_has_no_backup_any_more(
-    make_allocator: MakeAllocator, memory: Memory, compress: str, tags: str | list[str] | None
-) -> None:
-    allocator = make_allocator(poison=True, compress=compress)
-    weights = fill(allocator, memory, [PAGE, 2 * PAGE])
-    fill(allocator, memory, [PAGE], "kv_cache")
-    others = fill(allocator, memory, [PAGE], "default")
-    allocator.sleep()
+def test_what_is_not_restored_has_no_backup_any_more(old_weights: OldWeights, tags: str | list[str] | None) -> None:
+    allocator = old_weights.allocator
     report = allocator.wake_up(tags, restore=False)
     assert (report.restored_bytes, report.verified_bytes) == (PAGE, PAGE)
     assert report.mapped_bytes == (4 if tags == "weights" else 5) * PAGE
     assert allocator.usage()["weights"].host_bytes == 0
-    for address, content in weights.items():
-        now = memory.read(address, len(content))
-        assert now != content
-        assert len(set(now)) == 1, "not poisoned"
-    check_bytes(memory, others)
+    old_weights.check_that_they_are_gone()
+    check_bytes(old_weights.memory, old_weights.others)
     allocator.wake_up()
-    for address, content in weights.items():
-        memory.write(address, content[::-1])
-    assert allocator.sleep().copied_bytes == 3 * PAGE
-    allocator.wake_up()
-    check_bytes(memory, {address: content[::-1] for address, content in weights.items()} | others)
+    old_weights.check_that_new_ones_survive()
 
 
 def test_the_cache_alone_leaves_the_weights_asleep(allocator: CuMemAllocator, memory: Memory) -> None:

@@ -17,11 +17,12 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs
 
 import uvicorn
 
 from cumem_sleep.http.asgi import Message, refusal, response
-from cumem_sleep.serve.simulated_server import SimulatedServer, SimulatedServerOptions, _send_all
+from cumem_sleep.serve.simulated_server import PARTS, SimulatedServer, SimulatedServerOptions, _send_all
 
 NOTICED_WITHIN_S = 3.0  # that a client has left; on a busy machine this takes its time
 
@@ -108,10 +109,21 @@ class FaultyServer(SimulatedServer):
             nbytes = 10 << 30
             mapped_bytes = nbytes if self.half_woken or "weights" not in self.asleep else 0
             weights = {"bytes": nbytes, "mapped_bytes": mapped_bytes, "backed_up_bytes": 0}
-            return response(200, {"results": [{"version": "simulated", "usage": {"weights": weights}}]})
+            kept = -5 if self.happens(0.05) else "much" if self.happens(0.05) else self.kept_bytes
+            kv_cache = {"bytes": nbytes, "mapped_bytes": 0, "backed_up_bytes": 0, "kept_bytes": kept}
+            if self.happens(0.05):
+                return response(200, {"results": [{"version": "simulated"}]})
+            usage = {"weights": weights, "kv_cache": kv_cache}
+            return response(200, {"results": [{"version": "simulated", "usage": usage}]})
         if path == "/reload_weights":
             self.lost = False
         return await super()._answer(method, path, scope)
+
+    async def _reset(self) -> list[Message]:
+        await self.pause()
+        if self.happens(0.2):
+            return refusal(500, "a reset that was to fail")
+        return await self.perhaps_lost(await super()._reset())
 
     async def perhaps_lost(self, answer: list[Message]) -> list[Message]:
         """The connection may break off before the answer, although it was done."""
@@ -147,8 +159,56 @@ class FaultyServer(SimulatedServer):
                 file.write(f"{time.monotonic() - begun_s}\n")
 
 
+class FaultySglangServer(FaultyServer):
+    """Its calls and its answers are those of SGLang 0.5.11; what ends its scheduler there ends it here."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.has_layer = False
+
+    async def _answer(self, method: str, path: str, scope: Any) -> list[Message]:
+        if path == "/health":
+            return self.refused("a health check") if self.asleep else response(200, {})
+        if path == "/server_info":
+            usage = {"memory_usage": {"weight": 9.99, "kvcache": 20.0}}
+            saves = {"enable_memory_saver": True, "enable_weights_cpu_backup": True, "enable_dp_attention": False}
+            return response(200, {**saves, "tp_size": 1, "pp_size": 1, "dp_size": 1, "internal_states": [usage]})
+        if path == "/flush_cache":
+            until = time.monotonic() + float(parse_qs(scope["query_string"].decode())["timeout"][0])
+            while self.running and time.monotonic() < until:
+                await asyncio.sleep(0.005)
+            return refusal(400, "Timed out waiting for idle state.") if self.running else response(200, {})
+        if path == "/release_memory_occupation":
+            met = self.asleep or self.running
+            return self.refused("a release") if met else await self._sleep(1)
+        if path == "/resume_memory_occupation":
+            return await self._wake(PARTS) if self.asleep else self.refused("a resume")
+        return await super()._answer(method, path, scope) if path == "/v1/models" else refusal(404, "Not Found")
+
+    def refused(self, what: str) -> list[Message]:
+        self._record(f"{what} while {self.running} requests ran, and {sorted(self.asleep)} were released")
+        os._exit(7)
+
+
+class FaultyPlainServer(FaultyServer):
+    """It has no sleep mode."""
+
+    async def _answer(self, method: str, path: str, scope: Any) -> list[Message]:
+        if path == "/ready":
+            return await super()._answer(method, "/health", scope)
+        if path != "/v1/models":
+            self._record(f"was asked {path}")
+            return refusal(404, "Not Found")
+        return await super()._answer(method, path, scope)
+
+
+SERVERS = {"vllm": FaultyServer, "sglang": FaultySglangServer, "command": FaultyPlainServer}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
+    parser.add_argument("--engine", choices=SERVERS, default="vllm")
+    parser.add_argument("--token-seconds", type=float, default=0.001)
     parser.add_argument("--uds", required=True)
     parser.add_argument("--served-model-name", nargs="+", required=True)
     parser.add_argument("--gpus", nargs="+", type=Path, required=True)
@@ -160,8 +220,10 @@ def main() -> None:
     seed = hash((asked.seed, asked.served_model_name[0], os.getpid())) & 0xFFFFFFFF
     for gpu in asked.gpus:  # whoever held it under this name has ended
         (gpu / asked.served_model_name[0]).unlink(missing_ok=True)
-    options = SimulatedServerOptions(tuple(asked.served_model_name), token_s=0.001, record=asked.record)
-    app = FaultyServer(options, asked.gpus, asked.executed, asked.faults, seed)
+    options = SimulatedServerOptions(
+        tuple(asked.served_model_name), token_s=asked.token_seconds, keep_bytes=6 << 30, record=asked.record
+    )
+    app = SERVERS[asked.engine](options, asked.gpus, asked.executed, asked.faults, seed)
     if app.happens(0.1):
         sys.exit(5)
     uvicorn.run(

@@ -23,7 +23,7 @@ def command(name: str, *options: str, server: str = SIMULATED) -> str:
 
 def config(folder: Path, **models: dict[str, Any]) -> Config:
     """With a command each, where none is given; none asks this machine how much memory its GPUs have."""
-    common = {"idle": "never", "host_memory": "1GiB"}
+    common = {"engine": "vllm", "idle": "never", "host_memory": "1GiB"}
     whole = {
         name: {**common, **({} if "url" in model else {"command": command(name)}), **model}
         for name, model in models.items()

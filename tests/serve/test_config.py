@@ -11,9 +11,11 @@ import pytest
 
 from cumem_sleep.serve import demo, servers
 from cumem_sleep.serve.address import from_url
-from cumem_sleep.serve.command import has_gate
 from cumem_sleep.serve.config import Config, ConfigError, FrontConfig, ModelConfig, load, parse
+from cumem_sleep.serve.engines import ENGINES
+from cumem_sleep.serve.engines.vllm import has_gate
 from cumem_sleep.serve.policy import STOP
+from cumem_sleep.tools.shim import FOLDERS
 
 EXAMPLE = """\
 host_memory: 200GiB
@@ -45,7 +47,7 @@ def test_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert large.command == ("vllm", "serve", "Qwen/Qwen3-14B", "--gpu-memory-utilization", "0.9")
     assert large.idle == ((60.0, 1), (600.0, 3), (7200.0, STOP))
     assert large.keep == 30.0
-    assert small.idle == ((300.0, 1),)
+    assert small.idle_steps == ((300.0, 1),)
     assert small.spec("qwen-8b").levels == (1, 2, STOP)
     assert (theirs.url, theirs.spec("theirs").levels) == ("http://10.0.0.7:8000", (1, 2))
     assert config.names() == {
@@ -109,14 +111,36 @@ def test_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("{command: [vllm, serve, x, --uds, '{socket}', '--host=::']}", "--host :: would open the server"),
         ("{command: [vllm, serve, x, --host, localhost, --port, '{port}', --hos, '']}", "--host '' would open"),
         ("{command: 'env X=1 vllm serve x --host 10.0.0.1 --port {port}'}", "--host 10.0.0.1 would open the server"),
-        ("{command: 'my-server --host 0.0.0.0 --port {port}'}", "--host 0.0.0.0 would open the server"),
+        (
+            "{engine: command, command: 'my-server --host 0.0.0.0 --port {port}'}",
+            "--host 0.0.0.0 would open the",
+        ),
         ("{command: [sh, -c, 'cd /x;vllm serve x --host 0.0.0.0 --port {port}']}", "--host 0.0.0.0 would open the"),
         (
             "{command: [sh, -c, 'exec vllm serve x --port {port}']}",
             "write --uds {socket}, or --host 127.0.0.1 --port {por",
         ),
         ("{command: [sh, -c, vllm serve x]}", "write --uds {socket}, or --host 127.0.0.1 --port {port}, there"),
-        ("{command: python -m my_server}", "is not vllm serve, and does not say where it listens: put {port} or"),
+        ("{engine: vllm, command: python -m my_server}", "does not say where it listens: put {port} or {socket} where"),
+        ("{engine: triton, command: 'x {port}'}", "models.a.engine: 'triton': expected vllm, sglang or command"),
+        ("{command: 'sglang serve --model-path {socket}'}", "sglang has no Unix socket: leave {socket} out"),
+        ("{command: sglang serve --model-path m --port 80}", "--port is for this front to choose"),
+        ("{command: sglang serve --model-path m --host 0.0.0.0}", "--host 0.0.0.0 would open the server"),
+        (
+            "{command: [sh, -c, 'exec sglang serve --model-path m']}",
+            "write --port {port} --enable-memory-saver --",
+        ),
+        ("{command: sglang serve --model-path m, idle: {2: 1m}}", "sglang has no such level: expected 1 or stop"),
+        ("{command: sglang serve --model-path m, levels: [3, stop]}", "sglang has no such level: expected 1 or stop"),
+        ("{command: sglang serve --model-path m, health: /x}", "models.a.health: '/x': is only for engine: command"),
+        ("{url: 'http://h:1', engine: sglang}", "sglang cannot be asked whether it sleeps: expected a command"),
+        ("{url: 'http://h:1', engine: command}", "command cannot be asked whether it sleeps: expected a command"),
+        ("{engine: command, command: ollama serve}", "does not say where it listens: put {port} or"),
+        ("{engine: command, command: 'x {port}', levels: [1]}", "command has no such level: expected stop"),
+        (
+            "{engine: command, command: 'x {port}', health: health}",
+            "models.a.health: 'health': expected a path, such",
+        ),
         (
             "{command: 'python -m vllm.entrypoints.openai.api_server --model x --port 80'}",
             "--port is for this front to choose",
@@ -315,7 +339,8 @@ def test_a_server_is_asked_at_the_loopback_address_where_it_listens(host: str, t
         f"my-server --host {host} --port {{port}}",
         f"sh -c 'exec vllm serve m --host {host} --port {{port}}'",
     ):
-        model = parse(json.dumps({"models": {"m": {"command": command}}})).models["m"]
+        engine = {"engine": "vllm"} if command.startswith("my-server") else {}
+        model = parse(json.dumps({"models": {"m": {"command": command, **engine}}})).models["m"]
         address = servers.Server("m", model, tmp_path, tmp_path)._new_address(None)
         assert address.base_url.rpartition(":")[0] == f"http://{'[::1]' if host == '::1' else host}"
         words = servers.command_line("m", model, address)
@@ -405,10 +430,66 @@ def test_a_vllm_has_the_gate_once(given: str) -> None:
     assert has_gate(command, {"PATH": "/nowhere"}) == bool(given)
     model = ModelConfig.model_validate({"command": command})
     address = from_url("unix:/s", None)
-    words = servers.command_line("m", model, address, gate=True)
+    words = servers.command_line("m", model, address, "t")
     assert " ".join(words).count("cumem_sleep.vllm.SleepGate") == 1
     assert "SleepGate" in given or "--middleware" not in servers.command_line("m", model, address)
     assert has_gate(["sh", "-c", f"exec vllm serve m --uds {{socket}} {given}"], {"PATH": "/nowhere"}) == bool(given)
+
+
+@pytest.mark.parametrize(
+    ("command", "engine"),
+    [
+        ("vllm serve m", "vllm"),
+        ("my-wrapper {port}", "vllm"),
+        ("sglang serve --model-path m", "sglang"),
+        ("/opt/bin/python3 -m sglang.launch_server --model-path m", "sglang"),
+        ("python -msglang.launch_server --model-path m", "sglang"),
+        ("env A=1 python /x/sglang/launch_server.py --model-path m", "sglang"),
+        ("sh -c 'exec sglang serve --port {port} --enable-memory-saver --enable-weights-cpu-backup'", "sglang"),
+    ],
+)
+def test_a_command_says_which_engine_it_starts(command: str, engine: str) -> None:
+    (model,) = parse(json.dumps({"models": {"m": {"command": command}}})).models.values()
+    assert model.kind is ENGINES[engine]
+    (named,) = parse(json.dumps({"models": {"m": {"command": "x {port}", "engine": engine}}})).models.values()
+    assert named.kind is ENGINES[engine]
+
+
+def test_an_sglang_listens_here_and_keeps_its_weights_when_it_releases_them() -> None:
+    model = ModelConfig.model_validate({"command": "sglang serve --model-path m", "aliases": ["gpt"]})
+    words = servers.command_line("qwen", model, from_url("http://127.0.0.1:8123", None))
+    added = "--host 127.0.0.1 --port 8123 --served-model-name qwen --enable-memory-saver --enable-weights-cpu-backup"
+    assert words == [*["sglang", "serve", "--model-path", "m"], *added.split()]
+    whole = {"command": " ".join(words)}
+    assert servers.command_line("q", ModelConfig.model_validate(whole), from_url("http://127.0.0.1:1", None)) == words
+
+
+@pytest.mark.parametrize("program", ["sglang serve", "python -m sglang.launch_server"])
+def test_an_sglang_gets_this_layer_where_this_package_is_installed(tmp_path: Path, program: str) -> None:
+    (tmp_path / "bin").mkdir()
+    for name in ("sglang", "python"):
+        (tmp_path / "bin" / name).touch(mode=0o755)
+    env = {"PATH": f"{tmp_path}/bin", "PYTHONPATH": "/mine"}
+    model = ModelConfig.model_validate({"command": f"{program} --model-path m", "env": env})
+    assert servers.environment(model, {})["PYTHONPATH"] == "/mine"
+    packages = tmp_path / "lib/python3.12/site-packages"
+    (packages / "cumem_sleep-0.1.0.dist-info").mkdir(parents=True)
+    here = FOLDERS["torch_memory_saver"]
+    assert servers.environment(model, {})["PYTHONPATH"] == f"{here}:/mine", "as of an editable installation"
+    there = packages / "cumem_sleep" / here.relative_to(Path(servers.__file__).parents[1])
+    there.mkdir(parents=True)
+    found = servers.environment(model, {})
+    assert found["PYTHONPATH"] == f"{there}:/mine"
+    assert found["TMS_RETAIN_CPU_BACKUP"] == "1"
+    assert not {"VLLM_SERVER_DEV_MODE", "CUMEM_SLEEP_PREPARE"} & found.keys()
+
+
+def test_a_server_without_sleep_mode_is_stopped_when_it_is_idle_and_started_when_it_is_asked() -> None:
+    text = "models: {m: {engine: command, command: 'llama-server --port {port}', health: /v1/models}}"
+    spec = parse(text).models["m"].spec("m")
+    assert (spec.idle, spec.levels, spec.at_start) == (((300.0, STOP),), (STOP,), "stopped")
+    sglang = parse("models: {m: {command: sglang serve --model-path m}}").models["m"].spec("m")
+    assert (sglang.idle, sglang.levels, sglang.at_start) == (((300.0, 1),), (1, STOP), "asleep")
 
 
 def test_files_of_different_models_differ() -> None:

@@ -8,13 +8,20 @@ from collections.abc import Callable
 import httpx
 import pytest
 
-from cumem_sleep.serve import engine
 from cumem_sleep.serve.address import Address
-from cumem_sleep.serve.engine import Engine, Facts, Outcome
+from cumem_sleep.serve.engines import vllm
+from cumem_sleep.serve.engines.engine import Facts, Outcome
+from cumem_sleep.serve.engines.vllm import VllmEngine
 from cumem_sleep.serve.status import Phase
 
 Answer = httpx.Response | Exception
-STATUS = "cumem_sleep/status"  # the gate's, which is not there unless a test says so
+STATUS = "cumem_sleep/status"
+DEFAULTS = {  # the gate is not there, and workers have nothing mapped, unless a test says so
+    STATUS: httpx.Response(404, json={}),
+    "collective_rpc": httpx.Response(
+        200, json={"results": [{"usage": {"weights": {"bytes": 1, "backed_up_bytes": 1, "mapped_bytes": 0}}}]}
+    ),
+}
 
 
 class Server:
@@ -28,7 +35,7 @@ class Server:
         name = request.url.path.strip("/")
         query = request.url.query.decode()
         self.called.append(f"{name}?{query}" if query else name)
-        answers = self.answers.get(name, [httpx.Response(404 if name == STATUS else 200, json={})])
+        answers = self.answers.get(name, [DEFAULTS.get(name, httpx.Response(200, json={}))])
         answer = answers.pop(0) if len(answers) > 1 else answers[0]
         if isinstance(answer, Exception):
             raise answer
@@ -46,12 +53,12 @@ LOST = httpx.RemoteProtocolError("lost")
 
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "ASK_EVERY_S", 0.0)
+    monkeypatch.setattr(vllm, "ASK_EVERY_S", 0.0)
 
 
-def do(server: Server, call: Callable[[Engine], object], *, has_layer: bool = True) -> Outcome:
+def do(server: Server, call: Callable[[VllmEngine], object], *, has_layer: bool = True) -> Outcome:
     async def scenario() -> Outcome:
-        one = Engine(Address("http://m"), 1.0, httpx.MockTransport(server))
+        one = VllmEngine(Address("http://m"), 1.0, httpx.MockTransport(server))
         one.has_layer = has_layer
         try:
             return await call(one)  # type: ignore[misc,no-any-return]
@@ -84,7 +91,7 @@ def test_a_vllm_whose_sleep_stops_no_requests_sleeps_when_it_is_idle(version: st
         metrics=[metrics_of(60, 3), metrics_of(0, 1), metrics_of(0)],
     )
 
-    async def sleep(one: Engine) -> Outcome:
+    async def sleep(one: VllmEngine) -> Outcome:
         await one.learn_version()
         return await one.sleep(1)
 
@@ -95,7 +102,7 @@ def test_a_vllm_whose_sleep_stops_no_requests_sleeps_when_it_is_idle(version: st
 def test_a_vllm_that_does_not_become_idle_is_left_awake() -> None:
     server = Server(version=[httpx.Response(200, json={"version": "0.16.0"})], metrics=[metrics_of(1)])
 
-    async def sleep(one: Engine) -> Outcome:
+    async def sleep(one: VllmEngine) -> Outcome:
         one._within_s = 0.0
         await one.learn_version()
         return await one.sleep(1)
@@ -110,7 +117,7 @@ def test_what_says_nothing_of_its_requests_sleeps(version: str, metrics: list[An
     answer = httpx.Response(200, json={"version": version}) if version else httpx.Response(404)
     server = Server(version=[answer], metrics=metrics or [metrics_of(0)])
 
-    async def sleep(one: Engine) -> Outcome:
+    async def sleep(one: VllmEngine) -> Outcome:
         await one.learn_version()
         return await one.sleep(1)
 
@@ -148,7 +155,7 @@ def _deepened(*whys: str) -> httpx.Response:
     return httpx.Response(200, json={"results": [{"checkpointed": not why, "why": why} for why in whys]})
 
 
-async def _with_layer(one: Engine, *levels: int) -> Outcome:
+async def _with_layer(one: VllmEngine, *levels: int) -> Outcome:
     one.has_layer = True
     return await one.sleep(*levels)
 
@@ -160,7 +167,7 @@ def test_level_3_is_level_1_and_more() -> None:
     assert do(server, lambda one: one.wake(3)) == Outcome(None, Phase.AWAKE)
 
 
-async def _with_gate(one: Engine, *levels: int) -> Outcome:
+async def _with_gate(one: VllmEngine, *levels: int) -> Outcome:
     await one.facts()
     assert one.has_gate
     return await one.sleep(*levels)
@@ -209,7 +216,7 @@ def test_from_level_2_to_3_the_weights_come_back_first() -> None:
 def test_without_the_layer_level_3_is_level_1() -> None:
     """VLLM takes it for level 2, or refuses it."""
 
-    async def without_layer(one: Engine) -> Outcome:
+    async def without_layer(one: VllmEngine) -> Outcome:
         one.has_layer = False
         return await one.sleep(3)
 
@@ -289,12 +296,22 @@ def test_a_model_whose_weights_were_woken_and_not_loaded_is_not_taken_for_asleep
 def test_a_look_first_completes_a_wake_that_was_begun() -> None:
     server = Server(reload_weights=[FAILS, httpx.Response(200)], is_sleeping=AWAKE)
 
-    async def twice(one: Engine) -> Outcome:
+    async def twice(one: VllmEngine) -> Outcome:
         assert (await one.wake(2)).state is None
         return await one.look()
 
     assert do(server, twice) == Outcome(None, Phase.AWAKE)
     assert server.called[2:] == ["wake_up?tags=weights", "reload_weights", "wake_up?tags=kv_cache", "is_sleeping"]
+
+
+@pytest.mark.parametrize(
+    "answer", [LOST, httpx.Response(503), httpx.Response(200, json={"results": [{"version": "1"}]})]
+)
+def test_a_server_whose_workers_do_not_say_what_they_have_mapped_is_not_taken_for_asleep(answer: Answer) -> None:
+    """A wake may have failed half-way, and its engine does not know."""
+    found = do(Server(is_sleeping=ASLEEP, **{STATUS: [answer]}), lambda one: one.look())
+    assert found.state is None
+    assert "do not say" in (found.error or "")
 
 
 def test_what_a_server_is_in() -> None:
@@ -320,7 +337,7 @@ def _usage(nbytes: int, backed_up_bytes: int = 0) -> dict[str, int]:
 
 
 def test_a_gate_whose_workers_give_no_answer_is_a_gate() -> None:
-    async def asked_twice(one: Engine) -> Outcome:
+    async def asked_twice(one: VllmEngine) -> Outcome:
         await one.facts()
         assert await one.facts() == Facts()
         assert one.has_layer
@@ -357,6 +374,83 @@ def test_what_a_server_says_of_this_layer(answer: Answer, facts: Facts, path: st
     assert server.called == [STATUS] if path == STATUS else [STATUS, path]
 
 
+def _keeps(*said: object) -> httpx.Response:
+    """What a worker for each of these says that it keeps of 9 bytes of KV cache."""
+    kv_cache = [{**_usage(9, 0), "kept_bytes": each} for each in said]
+    return httpx.Response(
+        200, json={"results": [{"usage": {"weights": _usage(5, 3), "kv_cache": of}} for of in kv_cache]}
+    )
+
+
+@pytest.mark.parametrize(
+    ("said", "kept_bytes"),
+    [
+        ((4, 2), 6),
+        ((4, 1 << 70), 4 + 9),
+        *(((4, nonsense), 4) for nonsense in (-3, "3", 3.5, True, None, [3], {"bytes": 3})),
+    ],
+)
+def test_what_a_sleeper_keeps_of_its_kv_cache_is_never_more_than_that(
+    said: tuple[object, ...], kept_bytes: int
+) -> None:
+    async def ask(one: VllmEngine) -> Outcome:
+        assert (await one.facts()).host_bytes == 10
+        assert one.kept_bytes == kept_bytes
+        return Outcome()
+
+    do(Server(**{STATUS: [_keeps(*said)]}), ask)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        *(
+            httpx.Response(200, json={"results": results})
+            for results in ([{}], [{"usage": None}], [{"usage": 3}], "x", 3)
+        ),
+        httpx.Response(200, json={"results": [{"usage": {"weights": _usage(5, 3), "kv_cache": None}}]}),
+        httpx.Response(200, text='{"results": [{"usage": {"weights": {"bytes": Infinity, "backed_up_bytes": 0}}}]}'),
+        httpx.Response(200, text="nonsense"),
+        httpx.Response(503),
+        FAILS,
+        LOST,
+    ],
+)
+def test_a_server_that_does_not_say_what_it_keeps_is_taken_to_keep_what_it_said_last(answer: Answer) -> None:
+    async def ask(one: VllmEngine) -> Outcome:
+        for _ in range(2):
+            await one.facts()
+            assert one.kept_bytes == 4
+        return Outcome()
+
+    do(Server(**{STATUS: [_keeps(4), answer]}), ask)
+
+
+@pytest.mark.parametrize(
+    ("reset", "says", "why", "kept_bytes"),
+    [
+        (httpx.Response(200, json={"success": True}), _keeps(0), "", 0),
+        (httpx.Response(200, json={"success": True}), _keeps(4), "it still keeps 4 bytes", 4),
+        (httpx.Response(200, json={"success": True}), LOST, "it still keeps 4 bytes", 4),
+        (httpx.Response(404), _keeps(4), "Failed: its server has no calls", 4),
+        (FAILS, _keeps(4), "Failed: /reset_prefix_cache: 500: it failed", 4),
+        (LOST, _keeps(4), "RemoteProtocolError: lost", 4),
+        (httpx.ReadTimeout("late"), _keeps(4), "ReadTimeout: late", 4),
+    ],
+)
+def test_a_sleeper_gives_up_what_it_keeps_or_it_is_counted_still(
+    reset: Answer, says: Answer, why: str, kept_bytes: int
+) -> None:
+    async def ask(one: VllmEngine) -> Outcome:
+        await one.facts()
+        found = await one.give_up_kept()
+        assert found.startswith(why) if why else not found
+        assert one.kept_bytes == kept_bytes
+        return Outcome()
+
+    do(Server(**{STATUS: [_keeps(4), says], "reset_prefix_cache": [reset]}), ask)
+
+
 def _workers(mapped_bytes: int) -> httpx.Response:
     usage = {"weights": {"bytes": 6 << 30, "mapped_bytes": mapped_bytes, "backed_up_bytes": 6 << 30}}
     return httpx.Response(200, json={"results": [{"usage": usage}, {"usage": usage}]})
@@ -377,7 +471,7 @@ def test_a_wake_that_fails_half_way_leaves_it_unknown_what_the_server_is_in() ->
 
 
 def test_what_a_wake_needs_is_that_of_the_gpu_where_it_is_most() -> None:
-    async def facts(one: Engine) -> Outcome:
+    async def facts(one: VllmEngine) -> Outcome:
         found = await one.facts()
         assert (found.mapped_bytes, found.wake_bytes) == (2 << 30, 5 << 30)
         return Outcome()

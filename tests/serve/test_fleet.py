@@ -10,6 +10,7 @@ import socket
 import sys
 import time
 from collections.abc import Coroutine, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,10 @@ import pytest
 from servers_of_tests import command, config, phases, running, until
 
 from cumem_sleep.serve import hardware, policy, units
-from cumem_sleep.serve.engine import Engine, Outcome
+from cumem_sleep.serve.engines.engine import Outcome
+from cumem_sleep.serve.engines.vllm import VllmEngine
 from cumem_sleep.serve.fleet import Fleet, ModelLease, NotInTime, OrderRefused, ServerFailed, UnknownModel
+from cumem_sleep.serve.metrics import exposition
 from cumem_sleep.serve.status import Phase
 
 
@@ -225,7 +228,7 @@ def test_a_server_that_is_killed_ends_its_requests_and_comes_back(
 def test_a_server_that_lives_and_does_not_serve_is_started_afresh(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def is_healthy(_: Engine) -> bool:
+    async def is_healthy(_: VllmEngine) -> bool:
         return False
 
     async def scenario() -> None:
@@ -233,7 +236,7 @@ def test_a_server_that_lives_and_does_not_serve_is_started_afresh(
             async with fleet.lease("a") as lease:
                 pid = fleet.status().models[0].pid
                 with monkeypatch.context() as patch:
-                    patch.setattr(Engine, "is_healthy", is_healthy)
+                    patch.setattr(VllmEngine, "is_healthy", is_healthy)
                     fleet.report_failure(lease, "it broke off")
                     await until(fleet, a=Phase.DRAINING)
             async with fleet.lease("a") as lease:
@@ -435,9 +438,9 @@ def test_backups_that_are_prepared_need_no_more_host_memory(tmp_path: Path, monk
 def test_sleeps_that_overlap_do_not_count_on_the_same_host_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, available: int, levels: list[int]
 ) -> None:
-    pinned, sleep = 0, Engine.sleep
+    pinned, sleep = 0, VllmEngine.sleep
 
-    async def pins(engine: Engine, level: int, from_level: int | None = None) -> Outcome:
+    async def pins(engine: VllmEngine, level: int, from_level: int | None = None) -> Outcome:
         nonlocal pinned
         half = (30 << 30) * (level == 1)
         pinned += half
@@ -445,7 +448,7 @@ def test_sleeps_that_overlap_do_not_count_on_the_same_host_memory(
         pinned += half
         return outcome
 
-    monkeypatch.setattr(Engine, "sleep", pins)
+    monkeypatch.setattr(VllmEngine, "sleep", pins)
     monkeypatch.setattr(hardware, "host_available_bytes", lambda: available - pinned)
 
     async def scenario() -> None:
@@ -460,6 +463,117 @@ def test_sleeps_that_overlap_do_not_count_on_the_same_host_memory(
             assert sorted(model.level or 0 for model in fleet.status().models) == levels
 
     run(scenario())
+
+
+GIB = 1 << 30
+
+
+def keeper(name: str, *options: str) -> dict[str, Any]:
+    """A model of 10 GiB, which keeps 4 GiB of KV cache."""
+    words = command(name, f"--weights-bytes {10 * GIB} --keep-bytes {4 * GIB}", *options)
+    return {"command": words, "host_memory": None, "at_start": "stopped", "levels": [1, 2, "stop"]}
+
+
+async def kept(fleet: Fleet, **wanted: int) -> None:
+    """Wait until models keep so many GiB."""
+    async for status in fleet.watch():
+        if {model.name: model.kept_bytes for model in status.models} == {name: wanted[name] * GIB for name in wanted}:
+            return
+
+
+async def wake_in_turns(fleet: Fleet, *models: str) -> None:
+    """Each in place of the one before it, of which it is known what that keeps."""
+    for number, model in enumerate(models):
+        await fleet.wake(model)
+        if number:
+            while not fleet.status().models[[*fleet.config.models].index(models[number - 1])].kept_bytes:
+                await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["", "a reset fails"])
+def test_kept_kv_cache_leaves_before_a_model_sleeps_deeper(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fails: bool
+) -> None:
+    """Of 36 GiB, backups of three take 30: one can keep its KV cache beside them."""
+    give_up, sleep, calls = VllmEngine.give_up_kept, VllmEngine.sleep, list[str]()
+
+    async def slowly(engine: VllmEngine) -> str:
+        await asyncio.sleep(0.1)
+        why = await give_up(engine)
+        calls.append("gave up")
+        return why
+
+    async def noted(engine: VllmEngine, level: int, from_level: int | None = None) -> Outcome:
+        calls.append("sleep")
+        return await sleep(engine, level, from_level)
+
+    monkeypatch.setattr(hardware, "host_available_bytes", lambda: 1 << 40)
+    monkeypatch.setattr(VllmEngine, "give_up_kept", slowly)
+    monkeypatch.setattr(VllmEngine, "sleep", noted)
+
+    async def scenario() -> None:
+        models = {"a": keeper("a", *(["--fail-resets 1"] if fails else [])), **{name: keeper(name) for name in "bcd"}}
+        whole = config(tmp_path, **models).model_copy(update={"host_memory": 36 * GIB})
+        async with running(whole) as fleet:
+            await wake_in_turns(fleet, "a", "b", "c")
+            status = fleet.status()
+            assert (status.host.held_bytes, status.host.kept_bytes) == (20 * GIB, 8 * GIB)
+            assert f'cumem_sleep_serve_model_kept_bytes{{model="b"}} {4 * GIB}' in exposition(fleet)
+            assert f"cumem_sleep_serve_host_kept_bytes {8 * GIB}" in exposition(fleet)
+            calls.clear()
+            await fleet.wake("d")
+            assert calls[: 3 if fails else 2] == ["gave up"] * (2 if fails else 1) + ["sleep"]
+            at_last = {"a": 4, "b": 0, "c": 0, "d": 0} if fails else {"a": 0, "b": 0, "c": 4, "d": 0}
+            await kept(fleet, **at_last)
+            assert {model.name: model.level for model in fleet.status().models} == {"a": 1, "b": 1, "c": 1, "d": None}
+            await fleet.wake("a")
+            assert [model.level for model in fleet.status().models] == [None, 1, 1, 2], "four have no room"
+            await kept(fleet, **{**at_last, "a": 0})
+
+    with caplog.at_level("INFO", "cumem_sleep.serve"):
+        run(scenario())
+    given_up = [text for text in caplog.messages if "gives up the KV cache" in text]
+    assert [text.partition(":")[0] for text in given_up] == (["a", "b", "c"] if fails else ["a", "b"])
+    assert given_up[0] == "a: gives up the KV cache that it keeps: sleepers hold all of `host_memory`"
+    assert any("a: did not give up the KV cache that it keeps: Failed" in text for text in caplog.messages) == fails
+
+
+@pytest.mark.parametrize("refuses", ["the front", "its server"])
+def test_kept_kv_cache_leaves_before_the_host_lacks_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, refuses: str
+) -> None:
+    """Whoever finds out, the front or the layer in the server."""
+    fleets: list[Fleet] = []
+    sleep = VllmEngine.sleep
+
+    def available() -> int:
+        states = fleets[0]._scheduler.models.values() if fleets else ()
+        slept = sum(10 * GIB for state in states if state.phase is Phase.ASLEEP)
+        return 47 * GIB - slept - sum(state.kept_bytes for state in states)
+
+    async def refuse(engine: VllmEngine, level: int, from_level: int | None = None) -> Outcome:
+        if level == 1 and available() < 12 * GIB:
+            return Outcome("/sleep: 500: not enough host memory", Phase.AWAKE, lacks_host_memory=True)
+        return await sleep(engine, level, from_level)
+
+    monkeypatch.setattr(hardware, "host_available_bytes", available if refuses == "the front" else lambda: 1 << 40)
+    if refuses == "its server":
+        monkeypatch.setattr(VllmEngine, "sleep", refuse)
+
+    async def scenario() -> None:
+        models = {name: keeper(name) for name in "abcd"}
+        async with running(config(tmp_path, **models)) as fleet:
+            fleets.append(fleet)
+            await wake_in_turns(fleet, "a", "b", "c", "d", "a")
+            await kept(fleet, a=0, b=0, c=0, d=4)
+            assert {model.name: model.level for model in fleet.status().models} == {"a": None, "b": 1, "c": 1, "d": 1}
+            assert not any(result == "failed" for _, _, result in fleet.counters.switches)
+
+    with caplog.at_level("INFO", "cumem_sleep.serve"):
+        run(scenario())
+    given_up = [text for text in caplog.messages if "gives up the KV cache" in text]
+    why = "gives up the KV cache that it keeps: d lacks host memory to fall asleep"
+    assert given_up == [f"b: {why}", f"c: {why}"]
 
 
 @pytest.mark.slow
@@ -610,5 +724,68 @@ def test_the_end_of_a_fleet_ends_those_that_wait_and_those_that_run(tmp_path: Pa
             await waits
         with pytest.raises(NotInTime, match="shutting down"):
             await fleet.wake("a")
+
+    run(scenario())
+
+
+def test_a_refused_sleep_that_is_tried_again_waits_for_nobody_but_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it had set aside for its first try is not in its own way."""
+    sleep, refused = VllmEngine.sleep, list[VllmEngine]()
+    target: list[VllmEngine] = []
+
+    async def refuse(engine: VllmEngine, level: int, from_level: int | None = None) -> Outcome:
+        if engine in target and not refused:
+            refused.append(engine)
+            return Outcome("/sleep: 500: not enough host memory", Phase.AWAKE, lacks_host_memory=True)
+        return await sleep(engine, level, from_level)
+
+    monkeypatch.setattr(VllmEngine, "sleep", refuse)
+    monkeypatch.setattr(hardware, "host_available_bytes", lambda: 15 * GIB)
+
+    async def scenario() -> None:
+        models = {name: keeper(name) for name in "ab"}
+        whole = config(tmp_path, **models).model_copy(update={"host_memory": 100 * GIB})
+        async with running(whole) as fleet:
+            await wake_in_turns(fleet, "a", "b")
+            engine = fleet._units["b"].engine
+            assert isinstance(engine, VllmEngine)
+            target.append(engine)
+            await asyncio.wait_for(fleet.sleep("b", 1), 30)
+            assert refused == target
+
+    run(scenario())
+
+
+def test_a_server_that_woke_on_its_way_to_a_deeper_sleep_is_not_taken_for_asleep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sleep, target, available = VllmEngine.sleep, list[VllmEngine](), [100 * GIB]
+
+    async def refuse(engine: VllmEngine, level: int, from_level: int | None = None) -> Outcome:
+        if engine in target and from_level == 2 and available[0] > GIB:
+            assert (await engine.wake(2)).error is None
+            available[0] = GIB  # somebody else took the rest meanwhile
+            return Outcome("/sleep: 500: not enough host memory", Phase.AWAKE, lacks_host_memory=True)
+        return await sleep(engine, level, from_level)
+
+    monkeypatch.setattr(VllmEngine, "sleep", refuse)
+    monkeypatch.setattr(hardware, "host_available_bytes", lambda: available[0])
+
+    async def scenario() -> None:
+        models = {"a": keeper("a"), "b": {**keeper("b"), "levels": [2, "stop"]}}
+        whole = config(tmp_path, **models).model_copy(update={"host_memory": 100 * GIB})
+        async with running(whole) as fleet:
+            await wake_in_turns(fleet, "a", "b")
+            await fleet.sleep("b", 2)
+            engine = fleet._units["b"].engine
+            assert isinstance(engine, VllmEngine)
+            target.append(engine)
+            with suppress(Exception):
+                await asyncio.wait_for(fleet.sleep("b", 3), 8)
+            (status,) = (each for each in fleet.status().models if each.name == "b")
+            assert available == [GIB]
+            assert (await engine.look()).state is not Phase.AWAKE or status.phase is not Phase.ASLEEP
 
     run(scenario())

@@ -112,18 +112,24 @@ def test_a_vault_has_a_bar_of_its_own() -> None:
         async with a_world("one", "two", "beside") as world, a_page() as page:
             status = world.fleet.status()
             one, two, beside = (replace(model, host_bytes=5) for model in status.models)
-            models = (replace(one, in_vault=True), replace(two, in_vault=True), beside)
-            host = HostStatus(10, 5, None, VaultStatus(20, 0, 6, 14))
+            in_vault = (replace(one, in_vault=True, kept_bytes=7), replace(two, in_vault=True))
+            models = (*in_vault, replace(beside, kept_bytes=3))
+            host = HostStatus(10, 5, None, VaultStatus(20, 0, 6, 14), kept_bytes=3)
             world.fleet.status = lambda: replace(status, models=models, host=host)  # type: ignore[method-assign]
             await opened(world, page)
             bars = "[...document.querySelectorAll('#gpus [role=img]')].slice(1)"
             assert await page.value(f"{bars}.map((bar) => bar.getAttribute('aria-label'))") == [
-                "Host memory: 5 B of 10 B held by sleepers",
+                "Host memory: 5 B of 10 B held by sleepers, 3 B of KV cache kept",
                 "Vault: 6 B of 20 B held by sleepers",
             ]
             parts = f"{bars}.map((bar) => [...bar.children].map((part) => [part.textContent, part.style.width]))"
-            assert await page.value(parts) == [[["beside", "50%"]], [["one", "15%"], ["two", "15%"]]]
-            assert "14 B left" in await page.value("document.body.innerText")
+            assert await page.value(parts) == [[["beside", "80%"]], [["one", "15%"], ["two", "15%"]]]
+            text = await page.value("document.body.innerText")
+            assert "14 B left" in text
+            assert [line for line in text.splitlines() if "keeps" in line] == [
+                "keeps 7 B of KV cache",
+                "keeps 3 B of KV cache",
+            ]
             assert page.complaints == []
 
     run(scenario)

@@ -10,9 +10,34 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from cumem_sleep.serve import policy
-from cumem_sleep.serve.actions import Action, Grant, Obeyed, Refuse, Removed, Revoke, Sleep, Start, Stop, Wake
-from cumem_sleep.serve.events import Arrived, Configured, Died, Done, FrontEvent, Gone, HasLayer, Ordered, TimePassed
-from cumem_sleep.serve.policy import STOP, Spec
+from cumem_sleep.serve.actions import (
+    Action,
+    GiveUpKept,
+    Grant,
+    Obeyed,
+    Refuse,
+    Removed,
+    Revoke,
+    Sleep,
+    Start,
+    Stop,
+    Wake,
+)
+from cumem_sleep.serve.events import (
+    Arrived,
+    Configured,
+    Died,
+    Done,
+    FrontEvent,
+    Gone,
+    HasLayer,
+    KeptBytes,
+    LacksHostMemory,
+    Ordered,
+    TimePassed,
+)
+from cumem_sleep.serve.model import KeptState
+from cumem_sleep.serve.policy import STOP, Spec, Use
 from cumem_sleep.serve.scheduler import Scheduler
 from cumem_sleep.serve.status import Phase
 
@@ -38,6 +63,8 @@ class World:
     granted_of: dict[int, str] = field(default_factory=dict)
     obeyed: list[Obeyed] = field(default_factory=list)
     log: list[Action] = field(default_factory=list)
+    kept: dict[str, int] = field(default_factory=dict)
+    giving_up: list[str] = field(default_factory=list)
     number: int = 0
 
     def __post_init__(self) -> None:
@@ -114,6 +141,18 @@ class World:
         self.truth[model], self.host[model] = Phase.STOPPED, 0
         return self.send(Died(model, "it died"))
 
+    def keep(self, model: str, nbytes: int) -> list[Action]:
+        """A sleeper's server says how much of its KV cache it keeps."""
+        self.kept[model] = nbytes
+        return self.send(KeptBytes(model, nbytes))
+
+    def give_up(self, *, fails: bool = False) -> list[Action]:
+        """The first server that was told to gives up what it keeps."""
+        model = self.giving_up.pop(0)
+        if not fails:
+            self.kept[model] = 0
+        return self.send(KeptBytes(model, self.kept.get(model, 0), was_told=True))
+
     def pass_time(self, seconds: float) -> None:
         """Time passes, and the scheduler is told when it wants to be."""
         until = self.now + seconds
@@ -144,6 +183,10 @@ class World:
                 self.revoked.add(request)
             case Obeyed():
                 self.obeyed.append(action)
+            case GiveUpKept(model):
+                assert self.truth[model] is Phase.ASLEEP
+                assert self.kept[model] > 0
+                self.giving_up.append(model)
             case Removed(model):
                 assert (
                     self.truth[model] is Phase.STOPPED
@@ -202,6 +245,11 @@ class World:
         in_vault = {name for name, model in self.scheduler.models.items() if model.in_vault}
         host = {name: nbytes for name, nbytes in self.host.items() if name not in in_vault}
         assert sum(host.values()) <= self.host_bytes, f"host memory is overcommitted: {host}"
+        models = self.scheduler.models.values()
+        may_go = [each for each in models if each.use.kept_bytes]
+        assert all(each.phase is Phase.ASLEEP and not each.in_vault for each in may_go)
+        fits = self.scheduler.held_bytes() + self.scheduler.kept_bytes() <= self.host_bytes
+        assert fits or not may_go, f"{may_go} keep what backups need"
         for name, model in self.scheduler.models.items():
             assert set(model.waiting) == {each for each, (of, _, _) in self.waiting.items() if of == name}
             assert model.running == {each for each, of in self.running.items() if of == name}
@@ -400,6 +448,114 @@ def test_backups_are_held_while_a_model_is_awake_again() -> None:
     assert world.scheduler.held_bytes() == 600
     world.ask("b")
     assert world.changes["a"] == Sleep("a", world.changes["a"].operation, 1, more_bytes=0)
+
+
+def awake_in_turns(world: World, *models: str) -> None:
+    for model in models:
+        awake(world, model)
+        world.pass_time(1.0)
+
+
+def gives_up(world: World) -> list[str]:
+    return [each.model for each in world.log if isinstance(each, GiveUpKept)]
+
+
+def test_kept_kv_cache_stays_where_giving_it_up_would_help_nobody() -> None:
+    world = World([spec(name, host_bytes=300) for name in "abcd"])
+    awake(world, "a", "b", "c", "d")
+    for name in "abc":
+        world.keep(name, 30)
+    world.ask("a")
+    sleep = world.changes["d"]
+    assert isinstance(sleep, Sleep)
+    assert (sleep.level, gives_up(world)) == (2, []), "backups of 1200 bytes do not fit anyway"
+
+
+def test_the_least_recently_used_sleeper_gives_up_its_kv_cache_first() -> None:
+    world = World([spec(name, host_bytes=250) for name in "abcd"])
+    awake_in_turns(world, "b", "a", "c", "d")
+    for name, nbytes in (("a", 60), ("b", 100), ("c", 60)):
+        world.keep(name, nbytes)
+    assert gives_up(world) == []
+    world.ask("c")
+    sleep = world.changes["d"]
+    assert isinstance(sleep, Sleep)
+    assert sleep.level == 1, "kept KV cache never costs a model its sleep"
+    assert gives_up(world) == ["b", "a", "c"]
+    assert world.scheduler.kept_bytes() == 0
+    assert [world.give_up() for _ in "bac"] == [[], [], []]
+
+
+def test_no_more_kept_kv_cache_leaves_than_is_needed() -> None:
+    world = World([spec(name, host_bytes=200) for name in "abcd"])
+    awake_in_turns(world, "a", "b", "c", "d")
+    for name in "abc":
+        world.keep(name, 100)
+    world.ask("a")
+    assert gives_up(world) == ["b"], "somebody waits for a"
+    world.send(TimePassed())
+    assert gives_up(world) == ["b"], "it is under way"
+    world.give_up(fails=True)
+    assert gives_up(world) == ["b", "c"], "what fails is counted as not given up"
+    assert (world.scheduler.models["b"].kept_bytes, world.scheduler.models["b"].kept) == (100, KeptState.STAYS)
+    world.give_up()
+    world.done("d")
+    world.send(LacksHostMemory("d"))
+    assert gives_up(world) == ["b", "c"], "nobody is told twice, and a wakes"
+    world.done("a")
+    assert world.scheduler.kept_bytes() == 100
+    assert world.scheduler.models["a"].kept_bytes == 0, "it is on the GPU again"
+
+
+def test_what_was_kept_last_does_not_fit_and_leaves() -> None:
+    world = World([spec("a", host_bytes=600), spec("b", host_bytes=600)])
+    awake(world, "a", "b")
+    world.keep("a", 401)
+    assert gives_up(world) == ["a"]
+    world.give_up(fails=True)
+    awake(world, "a", "b")
+    world.keep("a", 401)
+    assert gives_up(world) == ["a", "a"], "a new sleep, and a new attempt"
+
+
+def test_a_smaller_budget_takes_kept_kv_cache() -> None:
+    world = World([spec("a", host_bytes=600), spec("b", levels=(2,))])
+    awake(world, "a", "b")
+    world.keep("a", 400)
+    world.host_bytes = 900
+    world.configure(*world.specs)
+    assert gives_up(world) == ["a"]
+
+
+def test_kept_kv_cache_in_the_vault_takes_nothing_of_the_budget() -> None:
+    world = World([spec("a", host_bytes=600), spec("b", host_bytes=600)])
+    world.send(HasLayer("a", True, in_vault=True))
+    awake(world, "a", "b")
+    world.keep("a", 5000)
+    world.send(LacksHostMemory("b"))
+    assert (gives_up(world), world.scheduler.kept_bytes()) == ([], 0)
+    assert world.scheduler.models["a"].kept_bytes == 5000
+    awake(world, "a")
+    world.keep("b", 100)
+    world.send(LacksHostMemory("a"))
+    assert gives_up(world) == [], "that would give the vault nothing"
+
+
+def test_what_is_said_of_a_model_that_does_not_sleep_is_out_of_date() -> None:
+    world = World([spec("a", host_bytes=600), spec("b")])
+    awake(world, "b", "a")
+    world.send(KeptBytes("a", 50))
+    world.send(KeptBytes("gone", 50))
+    assert world.scheduler.kept_bytes() == 0
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "leaving"), [(-5, ""), (0, ""), (1, "c"), (10, "c"), (11, "ca"), (25, "cab"), (math.inf, "cab")]
+)
+def test_whose_kept_kv_cache_is_given_up(nbytes: float, leaving: str) -> None:
+    kept = {"a": (2.0, 10), "b": (3.0, 10), "c": (1.0, 10), "d": (0.0, 0)}
+    uses = [Use(spec(name), True, last_used, 0.0, nbytes) for name, (last_used, nbytes) in kept.items()]
+    assert policy.to_give_up(uses, nbytes) == list(leaving)
 
 
 def test_a_sleep_that_lacks_host_memory_goes_deeper_at_once() -> None:
@@ -875,22 +1031,48 @@ class Traffic:
             assert world.now < last + bound_s, f"{world.waiting} wait still"
 
 
-def run(seed: int, steps: int) -> World:
+def run(seed: int, steps: int, scale: int = 1) -> World:
+    """`scale`: of what sleepers keep of their KV cache; 0: nothing."""
+    keeps = random.Random(seed)
     chance = random.Random(seed)
     world = World(random_specs(chance))
     world.has_layer(*(each.name for each in world.specs if chance.random() < 0.5))
     traffic = Traffic(chance, world, faults=chance.choice((0.0, 0.3, 1.0)))
     for _ in range(steps):
         traffic.step()
+        keep_at_random(world, keeps, scale)
     traffic.settle()
     asked, answered = world.number, len(world.granted_after) + len(world.refused)
     assert answered <= asked
     return world
 
 
+def keep_at_random(world: World, chance: random.Random, scale: int) -> None:
+    if chance.random() < 0.5:
+        fails = chance.random() < 0.2
+        if world.giving_up:
+            world.give_up(fails=fails)
+        else:
+            world.send(TimePassed())
+    models = [name for name in world.scheduler.models if world.phase(name) is Phase.ASLEEP]
+    if models and chance.random() < 0.5:
+        world.keep(chance.choice(models), scale * chance.choice((0, 50, 200, 400, 5000)))
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_random_traffic(seed: int) -> None:
     run(seed, 300)
+
+
+@pytest.mark.parametrize("seed", range(15))
+def test_kept_kv_cache_costs_nobody_anything(seed: int) -> None:
+    """Whatever sleepers keep, and give up or not, all else is decided as if they kept nothing."""
+    without, keeps = run(seed, 300, scale=0), run(seed, 300)
+    assert [each for each in keeps.log if not isinstance(each, GiveUpKept)] == without.log
+
+
+def test_the_random_traffic_gives_up_kept_kv_cache() -> None:
+    assert sum(len(gives_up(run(seed, 300))) for seed in range(5)) > 10
 
 
 def test_going_deeper_takes_no_host_memory_that_is_in_use() -> None:
@@ -933,3 +1115,23 @@ def test_under_constant_load_for_all_models_everybody_gets_turns(seed: int) -> N
     turn_s = 1.0 + 1.0 + 4 * switch_s
     assert max(world.granted_after.values()) <= len(specs) * turn_s
     assert min(Counter(world.granted_of.values())[each.name] for each in specs) >= 300 / (len(specs) * turn_s)
+
+
+def test_what_cannot_sleep_stays_once_started_though_its_client_has_left() -> None:
+    """Its start is not thrown away: the next client would wait for another one."""
+    world = World([replace(spec("a"), levels=(STOP,))])
+    request = world.ask("a")
+    world.pass_time(5)
+    world.end(request)
+    world.done("a")
+    assert world.phase("a") is Phase.AWAKE
+
+
+def test_what_an_earlier_sleep_kept_says_nothing_of_this_one() -> None:
+    world = World([spec("a", host_bytes=600), spec("b", host_bytes=300)])
+    awake(world, "a", "b")
+    world.keep("a", 401)
+    assert world.giving_up == ["a"]
+    awake(world, "a", "b")
+    world.send(KeptBytes("a", 401, was_told=True))
+    assert world.scheduler.models["a"].kept is not KeptState.STAYS

@@ -34,7 +34,9 @@ TOKEN = "secret"
 
 
 def write(file: Path, port: int = 0, **models: dict[str, Any]) -> Path:
-    whole = {name: {"command": command(name), "idle": "never", **model} for name, model in models.items()}
+    whole = {
+        name: {"engine": "vllm", "command": command(name), "idle": "never", **model} for name, model in models.items()
+    }
     front = {"port": port, "admin_token": TOKEN}
     text = json.dumps({"front": front, "logs": str(file.parent / "logs"), "models": whole})
     file.with_suffix(".new").write_text(text)
@@ -414,6 +416,15 @@ def test_the_table_says_which_server_is_without_the_layer(layer: str | None, err
     numbers = {"running": 0, "waiting": 0, "host_bytes": 0, "level": None, "last_switch": None}
     model = {"name": "one", "gpus": [0], "phase": "awake", **numbers, "layer": layer, "error": error}
     assert list(tools.models_table([model]).columns[-1].cells) == [says]
+
+
+@pytest.mark.parametrize(
+    ("said", "host"), [({}, "5 B"), ({"kept_bytes": 0}, "5 B"), ({"kept_bytes": 3}, "5 B + 3 B kept")]
+)
+def test_the_table_says_what_a_sleeper_keeps(said: dict[str, int], host: str) -> None:
+    numbers = {"running": 0, "waiting": 0, "host_bytes": 5, "level": 1, "last_switch": None}
+    model = {"name": "one", "gpus": [0], "phase": "asleep", **numbers, "layer": "", "error": None, **said}
+    assert list(tools.models_table([model]).columns[-2].cells) == [host]
 
 
 @pytest.mark.slow

@@ -43,7 +43,7 @@ def command(parsed: ConfigParser, home: Path) -> list[str]:
 @pytest.mark.parametrize("name", UNITS)
 def test_its_command_says_when_it_serves_and_ends_at_sigterm(name: str, tmp_path: Path) -> None:
     (tmp_path / "models.yaml").write_text(
-        f"front: {{port: 0}}\nlogs: {tmp_path}\nmodels: {{one: {{command: 'sleep {{port}}'}}}}"
+        f"front: {{port: 0}}\nlogs: {tmp_path}\nmodels: {{one: {{engine: command, command: 'sleep {{port}}'}}}}"
     )
     parsed = unit(name)
     assert parsed["Service"]["Type"] == "notify"

@@ -74,7 +74,7 @@ class Fronts:
     def start(self, command: str | list[str], helpers: int) -> subprocess.Popen[bytes]:
         """Returns when its server is ready, and its helpers have written their pids."""
         self.pids.unlink(missing_ok=True)
-        model = {"command": command, "idle": "never", "host_memory": "1GiB"}
+        model = {"engine": "vllm", "command": command, "idle": "never", "host_memory": "1GiB"}
         whole = {"front": {"port": 0}, "logs": str(self.folder / "logs"), "models": {"one": model}}
         file = self.folder / "models.yaml"
         file.write_text(json.dumps(whole))

@@ -36,7 +36,9 @@ KEEP_S, DRAIN_S = 0.3, 0.5
 LEFT_WITHIN_S = 20.0  # until it is noticed that a client has left
 PATIENT_S = 300.0  # of waiting and draining, where nobody is to be refused: on a busy machine everything takes longer
 GPUS = {f"model-{number}": [[0], [1]][number % 2] if number < 8 else [0, 1] for number in range(10)}
+ENGINES_OF = {4: "sglang", 5: "command", 6: "sglang", 9: "command"}  # by number; all others are vLLM's
 SHELLS = ("exec {}", "{}; true", "(setsid sleep 86400 &); {}; true", "sleep 86400 & setsid --wait {}; true")
+IDLE = {"vllm": {1: "1s", 2: "3s"}, "sglang": {1: "1s"}, "command": {"stop": "2s"}}
 SABOTAGE_EVERY_S = 4.0
 FLAT_BYTES = 24 << 20  # what the front's memory may grow by after the first tenth of the requests, however many come
 
@@ -58,12 +60,14 @@ class Tally:
     Attributes:
         odd: what else came, of `odd_clients`.
         switches_s: the longest sleep, wake and start that was seen.
+        most_kept_bytes: of KV cache, that sleepers have kept at one time.
     """
 
     outcomes: Counter[str] = field(default_factory=Counter)
     odd: int = 0
     longest_s: float = 0.0
     switches_s: dict[str, float] = field(default_factory=dict)
+    most_kept_bytes: int = 0
     wrong: list[str] = field(default_factory=list)
 
 
@@ -73,11 +77,15 @@ def models_yaml(folder: Path, faults: float) -> Path:
     models: dict[str, Any] = {}
     for seed, (name, gpus) in enumerate(GPUS.items()):
         folders = " ".join(str(folder / f"gpu{gpu}") for gpu in gpus)
-        command = f"{FAULTY} --uds {{socket}} --served-model-name {name} --gpus {folders}"
+        engine = ENGINES_OF.get(seed, "vllm")
+        command = f"{FAULTY} --engine {engine} --uds {{socket}} --served-model-name {name} --gpus {folders}"
         command += f" --record {folder / 'record'} --executed {folder / 'executed'} --faults {faults} --seed {seed}"
         limits = {"wait": WAIT_S, "drain": DRAIN_S} if faults else {"wait": PATIENT_S, "drain": PATIENT_S}
-        common = {**limits, "idle": {1: "1s", 2: "3s"}, "host_memory": "10GiB"}
+        common = {**limits, "idle": IDLE[engine], "host_memory": "10GiB"}
+        if engine == "command":
+            common["health"] = "/ready"
         models[name] = {
+            "engine": engine,
             "command": ["sh", "-c", SHELLS[seed % len(SHELLS)].format(command)],
             "gpus": gpus,
             "at_start": ["asleep", "awake", "stopped"][seed % 3],
@@ -242,6 +250,7 @@ async def watch(port: int, pid: int, numbers: list[int], total: int, tally: Tall
         for switch in filter(None, (model["last_switch"] for model in status["models"])):
             tally.switches_s[switch["kind"]] = max(tally.switches_s.get(switch["kind"], 0.0), switch["seconds"])
         assert status["host"]["held_bytes"] <= status["host"]["budget_bytes"]
+        tally.most_kept_bytes = max(tally.most_kept_bytes, status["host"]["kept_bytes"])
         if len(numbers) < 0.9 * total:
             sizes.append(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"))
         await asyncio.sleep(0.1)
@@ -273,7 +282,8 @@ async def not_ended(port: int) -> list[dict[str, Any]]:
 def longest_wait_s(switches_s: dict[str, float], drain_s: float) -> float:
     """One turn of each model, as the documentation promises where nothing fails; the last one is the request's own."""
     until_awake_s = max(switches_s.get("wake", 0.0), switches_s.get("start", 0.0))
-    return KEEP_S + len(GPUS) * (drain_s + switches_s.get("sleep", 0.0) + until_awake_s)  # one model has a `keep`
+    until_away_s = max(switches_s.get("sleep", 0.0), switches_s.get("stop", 0.0))
+    return KEEP_S + len(GPUS) * (drain_s + until_away_s + until_awake_s)  # one model has a `keep`
 
 
 def check(folder: Path, total: int, faults: float) -> None:
@@ -304,6 +314,8 @@ def check(folder: Path, total: int, faults: float) -> None:
     assert not executed["never"], "somebody asked from elsewhere"
     assert not tally.wrong, tally.wrong[:3]
     assert tally.outcomes.total() == total
+    assert tally.most_kept_bytes > 0
+    assert "gives up the KV cache" in (folder / "front.log").read_text()
     assert max(sizes) - sizes[0] <= FLAT_BYTES
     if faults:
         assert tally.longest_s <= WAIT_S + 10

@@ -19,6 +19,8 @@ import cumem_sleep
 from cumem_sleep import _core
 from cumem_sleep.vault.client import Key, LentMemory, Range, Sealed, VaultBackup, VaultClient
 from cumem_sleep.vault.ledger import UNIT_BYTES
+from cumem_sleep.vault.link import LinkGroup, VaultLink
+from cumem_sleep.vault.relay import Relaying
 
 MIB = 1 << 20
 SECONDS = 60  # until something is taken for hung
@@ -135,6 +137,11 @@ class Segment:
         lent, offset = self.lend()
         self.client.wait([self.client.read(lent, self.ranges(backup, offset))])
         take_back(self.client, [lent])
+
+
+def lone_link(device: int, to_host: bool) -> VaultLink:
+    """Without others that could help."""
+    return VaultLink(device, LinkGroup(to_host, Relaying([]).refusal))
 
 
 def take_back(client: VaultClient, lent: Sequence[LentMemory]) -> None:

@@ -105,6 +105,10 @@ def test_status_without_a_vault_says_so(tmp_path: pathlib.Path, capsys: pytest.C
         (["vault"], "--memory is missing"),
         (["vault", "--memory", "1MiB"], "at least 2097152 bytes"),
         (["vault", "--memory", "9999TiB"], "memory=10994016766132224: this host has .*: give the vault less"),
+        (
+            ["vault", "--memory", "64MiB", "--relay", "auto", "0"],
+            "gpu='auto': expected a visible GPU, one of GPU-.*, 0",
+        ),
         (["vault", "--memory", "64MiB", "--gpus", "7"], "gpu='7': expected a visible GPU, one of GPU-.*, 0"),
         (["vault", "--memory", "64MiB", "--metrics", "no.such.host.:1"], "metrics at no.such.host.:1: .*--metrics"),
     ],

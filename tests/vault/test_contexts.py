@@ -38,6 +38,12 @@ def test_of_all_gpus_the_first_has_its_context_before_a_client_comes(start_vault
     assert vault.said("takes about 512.03 MiB of GPU 0 for a context; of each other one when its first client comes")
 
 
+def test_gpus_that_relay_have_their_contexts_before_a_client_comes(start_vault: StartVault) -> None:
+    vault = start_vault("16MiB", "--relay", "1", CUMEM_SLEEP_SIM_CONTEXT_BYTES=str(CONTEXT), **TWO_GPUS)
+    eventually(lambda: has_context(vault, 0) and has_context(vault, 1), "both are there")
+    assert vault.said("takes about 512.03 MiB of GPU 0 and 1 for a context\n")
+
+
 def test_the_first_client_of_a_gpu_keeps_nobody_else_waiting(start_vault: StartVault) -> None:
     """Its context would take five minutes. Clients of another GPU do all that there is to do meanwhile."""
     vault = start_vault("16MiB", **TWO_GPUS, CUMEM_SLEEP_SIM_CONTEXT_US_PER_MIB=str(20 * 10**6))

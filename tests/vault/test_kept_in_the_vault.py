@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import resource
 import signal
 import sys
 import types
@@ -16,15 +18,15 @@ from typing import Any
 import numpy as np
 import pytest
 from kept_cache import Cache
-from running import MIB, RunningVault, Segment, eventually, from_slabs, seal, take_back
+from running import MIB, RunningVault, Segment, eventually, from_slabs, lone_link, seal, take_back
 from support import AWAKE, PAGE, Memory, forget_devices
 
 from cumem_sleep import CuMemAllocator, CumemSleepError, DriverError, InvalidArgument, InvalidState, _core, sim
 from cumem_sleep.errors import VaultLost
 from cumem_sleep.vault import link, protocol, range_table
 from cumem_sleep.vault.client import VaultBackup, VaultClient
+from cumem_sleep.vault.jobs import BorrowedMemory, Job, LinkPiece
 from cumem_sleep.vault.ledger import UNIT_BYTES, SlabRange
-from cumem_sleep.vault.link import BorrowedMemory, Job, LinkPiece, VaultLink
 from cumem_sleep.vault.pool import VaultHost, VaultPool
 from cumem_sleep.vault.range_table import check_table, table_pieces
 
@@ -107,6 +109,17 @@ class TestKept:
     def test_no_vault_has_no_room(self, cache: Cache, vault: RunningVault) -> None:
         vault.kill()
         assert cache.allocator.kept_room() == 0
+
+    def test_a_process_without_descriptors_has_no_room(self, make_cache: Callable[..., Cache]) -> None:
+        room = make_cache().allocator.kept_room
+        lowest, (soft, hard) = os.dup(0), resource.getrlimit(resource.RLIMIT_NOFILE)
+        os.close(lowest)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
+        try:
+            assert room() == 0
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert room() > 0
 
     def test_nothing_is_evicted_for_it(self, cache: Cache, other: VaultClient) -> None:
         retained = fill_up(other)
@@ -635,7 +648,7 @@ class TestLinks:
         block.prefault(0, PAGE)
         block.pin(0)
         ended: list[Exception | None] = []
-        vault_link = VaultLink(0, True)
+        vault_link = lone_link(0, True)
         pieces = deque([LinkPiece(block, 0, 0, 16, table((lent_at, 8, 16)))])
         vault_link.submit(Job("client", borrowed, pieces, ended.append))
         eventually(lambda: bool(ended), "the job ends")
@@ -649,7 +662,7 @@ class TestLinks:
         ended: list[Exception | None] = []
         pieces = deque(LinkPiece(block, 0, 0, int(some[:, 2].sum()), some) for some in np.array_split(rows, 11))
         pieces.insert(5, LinkPiece(block, 0, 0, 0))
-        vault_link = VaultLink(0, to_host)
+        vault_link = lone_link(0, to_host)
         vault_link.submit(Job("client", borrowed, pieces, ended.append))
         eventually(lambda: bool(ended), "the job ends")
         vault_link.stop()

@@ -5,21 +5,22 @@ from __future__ import annotations
 import pathlib
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from running import Segment, eventually, from_slabs, take_back
+from running import Segment, eventually, from_slabs, lone_link, take_back
 from support import PAGE, Memory, run_script
 
 from cumem_sleep import CuMemAllocator, DriverError, VaultError, VaultLost, _core, sim
 from cumem_sleep.vault import link
 from cumem_sleep.vault.address import VaultAddress
 from cumem_sleep.vault.client import Range, VaultClient
-from cumem_sleep.vault.link import BorrowedMemory, Job, LinkPiece, VaultLink
+from cumem_sleep.vault.jobs import BorrowedMemory, Job, LinkPiece
+from cumem_sleep.vault.link import VaultLink
 from cumem_sleep.vault.pool import VaultHost
 from cumem_sleep.vault.server import Vault, visible_gpus
 from cumem_sleep.vault.service import Service
@@ -51,11 +52,13 @@ class Streams:
 
 
 class BorrowedStub(BorrowedMemory):
-    def __init__(self) -> None:
+    def __init__(self, address: int = 0) -> None:
         super().__init__(-1, 0, 1 << 20)
+        self._address = address
 
-    def address(self) -> int:
-        return 0
+    def address(self, peers: Collection[int] = ()) -> int:
+        self.peers = peers
+        return self._address
 
 
 @pytest.fixture
@@ -67,7 +70,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
 
 @pytest.fixture
 def out(streams: Streams) -> Iterator[VaultLink]:
-    made = VaultLink(0, to_host=True)
+    made = lone_link(0, to_host=True)
     yield made
     for _ in range(100):
         streams.may_end.release()
@@ -278,7 +281,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> TimedStreams:
 
 @pytest.fixture
 def into(engine: TimedStreams) -> Iterator[VaultLink]:
-    made = VaultLink(0, to_host=False)
+    made = lone_link(0, to_host=False)
     yield made
     made.stop()
 
@@ -354,7 +357,7 @@ def test_a_piece_that_is_about_to_be_copied_is_not_if_its_job_is_cancelled(
             link.cancel("client")
         else:
             threading.Thread(target=link.stop).start()
-            eventually(lambda: all(job.error for job in link._jobs), "it is told to stop")
+            eventually(lambda: all(job.error for job in link.turns._jobs), "it is told to stop")
         choose(link, in_flight)
 
     monkeypatch.setattr(VaultLink, "_choose", gone)
@@ -394,7 +397,7 @@ def test_without_a_kernel_the_engine_copies_all(
         monkeypatch.setattr(_core, "load_copy_kernel", refuses)
     else:
         monkeypatch.setattr(engine, "to_device_by_kernel", refuses)
-    into = VaultLink(0, to_host=False)
+    into = lone_link(0, to_host=False)
     assert engine.copy(into, 20) + engine.copy(into, 20) == ["engine"] * 40
     into.stop()
     warnings = [record for record in caplog.records if "copy kernel failed" in record.message]
@@ -519,13 +522,12 @@ def test_a_piece_of_which_a_part_is_in_flight_is_waited_for(
     here().close()
     address = allocator.malloc(nbytes, "weights")
     monkeypatch.setattr(_core.CopyStream, "__exit__", closes)
-    lent = SimpleNamespace(address=lambda: address)
     ended: list[tuple[Exception | None, int]] = []
-    into = VaultLink(0, to_host=False)
+    into = lone_link(0, to_host=False)
     sim.fail("cuLaunchKernel", after=1)
     sim.fail("cuMemcpyHtoDAsync")
     pieces = deque([LinkPiece(block, 0, 0, nbytes)])
-    into.submit(Job("client", lent, pieces, lambda error: ended.append((error, len(closed)))))  # type: ignore[arg-type]
+    into.submit(Job("client", BorrowedStub(address), pieces, lambda error: ended.append((error, len(closed)))))
     eventually(lambda: bool(ended), "it is told")
     sim.reset()
     ((error, closed_before),) = ended

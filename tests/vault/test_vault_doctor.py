@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
-from running import RunningVault
+from running import RunningVault, eventually
 from support import PAGE
 
 from cumem_sleep import CuMemAllocator, _core, sim
@@ -145,3 +145,13 @@ def test_a_stopped_one_is_not_waited_for_long(
     running.signal(signal.SIGCONT)
     assert check.status is CheckStatus.FAIL
     assert "silent for 0.3 s" in check.found
+
+
+def test_it_says_whose_links_help(start_vault: Callable[..., RunningVault]) -> None:
+    vault = start_vault("64MiB", "--relay", "1", CUMEM_SLEEP_SIM_DEVICES="2")
+    vault.wait_until_ready()
+    eventually(lambda: all(gpu["helpers"] for gpu in vault.status()["gpus"]), "both have links")
+    check = checked(vault.socket)
+    assert check.status is CheckStatus.OK
+    assert "; GPU 0 is helped by links of GPU 1;" in check.found
+    assert check.found.endswith("; GPU 1 is helped by no other link; not of GPU 0: --relay leaves it out")

@@ -246,7 +246,7 @@ class TestWhereBackupsAre:
     def test_without_a_vault_they_are_this_process_s_own(self, start_worker: StartWorker) -> None:
         worker = start_worker(CUMEM_SLEEP_VAULT="off")
         report = worker.call("fall_asleep")
-        assert report["place"] == {"vault": "", "lost": ""}
+        assert report["place"] == {"vault": "", "lost": "", "relays": []}
         assert "backups in" not in report["line"]
         assert host(worker) == (PAGES * PAGE, 0, 0)
         assert worker.call("pinned_bytes") == PAGES * PAGE

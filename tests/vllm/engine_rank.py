@@ -15,7 +15,8 @@ from vllm.config import DeviceConfig, ParallelConfig, VllmConfig, set_current_vl
 from vllm.distributed import parallel_state
 from vllm.platforms import current_platform
 
-from cumem_sleep import CuMemAllocator, CumemSleepError, _core, sim
+from cumem_sleep import CuMemAllocator, CumemSleepError, OutOfHostMemory, _core, sim
+from cumem_sleep.vllm import forget
 from cumem_sleep.vllm.engine_group import EngineGroup
 
 # There is no device to communicate with.
@@ -62,10 +63,27 @@ def ended(failing: int) -> str:
     return "asleep"
 
 
+def forgotten(failing: int) -> str | int:
+    """How a forget ends for which that rank of the first engine cannot copy what its worker keeps."""
+
+    def copies(*_: object) -> dict[str, object]:
+        if (engine, mine) == (0, failing):
+            raise OutOfHostMemory(1, 0, "test")
+        return {}
+
+    forget._copies = copies
+    try:
+        return forget.forget(None)
+    except CumemSleepError as error:
+        return f"{type(error).__name__}: rank {getattr(error, 'failed_rank', error.rank)}"
+
+
 said = []
 for failing in range(size + 1):
     how = ended(failing)
     awake = [segment.sleep == _core.Segment.Sleep.AWAKE for segment in _core.segments()]
     said.append([how, all(awake)])
     allocator.wake_up()
-print(json.dumps({"engine": [group.rank, group.size], "sleeps": said}))
+allocator.sleep()
+forgotten_by = [forgotten(failing) for failing in range(size + 1)]
+print(json.dumps({"forgets": forgotten_by, "engine": [group.rank, group.size], "sleeps": said}))

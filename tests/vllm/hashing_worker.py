@@ -1,37 +1,52 @@
 """A watched worker whose KV cache says what was computed: each token's place holds the hash of all tokens up to it.
 
 A step checks the places of all tokens that it does not compute itself, as attention would read them. Whatever is wrong
-there, from whichever prefix hit, is in `faults`. It runs in the test's own process.
+there, from whichever prefix hit, is in `faults`. It runs in the test's own process; of several workers, each runs in a
+process of its own, with a simulated GPU of its own, and those of a pipeline have one layer and two.
 """
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
-from types import SimpleNamespace
+from collections.abc import Mapping
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
-from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.config import set_current_vllm_config
+from vllm.distributed import parallel_state
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from vllm.v1.outputs import ModelRunnerOutput
-from watched_worker import KV_CACHE, WEIGHTS, WatchedWorker
+from watched_worker import KV_CACHE, PAGE, WEIGHTS, WatchedWorker
 
-from cumem_sleep import CuMemAllocator, _core
+from cumem_sleep import CuMemAllocator, _core, host_facts, sim
 
 BLOCK, HEADS, HEAD_SIZE = 16, 8, 64
 PAGE_BYTES = 2 * BLOCK * HEADS * HEAD_SIZE * 2
-LAYERS = ("layers.0", "layers.1")
+LAYERS = ("layers.0", "layers.1", "layers.2")
+WINDOW = 40  # tokens that the layers of a sliding window attend to
 FIRST_TOKEN, TOKENS = 7, 100  # what it samples
 
 Chain = tuple[int, ...]
+_mem_available_bytes = host_facts.mem_available_bytes
 
 
 class HashingWorker(WatchedWorker):
     layout = "LBNHC"  # of vLLM 0.33
+    layers = LAYERS[:2]
+    windows: Mapping[str, int] = MappingProxyType({})
 
     def init_device(self) -> None:
         super().init_device()
+        parallel = self.vllm_config.parallel_config
+        if parallel.world_size > 1:
+            sim.configure(device_bytes=256 << 20)
+            with set_current_vllm_config(self.vllm_config):
+                _join_vllms_groups(parallel, self.rank, self.local_rank, self.distributed_init_method)
+            if parallel.pipeline_parallel_size > 1:
+                self.layers = LAYERS[self.rank : 2 * self.rank + 1]
         self.faults: list[str] = []
         self.hits = 0  # tokens of new requests that were found in the prefix cache
         self.version = self.oldest = 0  # of weights: now, and of what a hit may have been computed with
@@ -40,9 +55,15 @@ class HashingWorker(WatchedWorker):
         self._chains: dict[tuple[str, tuple[int, ...]], Chain] = {}
 
     def get_kv_cache_spec(self) -> dict[str, Any]:
-        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=HEADS, head_size=HEAD_SIZE, dtype=torch.bfloat16)
-        assert spec.page_size_bytes == PAGE_BYTES
-        return dict.fromkeys(LAYERS, spec)
+        page = {"block_size": BLOCK, "num_kv_heads": HEADS, "head_size": HEAD_SIZE, "dtype": torch.bfloat16}
+        specs = {
+            name: SlidingWindowSpec(**page, sliding_window=self.windows[name])
+            if name in self.windows
+            else FullAttentionSpec(**page)
+            for name in self.layers
+        }
+        assert {spec.page_size_bytes for spec in specs.values()} == {PAGE_BYTES}
+        return specs
 
     def get_supported_kv_cache_layouts(self) -> list[str]:
         return [self.layout]
@@ -61,7 +82,9 @@ class HashingWorker(WatchedWorker):
                 memory = self._memory(tensor.size)
                 for name in tensor.shared_by:
                     views[name] = self._view(memory, 0, PAGE_BYTES, kv_cache_config.num_blocks)
-        assert sorted(views) == sorted(LAYERS)
+        assert sorted(views) == sorted(self.layers)
+        groups = enumerate(kv_cache_config.kv_cache_groups)
+        self._groups = {name: number for number, group in groups for name in group.layer_names}
         for name, view in views.items():
             self._pages[name] = view.view(torch.int64).numpy()
         contexts = {name: SimpleNamespace(kv_cache=view) for name, view in views.items()}
@@ -78,11 +101,42 @@ class HashingWorker(WatchedWorker):
         return torch.as_strided(memory, shape, (stride, PAGE_BYTES // BLOCK, 1), begin)
 
     def shutdown(self) -> None:
+        if self.vllm_config.parallel_config.world_size > 1:  # its process ends
+            return
         self._pages.clear()
         self._allocator.wake_up()
         for segment in _core.segments():
             self._allocator.free(segment.address)
         CuMemAllocator.instance = None
+
+    # What the test asks all workers
+
+    def report(self) -> dict[str, Any]:
+        """Since `begin_episode`, but hits: these are of all times."""
+        return {"faults": [f"worker {self.rank}: {fault}" for fault in self.faults], "hits": self.hits}
+
+    def begin_episode(self) -> None:
+        self.faults.clear()
+
+    def break_at(self, rank: int, call: str, after: int, kept_bytes: int | None) -> None:
+        """Of the worker `rank`, the driver call `call` fails after so many; and it has host memory for so much more
+        than its weights, unless that is None.
+        """
+        if rank == self.rank:
+            if call:
+                sim.fail(call, after, "CUDA_ERROR_UNKNOWN")
+            if kept_bytes is not None:
+                left = kept_bytes + PAGE * (not self._allocator.usage()[WEIGHTS].backed_up_bytes)
+                host_facts.mem_available_bytes = lambda **_: left
+
+    def mend(self) -> None:
+        sim.reset()
+        host_facts.mem_available_bytes = _mem_available_bytes
+
+    def drop_kept(self, rank: int) -> None:
+        """The worker `rank` loses what it has kept."""
+        if rank == self.rank:
+            self._allocator.drop_kept()
 
     # Sleep
 
@@ -126,7 +180,7 @@ class HashingWorker(WatchedWorker):
         computed: dict[str, int] = {}
         for new in scheduler_output.scheduled_new_reqs:
             tokens = list(getattr(new, "prefill_token_ids", None) or new.prompt_token_ids)
-            self._requests[new.req_id] = SimpleNamespace(tokens=tokens, blocks=list(new.block_ids[0]))
+            self._requests[new.req_id] = SimpleNamespace(tokens=tokens, blocks=[list(ids) for ids in new.block_ids])
             self._requests[new.req_id].adapter = new.lora_request.lora_name if new.lora_request else ""
             computed[new.req_id] = new.num_computed_tokens
             self.hits += new.num_computed_tokens
@@ -134,9 +188,10 @@ class HashingWorker(WatchedWorker):
         for name, blocks, count in zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True):
             request, computed[name] = self._requests[name], count
             if name in cached.resumed_req_ids:
-                request.tokens, request.blocks = list(cached.all_token_ids[name]), []
+                request.tokens, request.blocks = list(cached.all_token_ids[name]), [[] for _ in request.blocks]
                 self.hits += count
-            request.blocks += blocks[0] if blocks else []
+            for known, more in zip(request.blocks, blocks or [[]] * len(request.blocks), strict=True):
+                known.extend(more)
         scheduled = scheduler_output.num_scheduled_tokens
         if not scheduled:
             return ModelRunnerOutput(req_ids=[], req_id_to_index={})
@@ -148,10 +203,8 @@ class HashingWorker(WatchedWorker):
             assert end <= len(request.tokens), (name, computed[name], count, len(request.tokens))
             chain = self._chain(request.adapter, tuple(request.tokens[:end]))
             self._check(name, request, chain[: computed[name]])
-            places = [divmod(position, BLOCK) for position in range(computed[name], end)]
-            ids = np.array([request.blocks[block] for block, _ in places])
-            slots = np.array([slot for _, slot in places])
-            for pages in self._pages.values():
+            for layer, pages in self._pages.items():
+                ids, slots = self._places(layer, request, computed[name], end)
                 pages[ids, slots, ::2] = np.array(chain[computed[name] :])[:, None]
                 pages[ids, slots, 1::2] = self.version
             if end == len(request.tokens):
@@ -170,17 +223,22 @@ class HashingWorker(WatchedWorker):
         """What attention reads."""
         if not chain:
             return
-        positions = np.arange(len(chain))
-        ids, slots = np.array(request.blocks)[positions // BLOCK], positions % BLOCK
         for layer, pages in self._pages.items():
+            begin = max(0, len(chain) + 1 - self.windows[layer]) if layer in self.windows else 0
+            ids, slots = self._places(layer, request, begin, len(chain))
             read = pages[ids, slots]
-            wrong = (read[:, ::2] != np.array(chain)[:, None]).any(axis=1)
+            wrong = (read[:, ::2] != np.array(chain[begin:])[:, None]).any(axis=1)
             old = (read[:, 1::2] < self.oldest).any(axis=1) & ~wrong
             for what, places in (("another prefix", wrong), ("older weights", old)):
                 if places.any():
                     first = int(np.flatnonzero(places)[0])
-                    where = f"token {first} of {len(chain)}, block {ids[first]}, {layer}"
+                    where = f"token {begin + first} of {len(chain)}, block {ids[first]}, {layer}"
                     self.faults.append(f"request {name} reads what is of {what}: {where}")
+
+    def _places(self, layer: str, request: SimpleNamespace, begin: int, end: int) -> tuple[Any, Any]:
+        """The blocks of these tokens, and where they are in these."""
+        positions = np.arange(begin, end)
+        return np.array(request.blocks[self._groups[layer]])[positions // BLOCK], positions % BLOCK
 
     def _chain(self, adapter: str, tokens: tuple[int, ...]) -> Chain:
         """For each token, the hash of the adapter, it, and all tokens before it."""
@@ -192,3 +250,20 @@ class HashingWorker(WatchedWorker):
                 hashes.append(int.from_bytes(state.digest(), "little"))
             known = self._chains[adapter, tokens] = tuple(hashes)
         return known
+
+
+class HybridHashingWorker(HashingWorker):
+    """All layers but the first attend to a window alone: blocks before it are freed, and are not looked for."""
+
+    windows = MappingProxyType(dict.fromkeys(LAYERS[1:], WINDOW))
+
+
+def _join_vllms_groups(parallel: Any, rank: int, local_rank: int, method: str) -> None:
+    """As vLLM's worker does, with nothing to communicate between devices."""
+    from vllm.platforms import current_platform
+
+    type(current_platform).get_device_communicator_cls = classmethod(
+        lambda _: "vllm.distributed.device_communicators.base_device_communicator.DeviceCommunicatorBase"
+    )
+    parallel_state.init_distributed_environment(parallel.world_size, rank, method, local_rank, backend="gloo")
+    parallel_state.initialize_model_parallel(parallel.tensor_parallel_size, parallel.pipeline_parallel_size)

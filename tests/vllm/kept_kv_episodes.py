@@ -1,9 +1,11 @@
 """Random episodes: requests with common prefixes on the real scheduler of this vLLM, and sleeps that keep its KV cache.
 
     python tests/vllm/kept_kv_episodes.py --seed 7 --seconds 60
+    python tests/vllm/kept_kv_episodes.py --workers 2      of each engine: tensor parallel, and a pipeline
 
-The engine core is vLLM's, with its pauses; only its sockets and its loop are not there. Its worker checks every place
-of the KV cache that is read (`hashing_worker`). A seed repeats an episode.
+The engine core is vLLM's, with its pauses; only its sockets and its loop are not there. Its workers check every place
+of the KV cache that is read (`hashing_worker`). One is in this process, several are in processes of their own, by
+vLLM's own executor. A seed repeats an episode.
 """
 
 from __future__ import annotations
@@ -20,14 +22,13 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
-from typing import Any
+from typing import Any, ClassVar
 
 from cumem_sleep.vllm import kept_kv, kv_blocks
 from cumem_sleep.vllm.worker_methods import ASK_KV
 
 CROWDED = 37
-BLOCKS = (CROWDED, 61, 131)  # not powers of two: no other size of a tensor is a multiple
+BLOCKS = (CROWDED, 73, 131)  # not powers of two: no other size of a tensor is a multiple
 # Each of them lets hits find what is not there.
 MUTANTS = {
     "no-eviction": (kept_kv, "manager.evict_blocks(hashed.difference(blocks))", "pass"),
@@ -40,9 +41,11 @@ MUTANTS = {
         "[manager.evict_blocks(hashed.difference(blocks)), manager.take_events()]",
     ),
     "no-change": (kept_kv, "self._changed = what", "pass"),
+    "one-worker": (kept_kv, "        return answers\n", "        return answers[:1]\n"),  # the others are not heard
 }
 BLOCK_BYTES = 2 * 32 << 10  # in both layers
-EPISODES_OF_A_CORE = 5
+EPISODES_OF_A_CORE = {1: 5, 2: 3}  # by its number of workers
+MOST_KINDS = 4  # of engines of several workers: tensor parallel or a pipeline, with asynchronous scheduling or without
 MOST_FINDINGS = 3
 MOST_STEPS = 4000  # to answer all requests
 
@@ -53,7 +56,24 @@ class OtherRank:
     def __init__(self, executor: Any) -> None:
         self.blocks = 1 << 20  # that it has room for
         self.fails_at = ""  # this question
+        self._worker = vars(executor.driver_worker)["worker"]
         self._ask, executor.collective_rpc = executor.collective_rpc, self._collective_rpc
+
+    def break_sleep(self, chance: random.Random) -> str:
+        """Something may go wrong in the next sleep, and what it keeps."""
+        self._worker.breaks = [chance.choice(["before", "after"])] if chance.random() < 0.15 else []
+        self.blocks = chance.choice([1 << 20, 1 << 20, 1 << 20, 7, 0])
+        self.fails_at = chance.choice([""] * 8 + ["room", "plan", "kept", "whole"])
+        return f"{self._worker.breaks}, {self.blocks}, {self.fails_at}"
+
+    def break_wake(self, chance: random.Random) -> str:
+        """The next wake fails."""
+        self._worker.breaks = [chance.choice(["before wake", "after wake"])]
+        return str(self._worker.breaks)
+
+    def mend(self) -> None:
+        """No sleep and no wake fails any more."""
+        self._worker.breaks = []
 
     def _collective_rpc(self, method: Any, *args: Any, **kwargs: Any) -> Any:
         answers = self._ask(method, *args, **kwargs)
@@ -65,6 +85,40 @@ class OtherRank:
         return [*answers, {"why": why, **facts}]
 
 
+class RealRanks:
+    """The mishaps of one of two workers, each in its process: by its driver, or for want of host memory."""
+
+    # That a sleep or a wake makes, also of what it keeps.
+    CALLS = (
+        *("cuMemCreate", "cuMemMap", "cuMemSetAccess", "cuMemUnmap", "cuMemRelease", "cuMemcpyDtoHAsync_v2"),
+        *("cuMemcpyHtoDAsync_v2", "cuStreamSynchronize", "cuStreamCreate", "cuMemHostRegister_v2", "cuCtxSynchronize"),
+    )
+
+    _queues: ClassVar[list[Any]] = []  # vLLM 0.26 hangs when they are collected
+
+    def __init__(self, executor: Any) -> None:
+        self._executor = executor
+        self._queues.append((executor.rpc_broadcast_mq, executor.response_mqs))
+
+    def break_sleep(self, chance: random.Random) -> str:
+        """As `OtherRank.break_sleep`."""
+        kept_bytes = chance.choice([None, None, None, 7 * BLOCK_BYTES, 0])
+        return self._break(chance, chance.random() < 0.3, kept_bytes)
+
+    def break_wake(self, chance: random.Random) -> str:
+        """The next wake may fail, or lose what was kept."""
+        return self._break(chance, True, None)
+
+    def _break(self, chance: random.Random, is_call: bool, kept_bytes: int | None) -> str:
+        fault = chance.randrange(2), chance.choice(self.CALLS) if is_call else "", chance.randrange(5), kept_bytes
+        self._executor.collective_rpc("break_at", args=fault)
+        return str(fault)
+
+    def mend(self) -> None:
+        """As `OtherRank.mend`."""
+        self._executor.collective_rpc("mend")
+
+
 def mutate(module: Any, text: str, by: str) -> None:
     """Have the module run with this text in place of that."""
     source = pathlib.Path(module.__file__).read_text()
@@ -73,7 +127,7 @@ def mutate(module: Any, text: str, by: str) -> None:
 
 
 def engine(folder: pathlib.Path, *more: str, blocks: int = 61) -> Any:
-    """The engine core of vLLM over a `HashingWorker`."""
+    """The engine core of vLLM over one `HashingWorker` or several."""
     import watched_server
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.core import EngineCore, EngineCoreProc
@@ -87,7 +141,8 @@ def engine(folder: pathlib.Path, *more: str, blocks: int = 61) -> Any:
             self.engines_running = self.reject_new_requests = False
             self._idle_state_callbacks = []
 
-            self.other = OtherRank(self.model_executor)
+            is_alone = config.parallel_config.world_size == 1
+            self.ranks = OtherRank(self.model_executor) if is_alone else RealRanks(self.model_executor)
             self.published = PublishedBlocks(self)
 
         def _send_abort_outputs(self, aborted: Any) -> None: ...
@@ -113,7 +168,16 @@ def engine(folder: pathlib.Path, *more: str, blocks: int = 61) -> Any:
 
         @property
         def worker(self) -> Any:
+            """If it is in this process."""
             return vars(self.model_executor.driver_worker)["worker"]
+
+        def reports(self) -> list[dict[str, Any]]:
+            """Of all workers."""
+            return list(self.model_executor.collective_rpc("report"))
+
+        @property
+        def hits(self) -> int:
+            return int(self.reports()[0]["hits"])
 
     line = ["--model", str(folder), "--enable-sleep-mode", *watched_server.options(), "--block-size", "16"]
     line += ["--num-gpu-blocks-override", str(blocks), "--max-num-batched-tokens", "96", "--max-num-seqs", "8"]
@@ -197,6 +261,7 @@ class KeptEpisode:
         self.core, self.chance = core, random.Random(seed)
         self.counts: Counter[str] = Counter()
         self.log: list[str] = []
+        self._faults: list[str] = []  # of what events tell
         self._is_lora = core.vllm_config.lora_config is not None
         self._prefixes = [self._tokens(200) for _ in range(3)]
         self._names, self._name = 0, f"{seed}"
@@ -206,15 +271,17 @@ class KeptEpisode:
 
     def found(self) -> list[str]:
         """What went wrong in this episode."""
+        self.core.model_executor.collective_rpc("begin_episode")
+        error = ""
         try:
             self._run()
         except Exception:
-            return [*self.core.worker.faults, traceback.format_exc()]
-        return list(self.core.worker.faults)
+            error = traceback.format_exc()
+        of_workers = [fault for report in self.core.reports() for fault in report["faults"]]
+        return [*of_workers, *self._faults, *[error] * bool(error)]
 
     def _run(self, actions: int = 60) -> None:
         core = self.core
-        core.worker.faults.clear()
         core.reset_prefix_cache()
         if core.scheduler.kv_cache_config.num_blocks == CROWDED:
             self.crowd()
@@ -224,7 +291,7 @@ class KeptEpisode:
             action = self.chance.choice(actions_of)
             self.log.append(action.__name__)
             action()
-            core.worker.faults += core.published.faults()
+            self._faults += core.published.faults()
         run_to_end(core)
 
     def _add(self) -> None:
@@ -262,19 +329,14 @@ class KeptEpisode:
         self.core.reset_prefix_cache()
 
     def _sleep(self) -> None:
-        core, chance, worker = self.core, self.chance, self.core.worker
+        core, chance = self.core, self.chance
         level = chance.choice([1] * 9 + [2])
         mode = chance.choice(["abort", "wait", "keep"])
         if chance.random() < 0.1:
             core.collective_rpc("cumem_sleep_keep_kv", args=(False,))
-        worker.breaks = [chance.choice(["before", "after"])] if chance.random() < 0.15 else []
         budget = chance.choice(["auto", "auto", 30 * BLOCK_BYTES, 10 * BLOCK_BYTES + 1, 0])
         kept_kv._of(core)._budget = budget
-        core.other.blocks = chance.choice([1 << 20, 1 << 20, 1 << 20, 7, 0])
-        core.other.fails_at = chance.choice([""] * 8 + ["room", "plan", "kept", "whole"])
-        self.log.append(
-            f"  level {level}, {mode}, budget {budget}, {worker.breaks}, {core.other.blocks}, {core.other.fails_at}"
-        )
+        self.log.append(f"  level {level}, {mode}, budget {budget}, {core.ranks.break_sleep(chance)}")
         try:
             future = core.sleep(level, mode)
             if future is not None and chance.random() < 0.3:
@@ -283,17 +345,17 @@ class KeptEpisode:
         except RuntimeError as error:
             self.log.append(f"  the sleep failed: {error}")
             self.counts["failed sleeps"] += 1
-            worker.breaks = []
+            core.ranks.mend()
             core.resume_scheduler()
             return
-        worker.breaks = []
+        core.ranks.mend()
         self.counts["sleeps"] += 1
         self._asleep(level)
 
     def _asleep(self, level: int) -> None:
-        core, chance, worker = self.core, self.chance, self.core.worker
+        core, chance = self.core, self.chance
         self.counts["kept"] += kept_kv._of(core)._is_pending
-        worker.faults += core.published.faults()
+        self._faults += core.published.faults()
         for _ in range(chance.randrange(3)):
             action = chance.choice([self._add, self._add, self._abort, self._sleep_again, self._lose, self._reset])
             self.log.append(f"  asleep: {action.__name__}")
@@ -307,19 +369,22 @@ class KeptEpisode:
         else:
             self._wake(None)
         assert not core.is_sleeping()
-        before = worker.hits
+        before = core.hits
         run_to_end(core) if chance.random() < 0.3 else self._step()
-        self.counts["hits after a sleep"] += worker.hits - before
+        self.counts["hits after a sleep"] += core.hits - before
 
     def _wake(self, tags: list[str] | None) -> None:
+        core = self.core
         if self.chance.random() < 0.2:
-            self.core.worker.breaks = [self.chance.choice(["before wake", "after wake"])]
-            with suppress(RuntimeError):
-                self.core.wake_up(tags)
-            self.counts["failed wakes"] += 1
-            self.log.append("  the wake failed")
-        self.core.worker.breaks = []
-        self.core.wake_up(tags)
+            self.log.append(f"  {core.ranks.break_wake(self.chance)}")
+            try:
+                core.wake_up(tags)
+            except RuntimeError:
+                self.counts["failed wakes"] += 1
+                self.log.append("  the wake failed")
+            core.ranks.mend()
+        if core.model_executor.is_sleeping:
+            core.wake_up(tags)
         self.log.append(f"  awake: {tags}")
 
     def _sleep_again(self) -> None:
@@ -327,23 +392,30 @@ class KeptEpisode:
 
     def _lose(self) -> None:
         if self.chance.random() < 0.3:
-            self.core.worker._allocator.drop_kept()
+            workers = self.core.vllm_config.parallel_config.world_size
+            self.core.model_executor.collective_rpc("drop_kept", args=(self.chance.randrange(workers),))
 
 
-def _configurations() -> Iterator[tuple[Any, ...]]:
+def _configurations(workers: int) -> Iterator[tuple[Any, ...]]:
     """The number of blocks, and options. All of one kind come in turns."""
     for number in itertools.count():
         policy = ("--scheduling-policy", "priority", "--long-prefill-token-threshold", "32") if number % 2 == 0 else ()
         scheduling = "--async-scheduling" if number // 2 % 2 else "--no-async-scheduling"
-        lora = ("--enable-lora", "--max-loras", "1", "--max-lora-rank", "8") if number % 4 in (1, 2) else ()
-        yield BLOCKS[number % len(BLOCKS)], *policy, scheduling, *lora
+        # Not with several workers: a pipeline's scheduler in vLLM 0.26 fails an assertion about adapters of its own.
+        has_lora = workers == 1 and number % 4 in (1, 2)
+        lora = ("--enable-lora", "--max-loras", "1", "--max-lora-rank", "8") if has_lora else ()
+        hybrid = ("--worker-cls", "hashing_worker.HybridHashingWorker") if number % 3 == 1 else ()
+        if workers > 1:
+            kind = "--tensor-parallel-size" if number % 2 else "--pipeline-parallel-size"
+            hybrid += ("--distributed-executor-backend", "mp", kind, str(workers))
+        yield BLOCKS[number % len(BLOCKS)], *policy, scheduling, *lora, *hybrid
 
 
-def run(seeds: Callable[[], int | None], report: Callable[[str], None]) -> int:
+def run(seeds: Callable[[], int | None], report: Callable[[str], None], workers: int = 1) -> int:
     """Episodes until there are no more seeds; returns how many found something."""
     bad = number = 0
     counts: Counter[str] = Counter()
-    configurations = _configurations()
+    configurations = _configurations(workers)
     with tempfile.TemporaryDirectory() as name:
         import watched_server
 
@@ -354,7 +426,7 @@ def run(seeds: Callable[[], int | None], report: Callable[[str], None]) -> int:
         importlib.import_module("vllm.v1.engine.core")  # takes longer than many episodes
         core = None
         while (seed := seeds()) is not None:
-            if number % EPISODES_OF_A_CORE == 0:
+            if number % EPISODES_OF_A_CORE[workers] == 0:
                 if core is not None:
                     core.shutdown()
                 options = next(configurations)
@@ -379,18 +451,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=1, help="the first episode's")
     parser.add_argument("--mutant", choices=MUTANTS, help="break the code so")
+    parser.add_argument("--workers", type=int, default=1, help="of each engine")
     parser.add_argument("--seconds", type=float, default=60.0, help="new episodes begin until then")
     options = parser.parse_args()
     if options.mutant:
         mutate(*MUTANTS[options.mutant])
     begun: list[float] = []
+    least = 2 if options.workers == 1 else MOST_KINDS * EPISODES_OF_A_CORE[options.workers]
 
     def seeds() -> int | None:
         begun.append(time.monotonic())
-        is_time = len(begun) < 3 or begun[-1] - begun[1] < options.seconds  # the first engine takes long
+        is_time = len(begun) <= least or begun[-1] - begun[1] < options.seconds  # the first engine takes long
         return options.seed + len(begun) - 1 if is_time else None
 
-    return 1 if run(seeds, lambda text: print(text, flush=True)) else 0
+    return 1 if run(seeds, lambda text: print(text, flush=True), options.workers) else 0
 
 
 if __name__ == "__main__":

@@ -184,7 +184,7 @@ def _level(level: int) -> Callable[[Any], None]:
 
 def _other_fails(question: str) -> Callable[[Any], None]:
     def act(core: Any) -> None:
-        core.other.fails_at = question
+        core.ranks.fails_at = question
         sleep(core)
         assert (kept_bytes(core) > 0) == (question == "whole")
         core.wake_up()
@@ -194,7 +194,7 @@ def _other_fails(question: str) -> Callable[[Any], None]:
 
 
 def _other_has_no_room(core: Any) -> None:
-    core.other.blocks = 0
+    core.ranks.blocks = 0
     sleep(core)
     core.wake_up()
 
@@ -286,7 +286,7 @@ def _wrong(core: Any, name: str, said: list[str]) -> list[str]:
     core.reset_prefix_cache()
     core.worker.faults.clear()
     core.worker.breaks, core.worker.version, core.worker.oldest = [], 0, 0
-    core.other.blocks, core.other.fails_at = 1 << 20, ""
+    core.ranks.blocks, core.ranks.fails_at = 1 << 20, ""
     add(core, f"{name}: before", PROMPT, 2)
     run_to_end(core)
     said.clear()

@@ -105,11 +105,12 @@ async def check_that_the_listener_gives_nothing_else(checked: Checked) -> None:
 async def check_as_the_front_does(checked: Checked) -> None:
     """`serve` has the token as its key, and no way but that of the gate."""
     from cumem_sleep.serve.address import Address
-    from cumem_sleep.serve.engine import Engine, Outcome
+    from cumem_sleep.serve.engines.engine import Outcome
+    from cumem_sleep.serve.engines.vllm import VllmEngine
     from cumem_sleep.serve.status import Phase
 
     at = (f"http://127.0.0.1:{checked.ports[0]}",) if not checked.admin else ("http://model", checked.admin)
-    engine = Engine(Address(*at, control=(("Authorization", f"Bearer {TOKEN}"),)), 60.0)
+    engine = VllmEngine(Address(*at, control=(("Authorization", f"Bearer {TOKEN}"),)), 60.0)
     try:
         awake = await engine.facts()
         assert (engine.has_gate, awake.layer, awake.wake_bytes) == (True, "active", 0), awake
@@ -118,6 +119,7 @@ async def check_as_the_front_does(checked: Checked) -> None:
             assert await engine.sleep(level) == Outcome(None, Phase.ASLEEP, level)
             assert (await engine.look()).state is Phase.ASLEEP
             assert (await engine.facts()).mapped_bytes == 0
+            assert await engine.give_up_kept() == ""
             assert await checked.asleep() == {"weights", "kv_cache"}
             assert await engine.wake(level) == Outcome(None, Phase.AWAKE)
             assert await engine.look() == Outcome(None, Phase.AWAKE)

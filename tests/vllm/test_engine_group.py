@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from environment import skip_unless_vllm
-from support import two_free_ports
+from support import PAGE, two_free_ports
 
 skip_unless_vllm()
 SCRIPT = Path(__file__).with_name("engine_rank.py")
@@ -21,7 +21,10 @@ SCRIPT = Path(__file__).with_name("engine_rank.py")
     [pytest.param(2, 2, 1, id="tensor and pipeline"), pytest.param(2, 1, 2, id="two engines of data parallel")],
 )
 def test_all_workers_of_an_engine_or_none(tmp_path: Path, tensor: int, pipeline: int, data: int) -> None:
-    """Each rank of the first engine fails once: all of its ranks stay awake and name it, and no other engine does."""
+    """Each rank of the first engine fails once: all of its ranks stay as they are and name it; no other engine does.
+
+    The others hear of it at once, also where what fails precedes the operation.
+    """
     size = tensor * pipeline
     cut = [str(each) for each in (tensor, pipeline, data, two_free_ports())]
     environment = {**os.environ, "CUMEM_SLEEP_DRIVER": "sim", "CUMEM_SLEEP_AGREEMENT_TIMEOUT_S": "120"}
@@ -43,5 +46,8 @@ def test_all_workers_of_an_engine_or_none(tmp_path: Path, tensor: int, pipeline:
     for number, each in enumerate(said):
         engine, mine = divmod(number, size)
         assert each["engine"] == [mine, size]
-        failing = [[f"{'DriverError' if rank == mine else 'RankFailed'}: rank {rank}", True] for rank in range(size)]
-        assert each["sleeps"] == [*(failing if engine == 0 else [["asleep", False]] * size), ["asleep", False]]
+        named = [f"{'mine' if rank == mine else 'RankFailed'}: rank {rank}" for rank in range(size)]
+        sleeps = [[how.replace("mine", "DriverError"), True] for how in named]
+        assert each["sleeps"] == [*(sleeps if engine == 0 else [["asleep", False]] * size), ["asleep", False]]
+        forgets = [*(how.replace("mine", "OutOfHostMemory") for how in named), PAGE]
+        assert each["forgets"] == (forgets if engine == 0 else [PAGE, *[0] * size])

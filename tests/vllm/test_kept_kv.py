@@ -58,18 +58,34 @@ def test_each_way_to_keep_and_to_lose_it(ready_process: ReadyProcess, tmp_path: 
 
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(not _is_served(), reason="this version resets its prefix cache")
-def test_no_hit_finds_other_bytes_than_its_hash_says(ready_process: ReadyProcess, tmp_path: pathlib.Path) -> None:
-    seconds = os.environ.get("CUMEM_SLEEP_TEST_GATE_SECONDS", "20")
-    code, log = _episodes(ready_process, tmp_path, "--seconds", seconds)
+def test_the_example_of_a_conversation(ready_process: ReadyProcess, tmp_path: pathlib.Path) -> None:
+    code, log = _run(ready_process, "example_of_kept_kv.py", tmp_path, str(tmp_path))
+    assert code == 0, log
+    assert "the conversation went on where it was" in log
+    assert not (tmp_path / "touches.jsonl").exists(), log
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(not _is_served(), reason="this version resets its prefix cache")
+@pytest.mark.parametrize("workers", [1, 2])
+def test_no_hit_finds_other_bytes_than_its_hash_says(
+    ready_process: ReadyProcess, workers: int, tmp_path: pathlib.Path
+) -> None:
+    """With one worker and with two, each in its process: tensor parallel, and a pipeline."""
+    seconds = os.environ.get("CUMEM_SLEEP_TEST_GATE_SECONDS", "20" if workers == 1 else "5")
+    code, log = _episodes(ready_process, tmp_path, "--workers", str(workers), "--seconds", seconds)
     assert code == 0, log[-40_000:]
     print(log)
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(not _is_served(), reason="this version resets its prefix cache")
-@pytest.mark.parametrize("mutant", MUTANTS)
-def test_the_episodes_find_what_is_broken(ready_process: ReadyProcess, mutant: str, tmp_path: pathlib.Path) -> None:
-    code, log = _episodes(ready_process, tmp_path, "--seconds", "200", "--mutant", mutant)
+@pytest.mark.parametrize(("mutant", "workers"), [*((mutant, 1) for mutant in MUTANTS), ("one-worker", 2)])
+def test_the_episodes_find_what_is_broken(
+    ready_process: ReadyProcess, mutant: str, workers: int, tmp_path: pathlib.Path
+) -> None:
+    options = ["--seconds", "200", "--workers", str(workers), "--mutant", mutant]
+    code, log = _episodes(ready_process, tmp_path, *options)
     assert code == 1, log[-40_000:]
     assert (" blocks that are gone" if mutant == "unheard-eviction" else " reads what is of ") in log
 

@@ -47,12 +47,14 @@ uvloop.run(api_server.run_server(args))
 """
 
 
-def start_vllm(ready_process: ReadyProcess, folder: pathlib.Path, url: str, token: str | None) -> Program:
+def start_vllm(
+    ready_process: ReadyProcess, folder: pathlib.Path, url: str, token: str | None, *options: str, **environment: str
+) -> Program:
     """As the front starts a server, but for the program; of all plugins it loads those of the tests alone."""
     model = watched_server.model_folder(folder / "model")
-    command = ["vllm", "serve", str(model), *watched_server.options()]
+    command = ["vllm", "serve", str(model), *(options or watched_server.options())]
     config = ModelConfig(command=command, env={"VLLM_PLUGINS": "simulated_cuda"})  # type: ignore[arg-type]
-    words = servers.command_line("stock", config, from_url(url, token), gate=token is not None)
+    words = servers.command_line("stock", config, from_url(url, token), token)
     assert ("--middleware" in words) == (token is not None)
     program = folder / "program.py"
     program.write_text(PROGRAM)
@@ -61,22 +63,24 @@ def start_vllm(ready_process: ReadyProcess, folder: pathlib.Path, url: str, toke
     record = str(folder / "touches.jsonl")
     log = folder / "vllm.log"
     log.touch()
-    return ready_process.run(
-        program, *words[2:], log=log, WATCHED_WORKER_RECORD=record, VLLM_LOGGING_LEVEL="INFO", **ours
-    )
+    more = {"WATCHED_WORKER_RECORD": record, "VLLM_LOGGING_LEVEL": "INFO", **ours, **environment}
+    return ready_process.run(program, *words[2:], log=log, **more)
 
 
 class Front:
     """`cumem-sleep serve` as a process, with two models on one GPU: that vLLM, and a simulated server."""
 
-    def __init__(self, ready_process: ReadyProcess, folder: pathlib.Path, token: str | None) -> None:
+    def __init__(
+        self, ready_process: ReadyProcess, folder: pathlib.Path, token: str | None, *options: str, **environment: str
+    ) -> None:
+        """`options` and `environment`: of vLLM's server."""
         self.folder, self.token = folder, token
         self.log = folder / "log"
         self.asked_asleep = folder / "asked_asleep"
         self.touches = folder / "touches.jsonl"
         self.file = folder / "models.yaml"
         self.vllm_url = f"unix:{folder}/vllm.sock"
-        self.vllm = start_vllm(ready_process, folder, self.vllm_url, token)
+        self.vllm = start_vllm(ready_process, folder, self.vllm_url, token, *options, **environment)
         self.until_vllm_listens()  # else the front soon looks for it later, and calls that a start that failed
         self.configure(level=1)
         with self.log.open("wb") as log:
@@ -93,15 +97,15 @@ class Front:
             assert time.monotonic() < end, self.said()
             time.sleep(0.05)
 
-    def configure(self, level: int) -> None:
-        """The depth at which both sleep when the other one is asked."""
+    def configure(self, level: int, host_memory: str = "1GiB") -> None:
+        """The depth at which both sleep when the other one is asked, and what sleepers may hold of the host."""
         other = [sys.executable, "-m", "cumem_sleep.serve.simulated_server", "--uds", "{socket}"]
         other += ["--served-model-name", "other", "--weights-bytes", "1", "--record", str(self.asked_asleep)]
         common = {"levels": [level], "idle": "never", "host_memory": "1MiB", "wait": WITHIN_S}
         stock = {"url": self.vllm_url, "start_timeout": WITHIN_S, "switch_timeout": WITHIN_S, **common}
         stock |= {} if self.token is None else {"api_key": self.token}
         models = {"stock": stock, "other": {"command": other, "at_start": "stopped", **common}}
-        front = {"front": {"port": 0}, "logs": str(self.folder / "logs")}
+        front = {"front": {"port": 0}, "logs": str(self.folder / "logs"), "host_memory": host_memory}
         self.file.with_suffix(".new").write_text(json.dumps({**front, "models": models}))
         os.replace(self.file.with_suffix(".new"), self.file)
 
@@ -109,6 +113,11 @@ class Front:
         self.configure(level)
         self.process.send_signal(signal.SIGHUP)
         self.until(lambda: "reload: stock was changed" in self.log.read_text())
+
+    def lack_host_memory(self, level: int) -> None:
+        """There is room for what the two models back up, and for nothing else."""
+        self.configure(level, "2MiB")
+        self.process.send_signal(signal.SIGHUP)
 
     def said(self) -> str:
         logs = [self.log, self.folder / "vllm.log", *(self.folder / "logs").glob("*.log")]

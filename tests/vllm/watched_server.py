@@ -34,9 +34,9 @@ def model_folder(folder: pathlib.Path, experts: int = 0) -> pathlib.Path:
         "model_type": "llama",
         "hidden_size": 64,
         "intermediate_size": 64,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 1,
-        "num_key_value_heads": 1,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
         "vocab_size": len(words),
         "max_position_embeddings": 512,
         "bos_token_id": 1,
@@ -54,10 +54,10 @@ def arguments(model: pathlib.Path, *more: str) -> Any:
     return parsed(["--model", str(model), "--served-model-name", "model", "--enable-sleep-mode", *options(), *more])
 
 
-def options() -> list[str]:
-    """On the command line of a server with `WatchedWorker`."""
+def options(worker: str = "watched_worker.WatchedWorker") -> list[str]:
+    """On the command line of a server with `WatchedWorker`, or another worker."""
     line = [
-        *("--worker-cls", "watched_worker.WatchedWorker", "--distributed-executor-backend", "uni", "--enforce-eager"),
+        *("--worker-cls", worker, "--distributed-executor-backend", "uni", "--enforce-eager"),
         *("--max-model-len", "512", "--max-num-batched-tokens", "16384", "--max-num-seqs", "64"),
         *("--disable-log-stats", "--load-format", "dummy"),
     ]

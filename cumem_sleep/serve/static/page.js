@@ -82,10 +82,12 @@ function hostCard(status) {
   const head = element("div", "head");
   const budget = status.host.budget_bytes;
   const rest = status.host.available_bytes === null ? "" : `, ${bytes(status.host.available_bytes)} available`;
-  head.append(element("h3", "", "Host memory"), element("span", "dim", `${bytes(status.host.held_bytes)} of ${bytes(budget)} held by sleepers${rest}`));
-  const holders = status.models.filter((model) => model.host_bytes > 0 && !model.in_vault);
-  const parts = partsOf(status, holders, (model) => (budget ? model.host_bytes / budget : 0));
-  card.append(head, bar(parts, `Host memory: ${bytes(status.host.held_bytes)} of ${bytes(budget)} held by sleepers`));
+  const kept = status.host.kept_bytes ? `, ${bytes(status.host.kept_bytes)} of KV cache kept` : "";
+  const held = `${bytes(status.host.held_bytes)} of ${bytes(budget)} held by sleepers${kept}`;
+  head.append(element("h3", "", "Host memory"), element("span", "dim", held + rest));
+  const holders = status.models.filter((model) => model.host_bytes + model.kept_bytes > 0 && !model.in_vault);
+  const parts = partsOf(status, holders, (model) => (budget ? (model.host_bytes + model.kept_bytes) / budget : 0));
+  card.append(head, bar(parts, `Host memory: ${held}`));
   return card;
 }
 
@@ -130,6 +132,7 @@ function modelCard(status, model) {
   const say = (text) => facts.append(element("span", "", text));
   say(model.waiting ? `${model.waiting} waiting, the first for ${seconds(model.oldest_wait_s)}` : "0 waiting");
   say(`${model.running} running`);
+  if (model.kept_bytes) say(`keeps ${bytes(model.kept_bytes)} of KV cache`);
   if (model.last_switch) {
     const line = element("span", "switch", switchText(model.last_switch));
     facts.append(line);
@@ -137,6 +140,7 @@ function modelCard(status, model) {
   if (model.aliases.length) say(`also ${model.aliases.join(", ")}`);
   if (model.restarts) say(`${model.restarts} restarts`);
   if (model.layer === "") say("without cumem-sleep in it");
+  if (model.engine === "command") say("without sleep mode: it stops and starts");
   card.append(head, facts);
   if (model.error) {
     const retry = model.retry_in_s === null ? "" : ` (tried again in ${seconds(model.retry_in_s)})`;

@@ -40,10 +40,23 @@ def vault(machine: Machine, devices: Sequence[int]) -> Check:
     if wanted != "auto" and here and not {*here} & {*served}:
         advice = "give the vault the GPUs that this process uses (--gpus); until then every sleep at level 1 is refused"
         return Check(name, CheckStatus.FAIL, f"{found}; it serves none of the GPUs here: {', '.join(served)}", advice)
+    found += "".join(_links(facts["gpus"]))
     troubles = dict(_troubles(facts, dict(zip(devices, here, strict=True)), served, machine.little_bytes))
     if troubles:
         return Check(name, CheckStatus.WARN, "; ".join([found, *troubles]), "; ".join(troubles.values()))
     return Check(name, CheckStatus.OK, found)
+
+
+def _links(gpus: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Whose links help which GPU, and why others do not."""
+    ordinals = {gpu["uuid"]: gpu.get("ordinal") for gpu in gpus}
+    for gpu in gpus:
+        helpers = gpu.get("helpers", {})  # an older vault has none
+        helping = [f"{ordinals[uuid]}" for uuid, refused in helpers.items() if not refused]
+        refusals = [f"not of GPU {ordinals[uuid]}: {refused}" for uuid, refused in helpers.items() if refused]
+        if helpers:
+            named = f"by links of GPU {' and '.join(helping)}" if helping else "by no other link"
+            yield f"; GPU {gpu['ordinal']} is helped {'; '.join([named, *refusals])}"
 
 
 def _no_vault(name: str, wanted: str, why: str) -> Check:

@@ -1,25 +1,26 @@
-"""vLLM's HTTP calls for sleep mode: what is called, and what is certain when a call fails or its answer is lost."""
+"""vLLM: its command, and its HTTP calls for sleep mode; what is certain when a call fails or its answer is lost."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import re
-import ssl
+import secrets
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import zip_longest
+from typing import Any, ClassVar
 
 import httpx
 
-from .address import Address
-from .policy import OF_LAYER
-from .status import Phase
+from ..address import Address
+from ..command import LOOPBACK, packages_beside, values
+from ..policy import OF_LAYER
+from ..status import Phase
+from .engine import ASK_EVERY_S, ASK_WITHIN_S, Engine, Facts, Failed, Outcome, said, text_of
 
-ASK_WITHIN_S = 10.0
-ASK_EVERY_S = 0.2
+GATE = "cumem_sleep.vllm.SleepGate"
+_RESET = "/reset_prefix_cache"
 TRIES = 3
 _LACKS_HOST_MEMORY = ("host memory", "outofhostmemory", "no vault answers")  # in the layer's errors
 _IN_ENGINE = re.compile(r"^vllm:num_requests_(?:running|waiting)(?:\{.*\})? (\S+)$", re.MULTILINE)
@@ -29,99 +30,93 @@ _NO_SLEEP_MODE = (
 )
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What became of a call.
-
-    Attributes:
-        error: None if it did what it should.
-        state: awake, asleep, or stopped (nobody answers there); None if nobody knows.
-        level: at which it sleeps, as far as is known.
-        lacks_host_memory: the server refused to sleep for want of it.
-        why_not_deeper: it sleeps, but at a lesser level than was wanted.
-    """
-
-    error: str | None = None
-    state: Phase | None = None
-    level: int | None = None
-    lacks_host_memory: bool = False
-    why_not_deeper: str = ""
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What a server says of this package's layer.
-
-    Attributes:
-        layer: the version of cumem-sleep in it; "" if it is not in it, None if that is not known.
-        host_bytes: what its backups take at level 1; None if that is not known.
-        backed_up_bytes: of these, what they take already: they are prepared while it is awake, and kept when it wakes.
-        vault: the socket of the `cumem-sleep vault` that keeps its backups; "" if its own memory does.
-        mapped_bytes: of its GPUs' memory, what is mapped for weights and KV cache; None if that is not known.
-        wake_bytes: what a wake maps on one of its GPUs, that where it is most; None if that is not known.
-    """
-
-    layer: str | None = None
-    host_bytes: int | None = None
-    backed_up_bytes: int = 0
-    vault: str = ""
-    mapped_bytes: int | None = None
-    wake_bytes: int | None = None
-
-
-class Failed(Exception):
-    """A call was answered with an error.
-
-    Attributes:
-        is_unknown: the server has no such path.
-    """
-
-    def __init__(self, why: str, is_unknown: bool = False) -> None:
-        super().__init__(why)
-        self.is_unknown = is_unknown
-
-
-class Engine:
-    """One server. A call never raises: it ends in an `Outcome`.
+class VllmEngine(Engine):
+    """A server of vLLM.
 
     An error is followed by a state only if that is certain. vLLM's own layer may fail midway, and then says what is not
     so; the layer of this package does all of a sleep or wake, or nothing.
 
     Attributes:
-        has_layer: cumem-sleep is in it, as far as is known.
-        has_gate: its gate, too. Without it, in vLLM's development mode, the layer is asked by `/collective_rpc`.
+        has_gate: the layer's gate is in it. Without it, in vLLM's development mode, `/collective_rpc` asks the layer.
         stops_requests: its sleep ends requests that run, as far as is known; before 0.18 vLLM pulls memory from under
             them.
     """
 
-    def __init__(self, address: Address, within_s: float, transport: httpx.AsyncBaseTransport | None = None) -> None:
-        """`within_s`: what a sleep or wake may take. `transport`: how it is reached, if not by its address."""
-        if address.socket is not None:
-            transport = httpx.AsyncHTTPTransport(uds=address.socket, verify=_certificates())
-        self.address = address
-        self.has_layer = self.has_gate = False
-        self.stops_requests = True
-        self._within_s = within_s
-        self._is_half_woken = False
-        self._client = httpx.AsyncClient(
-            transport=transport,
-            base_url=address.base_url,
-            headers=dict(address.control),
-            timeout=within_s,
-            verify=_certificates(),
-            trust_env=False,  # a proxy for the world is none for this machine's servers
-        )
+    NAME = "vllm"
+    LEVELS = (1, 2, OF_LAYER)
+    BY_URL = True
+    PROGRAM = "vllm serve"
+    OPEN: ClassVar[Mapping[str, str]] = {"--port": "{port}", "--uds": "{socket}"}
+    IN_SHELL = f"--uds {{socket}}, or --host {LOOPBACK} --port {{port}}"
 
-    async def close(self) -> None:
-        """Close its connections."""
-        await self._client.aclose()
+    # Its command
 
-    async def is_healthy(self) -> bool:
-        """Whether it answers `/health` with success."""
-        try:
-            return (await self._client.get("/health", timeout=ASK_WITHIN_S)).is_success
-        except (httpx.HTTPError, OSError):
+    @classmethod
+    def is_started_by(cls, command: Sequence[str]) -> bool:
+        """Whether words are `vllm serve …`, or one of its modules, however it is reached."""
+        for word, following in zip_longest(command, command[1:], fillvalue=""):
+            program = word.removeprefix("-m").rpartition("/")[2]  # `python -mMODULE` is allowed, too
+            if program in ("vllm", "vllm.entrypoints.cli.main") and following == "serve":
+                return True
+            if program == "vllm.entrypoints.openai.api_server" or word.endswith(
+                "vllm/entrypoints/openai/api_server.py"
+            ):
+                return True
+        return False
+
+    @classmethod
+    def uses_socket(cls, command: Sequence[str]) -> bool:
+        """On a Unix socket unless its command says otherwise."""
+        if any("{port}" in word for word in command):
             return False
+        return any("{socket}" in word for word in command) or cls.is_started_by(command)
+
+    @classmethod
+    def is_complete(cls, words: Sequence[str]) -> bool:
+        """Whether it listens where it should with these words alone."""
+        return bool(values(words, "--uds") or (values(words, "--host") and values(words, "--port")))
+
+    @classmethod
+    def token(cls, command: Sequence[str], variables: Mapping[str, str], api_key: str | None) -> str | None:
+        """Of the gate, where it is there."""
+        return (api_key or secrets.token_hex(16)) if has_gate(command, variables) else None
+
+    @classmethod
+    def completed(cls, words: Sequence[str], names: Sequence[str], address: Address, token: str | None) -> list[str]:
+        """With where it listens, and its names, sleep mode, and the gate."""
+        if not cls.is_started_by(words):
+            return list(words)
+        # Without --host it would listen on every interface.
+        tcp = {"--host": cls.listening_host(words), "--port": address.port}
+        listens = tcp if address.socket is None else {"--uds": address.socket}
+        added = [word for option, value in listens.items() if not values(words, option) for word in (option, value)]
+        if "--enable-sleep-mode" not in words:
+            added.append("--enable-sleep-mode")
+        if token is not None and not any(GATE in word for word in words):
+            added += ["--middleware", GATE]
+        if not any(word.split("=")[0] == "--served-model-name" for word in words):
+            added += ["--served-model-name", *names]
+        return [*words, *added]
+
+    @classmethod
+    def environment(
+        cls, command: Sequence[str], variables: Mapping[str, str], api_key: str | None, token: str | None
+    ) -> dict[str, str]:
+        """Backups are to be made before the first sleep; without the gate, sleep is there in development mode only."""
+        own = {"CUMEM_SLEEP_PREPARE": "1"}
+        if api_key is not None:
+            own["VLLM_API_KEY"] = api_key  # so that it need not stand in the command, which everybody may read
+        if token is None:
+            return {**own, "VLLM_SERVER_DEV_MODE": "1", **variables}
+        return {**own, **variables, "CUMEM_SLEEP_ADMIN_TOKEN": token}
+
+    # Its calls
+
+    def __init__(self, address: Address, within_s: float, transport: httpx.AsyncBaseTransport | None = None) -> None:
+        super().__init__(address, within_s, transport)
+        self.has_gate = False
+        self.stops_requests = True
+        self._is_half_woken = False
 
     async def look(self) -> Outcome:
         """What it is in now. A sleep of which nobody knows the level is taken for one that lost the weights."""
@@ -130,7 +125,7 @@ class Engine:
             if woken.error is not None:
                 return woken
         try:
-            answer = await self._client.get("/is_sleeping", timeout=ASK_WITHIN_S)
+            answer = await self.ask("GET", "/is_sleeping", within_s=ASK_WITHIN_S)
             if answer.status_code == httpx.codes.NOT_FOUND:
                 return Outcome(_NO_SLEEP_MODE)
             answer.raise_for_status()
@@ -138,11 +133,14 @@ class Engine:
         except httpx.ConnectError as error:
             return Outcome(f"no server answers there: {error}", Phase.STOPPED)
         except (httpx.HTTPError, OSError, ValueError, KeyError, TypeError) as error:
-            return Outcome(f"it does not say whether it sleeps: {_text(error)}")
+            return Outcome(f"it does not say whether it sleeps: {text_of(error)}")
         if not sleeps:
             return Outcome(None, Phase.AWAKE)
         # Its engine may take for asleep what its workers have mapped: after a wake that failed half-way, or a pause.
-        if mapped := (await self.facts()).mapped_bytes if self.has_layer else 0:
+        facts = await self.facts() if self.has_layer else Facts("")
+        if facts.layer is None:
+            return Outcome("it says that it sleeps, and its workers do not say what they have mapped")
+        if mapped := facts.mapped_bytes:
             return Outcome(f"it says that it sleeps, and its workers have {mapped / (1 << 30):.1f} GiB mapped")
         return Outcome(None, Phase.ASLEEP, 2)
 
@@ -168,7 +166,7 @@ class Engine:
             lacks = any(words in str(error).lower() for words in _LACKS_HOST_MEMORY)
             return Outcome(str(error), state, lacks_host_memory=lacks and state is Phase.AWAKE)
         except (httpx.HTTPError, OSError) as error:
-            return Outcome(f"/sleep: {_text(error)}")
+            return Outcome(f"/sleep: {text_of(error)}")
         return await self._deepen() if level == OF_LAYER else Outcome(None, Phase.ASLEEP, level)
 
     async def _deepen(self) -> Outcome:
@@ -178,16 +176,16 @@ class Engine:
         path = "/sleep" if self.has_gate else "/collective_rpc"
         try:
             if self.has_gate:
-                said = _check(path, await self._client.post(path, params={"level": OF_LAYER})).json()
-                level, why = int(said["level"]), str(said.get("why_not_deeper", ""))
+                deep = _check(path, await self.ask("POST", path, params={"level": OF_LAYER})).json()
+                level, why = int(deep["level"]), str(deep.get("why_not_deeper", ""))
             else:
-                answer = _check(path, await self._client.post(path, json={"method": "cumem_sleep_deepen"}))
+                answer = _check(path, await self.ask("POST", path, json={"method": "cumem_sleep_deepen"}))
                 workers = answer.json()["results"]
                 why = next((str(each["why"]) for each in workers if each["why"]), "")
                 level = OF_LAYER if all(each["checkpointed"] for each in workers) else 1
             return Outcome(None, Phase.ASLEEP, level, why_not_deeper=why)
         except (Failed, httpx.HTTPError, OSError, ValueError, KeyError, TypeError) as error:
-            return Outcome(None, Phase.ASLEEP, 1, why_not_deeper=f"{path}: {_text(error)}")
+            return Outcome(None, Phase.ASLEEP, 1, why_not_deeper=f"{path}: {text_of(error)}")
 
     async def wake(self, level: int) -> Outcome:
         """Wake it from this level; weights that were dropped are loaded again before the KV cache comes."""
@@ -204,7 +202,7 @@ class Engine:
             is_certain = self.has_layer and level != 2 and (await self.look()).state is Phase.ASLEEP
             return Outcome(str(error), Phase.ASLEEP if is_certain else None, level)
         except (httpx.HTTPError, OSError) as error:
-            return Outcome(f"/wake_up: {_text(error)}")
+            return Outcome(f"/wake_up: {text_of(error)}")
         return Outcome(None, Phase.AWAKE)
 
     async def _after_failed_sleep(self) -> Phase | None:
@@ -220,11 +218,11 @@ class Engine:
     async def facts(self) -> Facts:
         """What it says of the layer in it."""
         try:
-            answer = await self._client.get("/cumem_sleep/status", timeout=ASK_WITHIN_S)
+            answer = await self.ask("GET", "/cumem_sleep/status", within_s=ASK_WITHIN_S)
             self.has_gate = answer.status_code != httpx.codes.NOT_FOUND
             if not self.has_gate:
                 body = {"method": "cumem_sleep_status"}
-                answer = await self._client.post("/collective_rpc", json=body, timeout=ASK_WITHIN_S)
+                answer = await self.ask("POST", "/collective_rpc", json=body, within_s=ASK_WITHIN_S)
             if answer.status_code == httpx.codes.SERVICE_UNAVAILABLE:  # the gate has no answer of the workers
                 return Facts()
             if not answer.is_success:
@@ -238,15 +236,29 @@ class Engine:
             backed_up_bytes = sum(int(tag["backed_up_bytes"]) for tag in usage)
             vault = str(workers[0].get("place", {}).get("vault", ""))
             version = str(workers[0].get("version", "active"))
+            self.kept_bytes = sum(_kept_bytes(tag) for worker in workers for tag in worker["usage"].values())
             mapped_bytes, wake_bytes = _mapped_and_missing(worker["usage"].values() for worker in workers)
             return Facts(version, host_bytes, backed_up_bytes, vault, mapped_bytes, wake_bytes)
-        except (httpx.HTTPError, OSError, ValueError, KeyError, TypeError, AttributeError, IndexError):
+        except (httpx.HTTPError, OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError):
             return Facts()
+
+    async def give_up_kept(self) -> str:
+        """Have it give up the KV cache that it keeps while it sleeps; returns why it did not, in words, or ""."""
+        try:
+            _check(_RESET, await self.ask("POST", _RESET, ASK_WITHIN_S))
+        except (Failed, httpx.HTTPError, OSError) as error:
+            return text_of(error)
+        await self.facts()
+        return f"it still keeps {self.kept_bytes} bytes" if self.kept_bytes else ""
+
+    async def wake_bytes(self) -> int | None:
+        """The layer in it says that; it is not asked where there is none."""
+        return (await self.facts()).wake_bytes if self.has_layer else None
 
     async def learn_version(self) -> None:
         """Find out whether its sleep stops requests."""
         with contextlib.suppress(httpx.HTTPError, OSError, ValueError, KeyError, TypeError):
-            answer = await self._client.get("/version", timeout=ASK_WITHIN_S)
+            answer = await self.ask("GET", "/version", within_s=ASK_WITHIN_S)
             if numbers := re.match(r"(\d+)\.(\d+)", str(answer.json()["version"])):
                 self.stops_requests = (int(numbers[1]), int(numbers[2])) >= (0, 18)
 
@@ -257,20 +269,12 @@ class Engine:
         """
         until = time.monotonic() + self._within_s
         while True:
-            answer = await self._client.get("/metrics", timeout=ASK_WITHIN_S)
+            answer = await self.ask("GET", "/metrics", within_s=ASK_WITHIN_S)
             if not any(float(count) for count in _IN_ENGINE.findall(answer.text)):
                 return True
             if time.monotonic() >= until:
                 return False
             await asyncio.sleep(ASK_EVERY_S)
-
-    async def names(self) -> tuple[str, ...]:
-        """The names that it knows its model by, adapters among them; empty if it does not say."""
-        try:
-            answer = await self._client.get("/v1/models", timeout=ASK_WITHIN_S)
-            return tuple(str(card["id"]) for card in answer.raise_for_status().json()["data"])
-        except (httpx.HTTPError, OSError, ValueError, KeyError, TypeError):
-            return ()
 
     async def _reload(self) -> None:
         """By the path of newer servers and of this package's gate, or else by the worker's method."""
@@ -280,7 +284,7 @@ class Engine:
             if not error.is_unknown:
                 raise
             body = {"method": "reload_weights"}
-            answer = _check("/collective_rpc", await self._client.post("/collective_rpc", json=body))
+            answer = _check("/collective_rpc", await self.ask("POST", "/collective_rpc", json=body))
             if names := _left_out(answer):
                 raise Failed(f"reload_weights left out weights that level 2 dropped: {names}") from None
 
@@ -292,7 +296,7 @@ class Engine:
         """
         for number in range(1, TRIES + 1):
             try:
-                _check(path, await self._client.post(path, params=query))
+                _check(path, await self.ask("POST", path, params=query))
                 return
             except httpx.TimeoutException:
                 raise
@@ -313,17 +317,31 @@ def _mapped_and_missing(workers: Iterable[Iterable[dict[str, Any]]]) -> tuple[in
     return sum(mapped), max(missing)
 
 
-@functools.cache
-def _certificates() -> ssl.SSLContext:
-    """Read once: each client would otherwise read them anew, and keep them."""
-    return ssl.create_default_context()
+def _kept_bytes(tag: dict[str, Any]) -> int:
+    """Of a tag's memory, whatever a server says: older layers say nothing."""
+    said = tag.get("kept_bytes")
+    return min(said, int(tag["bytes"])) if type(said) is int and said > 0 else 0
+
+
+def has_gate(command: Sequence[str], variables: Mapping[str, str]) -> bool:
+    """Whether a server has the gate of this package: its command says so, or this package is installed where its vLLM
+    is, which gets it then. The Rust frontend of vLLM 0.33 takes no middleware, and does not start with one.
+
+    Args:
+        variables: of its environment.
+    """
+    if any(GATE in word for word in command):
+        return True
+    if variables.get("VLLM_USE_RUST_FRONTEND", "0") != "0":
+        return False
+    return VllmEngine.is_started_by(command) and packages_beside(command, variables, "vllm") is not None
 
 
 def _check(path: str, answer: httpx.Response) -> httpx.Response:
     if answer.status_code in (httpx.codes.NOT_FOUND, httpx.codes.METHOD_NOT_ALLOWED):
         raise Failed(_NO_SLEEP_MODE, is_unknown=True)
     if not answer.is_success:
-        raise Failed(f"{path}: {answer.status_code}: {_said(answer)}")
+        raise Failed(f"{path}: {answer.status_code}: {said(answer)}")
     return answer
 
 
@@ -333,17 +351,3 @@ def _left_out(answer: httpx.Response) -> str:
         return next((names for names in answer.json()["results"] if isinstance(names, str)), "")
     except (ValueError, KeyError, TypeError):
         return ""
-
-
-def _said(answer: httpx.Response) -> str:
-    """The message of an error, in whichever shape it comes."""
-    try:
-        body: Any = answer.json()
-    except ValueError:
-        return answer.text[:500]
-    found = body.get("error", body) if isinstance(body, dict) else body
-    return str(found.get("message", found) if isinstance(found, dict) else found)[:500]
-
-
-def _text(error: Exception) -> str:
-    return f"{type(error).__name__}{f': {error}' if str(error) else ''}"

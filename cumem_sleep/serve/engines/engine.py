@@ -1,0 +1,279 @@
+"""What every engine has: how its server is started, and the calls by which it sleeps and wakes."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import ssl
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import httpx
+
+from ...http.asgi import within
+from ..address import Address
+from ..command import LOOPBACK, inner_words, is_loopback, values
+from ..status import Phase
+
+ASK_WITHIN_S = 10.0
+ASK_EVERY_S = 0.2
+MOST_ANSWER_BYTES = 16 << 20
+_LEAVE_OPEN = "is for this front to choose: leave it out, or leave it open with {port} or {socket}"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a call.
+
+    Attributes:
+        error: None if it did what it should.
+        state: awake, asleep, or stopped (nobody answers there); None if nobody knows.
+        level: at which it sleeps, as far as is known.
+        lacks_host_memory: the server refused to sleep for want of it.
+        why_not_deeper: it sleeps, but at a lesser level than was wanted.
+    """
+
+    error: str | None = None
+    state: Phase | None = None
+    level: int | None = None
+    lacks_host_memory: bool = False
+    why_not_deeper: str = ""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a server says of its memory, and of this package's layer.
+
+    Attributes:
+        layer: the version of cumem-sleep in it; "" if it is not in it, None if that is not known.
+        host_bytes: what its backups take at level 1; None if that is not known.
+        backed_up_bytes: of these, what they take already: they are prepared while it is awake, and kept when it wakes.
+        vault: the socket of the `cumem-sleep vault` that keeps its backups; "" if its own memory does.
+        mapped_bytes: of its GPUs' memory, what is mapped for weights and KV cache; None if that is not known.
+        wake_bytes: what a wake maps on one of its GPUs, that where it is most; None if that is not known.
+    """
+
+    layer: str | None = None
+    host_bytes: int | None = None
+    backed_up_bytes: int = 0
+    vault: str = ""
+    mapped_bytes: int | None = None
+    wake_bytes: int | None = None
+
+
+class Failed(Exception):
+    """A call was answered with an error.
+
+    Attributes:
+        is_unknown: the server has no such path.
+    """
+
+    def __init__(self, why: str, is_unknown: bool = False) -> None:
+        super().__init__(why)
+        self.is_unknown = is_unknown
+
+
+class Engine(ABC):
+    """One server. A call never raises: it ends in an `Outcome`, which names a state only if that is certain.
+
+    The class knows the commands that start such servers.
+
+    Attributes:
+        NAME: in models.yaml.
+        LEVELS: of sleep that it has. Without any it is stopped instead.
+        BY_URL: it may be a server that somebody else started: it says itself whether it sleeps.
+        PROGRAM: such a command, for people.
+        OPEN: options of a command that are for the front to choose, with what leaves them open.
+        IN_SHELL: what a command within a shell, where no argument is added, has to say.
+        health: the path of its health check.
+        has_layer: cumem-sleep is in it, as far as is known.
+        kept_bytes: of its KV cache, what it keeps in host memory while it sleeps, as it has said last.
+    """
+
+    NAME: ClassVar[str]
+    LEVELS: ClassVar[tuple[int, ...]]
+    BY_URL: ClassVar[bool] = False
+    PROGRAM: ClassVar[str] = ""
+    OPEN: ClassVar[Mapping[str, str]] = {}
+    IN_SHELL: ClassVar[str] = ""
+
+    # Its command
+
+    @classmethod
+    @abstractmethod
+    def is_started_by(cls, command: Sequence[str]) -> bool:
+        """Whether words start such a server, however it is reached."""
+
+    @classmethod
+    def uses_socket(cls, command: Sequence[str]) -> bool:
+        """Whether a server listens on a Unix socket: where its command says so."""
+        return any("{socket}" in word for word in command) and not any("{port}" in word for word in command)
+
+    @classmethod
+    def is_complete(cls, words: Sequence[str]) -> bool:
+        """Whether a command within a shell says all that the front would add."""
+        return True
+
+    @classmethod
+    def token(cls, command: Sequence[str], variables: Mapping[str, str], api_key: str | None) -> str | None:
+        """What opens the calls for sleep of a server with these variables; None where there is no such token."""
+        return None
+
+    @classmethod
+    def completed(cls, words: Sequence[str], names: Sequence[str], address: Address, token: str | None) -> list[str]:
+        """A command with what it needs here: where it listens, its names, sleep mode."""
+        return list(words)
+
+    @classmethod
+    def environment(
+        cls, command: Sequence[str], variables: Mapping[str, str], api_key: str | None, token: str | None
+    ) -> dict[str, str]:
+        """A server's variables, with what its engine needs."""
+        return dict(variables)
+
+    @classmethod
+    def words(cls, command: Sequence[str]) -> list[str]:
+        """The words of a command; where it is not the engine itself, those of texts in it for a shell, too."""
+        return list(command) if cls.is_started_by(command) else inner_words(command)
+
+    @classmethod
+    def listening_host(cls, command: Sequence[str]) -> str:
+        """Where a server with a port listens."""
+        return ([LOOPBACK] + [host for host in values(cls.words(command), "--host") if is_loopback(host)])[-1]
+
+    @classmethod
+    def wrong_places(cls, command: Sequence[str]) -> Iterator[str]:
+        """What is wrong with where a server would listen."""
+        words = cls.words(command)
+        for host in values(words, "--host"):
+            if not is_loopback(host):
+                where = host or repr(host)
+                yield f"--host {where} would open the server to the network: leave it out, or listen at {LOOPBACK}"
+        if not cls.is_started_by(words):
+            if not any("{port}" in word or "{socket}" in word for word in words):
+                yield "does not say where it listens: put {port} or {socket} where it belongs"
+            return
+        for option, open_value in cls.OPEN.items():
+            if any(value != open_value for value in values(words, option)):
+                yield f"{option} {_LEAVE_OPEN}"
+        if not cls.is_started_by(command) and not cls.is_complete(words):
+            yield f"runs {cls.PROGRAM} through a shell, where no argument is added: write {cls.IN_SHELL}, there"
+
+    # Its calls
+
+    def __init__(self, address: Address, within_s: float, transport: httpx.AsyncBaseTransport | None = None) -> None:
+        """`within_s`: what a sleep or wake may take. `transport`: how it is reached, if not by its address."""
+        if address.socket is not None:
+            transport = httpx.AsyncHTTPTransport(uds=address.socket, verify=_certificates())
+        self.address = address
+        self.health = "/health"
+        self.has_layer = False
+        self.kept_bytes = 0
+        self._within_s = within_s
+        self._client = httpx.AsyncClient(
+            transport=transport,
+            base_url=address.base_url,
+            headers=dict(address.control),
+            timeout=within_s,
+            verify=_certificates(),
+            trust_env=False,  # a proxy for the world is none for this machine's servers
+        )
+
+    async def close(self) -> None:
+        """Close its connections."""
+        await self._client.aclose()
+
+    async def is_healthy(self) -> bool:
+        """Whether it answers its health check with success."""
+        try:
+            return (await self.ask("GET", self.health, ASK_WITHIN_S)).is_success
+        except (httpx.HTTPError, OSError):
+            return False
+
+    @abstractmethod
+    async def look(self) -> Outcome:
+        """What it is in now."""
+
+    @abstractmethod
+    async def sleep(self, level: int, from_level: int | None = None) -> Outcome:
+        """Put it to sleep, perhaps from a lesser sleep."""
+
+    @abstractmethod
+    async def wake(self, level: int) -> Outcome:
+        """Wake it from this level."""
+
+    @abstractmethod
+    async def facts(self) -> Facts:
+        """What it says of its memory."""
+
+    async def give_up_kept(self) -> str:
+        """Have it give up the KV cache that it keeps while it sleeps; returns why it did not, in words, or ""."""
+        return ""
+
+    async def wake_bytes(self) -> int | None:
+        """What a wake maps on one of its GPUs, that where it is most; None where nobody knows."""
+        return (await self.facts()).wake_bytes
+
+    async def learn_version(self) -> None:
+        """Find out what depends on its version."""
+        return
+
+    async def names(self) -> tuple[str, ...]:
+        """The names that it knows its model by, adapters among them; empty if it does not say."""
+        try:
+            answer = await self.ask("GET", "/v1/models", ASK_WITHIN_S)
+            return tuple(str(card["id"]) for card in answer.raise_for_status().json()["data"])
+        except (httpx.HTTPError, OSError, ValueError, KeyError, TypeError):
+            return ()
+
+    async def ask(self, method: str, path: str, within_s: float | None = None, **asked: Any) -> httpx.Response:
+        """One call, with its whole answer: what comes bit by bit, or does not end, is no answer.
+
+        Args:
+            within_s: without it, what a sleep or wake may take.
+        """
+        limit_s = self._within_s if within_s is None else within_s
+        try:
+            return await within(limit_s, self._whole(method, path, **asked))
+        except asyncio.TimeoutError:
+            raise httpx.ReadTimeout(f"no whole answer within {limit_s:g} s") from None
+
+    async def _whole(self, method: str, path: str, **asked: Any) -> httpx.Response:
+        content = bytearray()
+        async with self._client.stream(method, path, **asked) as answer:
+            async for piece in answer.aiter_bytes():
+                content += piece
+                if len(content) > MOST_ANSWER_BYTES:
+                    raise httpx.ReadError(f"its answer has more than {MOST_ANSWER_BYTES >> 20} MiB")
+        return _WholeAnswer(answer.status_code, content=bytes(content), request=answer.request)
+
+
+class _WholeAnswer(httpx.Response):
+    def json(self, **options: Any) -> Any:
+        try:
+            return super().json(**options)
+        except RecursionError:
+            raise ValueError("it is nested too deeply") from None
+
+
+@functools.cache
+def _certificates() -> ssl.SSLContext:
+    """Read once: each client would otherwise read them anew, and keep them."""
+    return ssl.create_default_context()
+
+
+def said(answer: httpx.Response) -> str:
+    """The message of an error, in whichever shape it comes."""
+    try:
+        body: Any = answer.json()
+    except ValueError:
+        return answer.text[:500]
+    found = body.get("error", body) if isinstance(body, dict) else body
+    return str(found.get("message", found) if isinstance(found, dict) else found)[:500]
+
+
+def text_of(error: Exception) -> str:
+    """An error's kind, and what it says."""
+    return f"{type(error).__name__}{f': {error}' if str(error) else ''}"

@@ -1,0 +1,274 @@
+"""What holds for every engine: over servers that are processes, and over servers that answer nonsense.
+
+A new engine is one more name in `ENGINES`, and a server of its kind in `faulty_server.SERVERS`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from faulty_server import SERVERS, lives
+from servers_of_tests import FAULTY, config, running, until
+
+from cumem_sleep.serve import hardware, policy
+from cumem_sleep.serve.address import Address
+from cumem_sleep.serve.config import Config
+from cumem_sleep.serve.engines import ENGINES, engine, sglang, vllm
+from cumem_sleep.serve.engines.engine import Engine, Facts, Outcome
+from cumem_sleep.serve.fleet import Fleet, ModelLease, OrderRefused, ServerFailed
+from cumem_sleep.serve.status import ModelStatus, Phase
+
+pytestmark = pytest.mark.parametrize("kind", ENGINES)
+GIB = 1 << 30
+
+
+def test_each_has_a_server_of_its_kind(kind: str) -> None:
+    assert kind in SERVERS
+
+
+# As processes
+
+
+def models(folder: Path, kind: str, *options: str, **more: Any) -> Config:
+    """One model of this engine; what must not happen is written to `record`."""
+    (folder / "gpu").mkdir(exist_ok=True)
+    command = f"{FAULTY} --engine {kind} --uds {{socket}} --served-model-name a --gpus {folder / 'gpu'}"
+    command += f" --faults 0 --seed 1 --record {folder / 'record'} --executed {folder / 'executed'} {' '.join(options)}"
+    says = "10GiB" if kind == "vllm" else None  # this one may have no layer in it, which would say so
+    health = {"health": "/ready"} if kind == "command" else {}
+    return config(folder, a={"engine": kind, "command": command, "host_memory": says, **health, **more})
+
+
+def run(folder: Path, work: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(work, 300))
+    assert not (folder / "record").exists(), (folder / "record").read_text()
+
+
+async def ask(lease: ModelLease, words: int = 3) -> str:
+    transport = httpx.AsyncHTTPTransport(uds=lease.server.socket)
+    async with httpx.AsyncClient(transport=transport, base_url=lease.server.base_url, timeout=60) as client:
+        answer = await client.post("/v1/completions", json={"model": "a", "prompt": "?", "max_tokens": words})
+        return str(answer.raise_for_status().json()["choices"][0]["text"])
+
+
+def only(fleet: Fleet) -> ModelStatus:
+    (model,) = fleet.status().models
+    return model
+
+
+def test_it_starts_answers_sleeps_and_answers_again(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Host memory is counted while it sleeps, and a GPU has nobody on it who rests."""
+    monkeypatch.setattr(hardware, "host_available_bytes", lambda: 100 * GIB)
+    rests = Phase.ASLEEP if ENGINES[kind].LEVELS else Phase.STOPPED
+
+    async def scenario() -> None:
+        async with running(models(tmp_path, kind)) as fleet:
+            await until(fleet, a=rests)
+            pids = set()
+            for _ in range(2):
+                async with fleet.lease("a") as lease:
+                    assert (await ask(lease)).startswith("This is a,")
+                    assert [holder.model for holder in fleet.status().gpus[0].holders] == ["a"]
+                    pids.add(only(fleet).pid)
+                await fleet.sleep("a")
+                model = only(fleet)
+                assert (model.phase, model.engine, model.error) == (rests, kind, None)
+                assert model.level == (1 if rests is Phase.ASLEEP else None)
+                assert fleet.status().gpus[0].holders == ()
+                assert not [each for each in (tmp_path / "gpu").iterdir() if lives(each.read_text())]
+                assert model.host_bytes == (10 * GIB if rests is Phase.ASLEEP else 0)
+            assert len(pids) == (1 if rests is Phase.ASLEEP else 2)
+            await fleet.sleep("a")  # once more is harmless
+            await fleet.stop_model("a")
+            assert (only(fleet).phase, only(fleet).host_bytes) == (Phase.STOPPED, 0)
+            others = {1, 2, 3} - {*ENGINES[kind].LEVELS}
+            for level in others:
+                with pytest.raises(OrderRefused, match=f"level {level}: a has "):
+                    await fleet.sleep("a", level)
+
+    run(tmp_path, scenario())
+
+
+def test_a_request_that_runs_is_waited_for_and_one_that_runs_too_long_is_ended(tmp_path: Path, kind: str) -> None:
+    async def scenario() -> None:
+        async with running(models(tmp_path, kind, "--token-seconds 0.05")) as fleet:
+            async with fleet.lease("a") as lease:
+                ordered = asyncio.create_task(fleet.sleep("a"))
+                await until(fleet, a=Phase.DRAINING)
+                assert len((await ask(lease, 12)).split()) == 12
+                assert not ordered.done()
+            await ordered
+        async with running(models(tmp_path, kind, "--token-seconds 0.05", drain=0.2)) as fleet:
+            async with fleet.lease("a") as lease:
+                ordered = asyncio.create_task(fleet.sleep("a"))
+                asking = asyncio.create_task(ask(lease, 100_000))
+                assert "GPU is needed" in await lease.revoked
+                asking.cancel()
+                await asyncio.wait({asking})
+            await ordered
+            assert only(fleet).phase in (Phase.ASLEEP, Phase.STOPPED)
+
+    run(tmp_path, scenario())
+
+
+def test_one_that_is_killed_ends_its_requests_and_comes_back(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(policy, "FIRST_PAUSE_S", 0.01)
+
+    async def scenario() -> None:
+        async with running(models(tmp_path, kind)) as fleet:
+            async with fleet.lease("a") as lease:
+                pid = only(fleet).pid
+                assert pid is not None
+                os.kill(pid, signal.SIGKILL)
+                assert "killed by SIGKILL" in await lease.revoked
+            async with fleet.lease("a") as lease:
+                assert (await ask(lease)).startswith("This is a,")
+                new = only(fleet).pid
+            assert new not in (pid, None)
+        assert not lives(str(new))
+
+    run(tmp_path, scenario())
+
+
+def test_one_that_is_never_ready_is_stopped_in_time(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(policy, "FIRST_PAUSE_S", 0.01)
+    silent = "python3 -c 'import time; time.sleep(999)' {socket}"
+
+    async def scenario() -> None:
+        hangs = {"engine": kind, "command": silent, "start_timeout": 0.2, "at_start": "stopped"}
+        async with running(config(tmp_path, a=hangs)) as fleet:
+            with pytest.raises(ServerFailed, match=r"not ready within 0\.2 s"):
+                await fleet.wake("a")
+            assert only(fleet).pid is None
+
+    run(tmp_path, scenario())
+
+
+# Nonsense
+
+Nonsense = Callable[[], httpx.Response]
+
+
+async def _bit_by_bit() -> AsyncIterator[bytes]:
+    while True:
+        yield b" "
+        await asyncio.sleep(0.01)
+
+
+async def _much() -> AsyncIterator[bytes]:
+    while True:
+        yield b" " * (1 << 20)
+
+
+REFUSES: dict[str, Nonsense] = {
+    "an error": lambda: httpx.Response(500, text="it failed"),
+    "an endless body, bit by bit": lambda: httpx.Response(200, content=_bit_by_bit()),
+    "an endless body, at once": lambda: httpx.Response(200, content=_much()),
+    "a body that is no gzip": lambda: httpx.Response(200, headers={"content-encoding": "gzip"}, content=b"not gzip"),
+}
+WRONG: dict[str, Nonsense] = {
+    "no JSON": lambda: httpx.Response(200, text="yes"),
+    "half of it": lambda: httpx.Response(200, text='{"is_sleeping": tr'),
+    "a list": lambda: httpx.Response(200, json=[]),
+    "null": lambda: httpx.Response(200, json=None),
+    "of wrong types": lambda: httpx.Response(200, json={"is_sleeping": None, "data": 3, "results": 3, "version": []}),
+    "infinite": lambda: httpx.Response(
+        200,
+        text='{"tp_size": 1, "pp_size": 1, "dp_size": 1, "enable_dp_attention": 0,'
+        ' "internal_states": [{"memory_usage": {"weight": Infinity, "kvcache": NaN}}]}',
+    ),
+}
+
+
+def connected(kind: str, answer: Callable[[httpx.Request], httpx.Response]) -> Engine:
+    return ENGINES[kind](Address("http://m"), 0.1, httpx.MockTransport(answer))
+
+
+@pytest.fixture
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (engine, vllm, sglang):
+        monkeypatch.setattr(module, "ASK_WITHIN_S", 0.05)
+    monkeypatch.setattr(vllm, "ASK_EVERY_S", 0.0)
+
+
+@pytest.mark.usefixtures("_soon")
+@pytest.mark.parametrize("nonsense", [*REFUSES, *WRONG])
+def test_a_server_that_answers_nonsense_is_believed_nothing(kind: str, nonsense: str) -> None:
+    answers = REFUSES | WRONG
+
+    async def scenario() -> None:
+        one = connected(kind, lambda _: answers[nonsense]())
+        assert await one.is_healthy() is (nonsense in WRONG)
+        assert await one.names() == ()
+        await one.learn_version()
+        facts = await one.facts()
+        assert facts.wake_bytes is await one.wake_bytes() is None
+        assert facts.host_bytes == (0 if kind == "command" else None)
+        assert (await one.look()).state is not Phase.ASLEEP or nonsense == "of wrong types"
+        if nonsense in REFUSES:
+            slept = await one.sleep(1)
+            assert slept.error
+            assert slept.state is not Phase.ASLEEP
+            assert (await one.look()).state is not Phase.ASLEEP
+        await one.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+@pytest.mark.usefixtures("_soon")
+@pytest.mark.parametrize("refusal", REFUSES)
+def test_what_fails_to_sleep_or_to_wake_is_not_said_to_have_done_it(kind: str, refusal: str) -> None:
+    """And of what went wrong half-way nobody says that it is as before, but where that is certain."""
+    moves = ("/sleep", "/wake_up", "/release_memory_occupation", "/resume_memory_occupation")
+    saves = {"enable_memory_saver": True, "enable_weights_cpu_backup": True}
+    fails = True
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.url.path in moves and fails:
+            return REFUSES[refusal]()
+        return httpx.Response(200, json=saves)
+
+    async def scenario() -> None:
+        nonlocal fails
+        one = connected(kind, answer)
+        slept = await one.sleep(1)
+        assert slept.error
+        assert slept.state is (None if ENGINES[kind].LEVELS else Phase.AWAKE)
+        await one.close()
+        one, fails = connected(kind, answer), False
+        if ENGINES[kind].LEVELS:
+            assert await one.sleep(1) == Outcome(None, Phase.ASLEEP, 1)
+            fails = True
+            woken = await one.wake(1)
+            assert woken.error
+            assert woken.state is None
+        await one.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+@pytest.mark.usefixtures("_soon")
+def test_a_server_that_is_not_there_is_not_asleep(kind: str) -> None:
+    def nobody(_: httpx.Request) -> httpx.Response:
+        raise httpx.ConnectError("nobody")
+
+    async def scenario() -> None:
+        one = connected(kind, nobody)
+        assert not await one.is_healthy()
+        assert (await one.look()).state is not Phase.ASLEEP
+        slept = await one.sleep(1)
+        assert slept.error
+        assert slept.state is not Phase.ASLEEP
+        assert await one.facts() == Facts(host_bytes=0 if kind == "command" else None)
+        await one.close()
+
+    asyncio.run(scenario())

@@ -1,0 +1,575 @@
+"""Links of other GPUs help a copy: the bytes are right whoever carries them, and a relay that fails costs nothing."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from running import Segment, eventually, take_back
+from support import PAGE, Memory
+
+from cumem_sleep import CuMemAllocator, DriverError, VaultError, _core, sim
+from cumem_sleep.vault import jobs, link, relay, service
+from cumem_sleep.vault.address import VaultAddress
+from cumem_sleep.vault.client import VaultClient
+from cumem_sleep.vault.jobs import BorrowedMemory, Job, LinkPiece
+from cumem_sleep.vault.link import LinkGroup, VaultLink
+from cumem_sleep.vault.pool import VaultHost
+from cumem_sleep.vault.relay import Relay, Relaying
+from cumem_sleep.vault.server import Vault, visible_gpus
+
+pytestmark = pytest.mark.sim
+
+PAGES = 16  # of the memory that is copied
+TOTAL = PAGES * PAGE
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces of half a page, each worth it."""
+    for module in (jobs, relay):
+        monkeypatch.setattr(module, "RELAYED_BYTES", PAGE // 2)
+    monkeypatch.setattr(relay, "_LEFT_BYTES", 0)
+    monkeypatch.setattr(relay, "_TRIALS", 0)
+    monkeypatch.setattr(link, "WORTH_RELAYING_BYTES", PAGE)
+    monkeypatch.setattr(link, "QUIET_S", 0.0)
+    monkeypatch.setattr(service, "PIECE_BYTES", PAGE)
+
+
+class Host:
+    """A vault in a thread of this process, on three GPUs whose links help each other."""
+
+    def __init__(self, folder: pathlib.Path) -> None:
+        self.path = folder / "vault.sock"
+        gpus = visible_gpus()
+        host = VaultHost(lambda: 1 << 40, 1, print)
+        self.vault = Vault(VaultAddress(self.path), 8 * TOTAL, gpus, host, TOTAL, gpus, gpus)
+        self.thread = threading.Thread(target=self.vault.run)
+        self.thread.start()
+        first = self.client()
+        eventually(lambda: first.status()["pinned_bytes"] == 8 * TOTAL, "all memory is there")
+        first.close()
+
+    def client(self) -> VaultClient:
+        return VaultClient(self.path)
+
+    def links(self, to_host: bool) -> list[VaultLink]:
+        return self.vault._service._groups[to_host].links
+
+    def relayed_bytes(self, to_host: bool) -> list[int]:
+        return [each.relayed.nbytes for each in sorted(self.links(to_host), key=lambda each: each.device)]
+
+    def relays(self, to_host: bool) -> list[Relay]:
+        return [each._relay for each in self.links(to_host)]
+
+
+@pytest.fixture
+def host(folder: pathlib.Path, allocator: CuMemAllocator) -> Iterator[Host]:
+    sim.configure(devices=3)
+    allocator._operations.open()
+    running = Host(folder)
+    yield running
+    running.vault.stop(wait=False)
+    running.thread.join(30)
+    assert not running.thread.is_alive()
+    sim.reset()
+    sim.configure(devices=1)
+
+
+class Holding:
+    """The link of GPU 0 copies nothing until the test says so: what is copied before that, others carry."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.is_over: Callable[[], bool] = lambda: True
+        choose = VaultLink._choose
+
+        def held(mine: VaultLink, in_flight: deque[object]) -> None:
+            if mine.device == 0:
+                eventually(self.is_over, "others carry enough")
+            choose(mine, in_flight)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(VaultLink, "_choose", held)
+
+
+@pytest.fixture
+def holding(monkeypatch: pytest.MonkeyPatch) -> Holding:
+    return Holding(monkeypatch)
+
+
+def copies(client: VaultClient, allocator: CuMemAllocator, memory: Memory) -> None:
+    """Out and in again."""
+    mine = Segment(client, allocator.malloc(TOTAL, "weights"), TOTAL)
+    content = memory.fill_random(mine.address, TOTAL)
+    backup = mine.back_up()
+    memory.fill_random(mine.address, TOTAL)
+    mine.read(backup)
+    assert memory.read(mine.address, TOTAL) == content
+    client.release([backup])
+    allocator.free(mine.address)
+
+
+def test_the_bytes_are_right_whoever_carries_them(
+    host: Host, holding: Holding, allocator: CuMemAllocator, memory: Memory
+) -> None:
+    client = host.client()
+    mine = Segment(client, allocator.malloc(TOTAL, "weights"), TOTAL)
+    content = memory.fill_random(mine.address, TOTAL)
+    holding.is_over = lambda: all(host.relayed_bytes(to_host=True)[1:])
+    backup = mine.back_up()
+    memory.fill_random(mine.address, TOTAL)
+    holding.is_over = lambda: all(host.relayed_bytes(to_host=False)[1:])
+    lent, offset = mine.lend()
+    relays = client.wait([client.read(lent, mine.ranges(backup, offset))])
+    take_back(client, [lent])
+    assert memory.read(mine.address, TOTAL) == content
+    assert relays == {_core.device_info(device).uuid for device in (1, 2)}
+    for direction in ("out", "in"):
+        facts = client.status()["gpus"]
+        relayed = [gpu[f"relayed_{direction}_bytes"] for gpu in facts]
+        assert relayed[0] == 0
+        assert min(relayed[1:]) > 0
+        assert facts[0][f"copied_{direction}_bytes"] + sum(relayed) == TOTAL
+        assert [gpu[f"copied_{direction}_bytes"] for gpu in facts[1:]] == [0, 0]
+    client.close()
+
+
+def test_staging_memory_is_given_back(
+    host: Host, holding: Holding, allocator: CuMemAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link, "STAGING_S", 0.1)
+    client = host.client()
+    before = sim.stats().mapped_bytes
+    holding.is_over = lambda: all(host.relayed_bytes(to_host=True)[1:])
+    copies(client, allocator, memory)
+    eventually(lambda: sim.stats().mapped_bytes == before, "nothing is left")
+    assert not any(each.is_open for to_host in (True, False) for each in host.relays(to_host))
+    client.close()
+
+
+def test_a_gpu_whose_memory_is_full_relays_nothing(
+    host: Host,
+    allocator: CuMemAllocator,
+    memory: Memory,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(relay, "_LEFT_BYTES", 1 << 60)
+    client = host.client()
+    for _ in range(3):
+        copies(client, allocator, memory)
+    assert [*host.relayed_bytes(to_host=True), *host.relayed_bytes(to_host=False)] == [0] * 6
+    said = [record.message for record in caplog.records if "too little memory left" in record.message]
+    assert len(said) == len(set(said)) <= 4
+    client.close()
+
+
+def test_peers_that_cannot_access_it_relay_nothing(
+    host: Host,
+    allocator: CuMemAllocator,
+    memory: Memory,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    imported = _core.ImportedMemory
+
+    def refuses(descriptor: int, device: int, nbytes: int, peers: list[int]) -> _core.ImportedMemory:
+        if peers:
+            raise DriverError("cuMemSetAccess", "CUDA_ERROR_INVALID_DEVICE")
+        return imported(descriptor, device, nbytes)
+
+    monkeypatch.setattr(_core, "ImportedMemory", refuses)
+    client = host.client()
+    for _ in range(2):
+        copies(client, allocator, memory)
+    assert sum(host.relayed_bytes(to_host=True)) + sum(host.relayed_bytes(to_host=False)) == 0
+    assert sum("others cannot access its memory" in record.message for record in caplog.records) == 2
+    client.close()
+
+
+@pytest.mark.parametrize("call", ["cuMemCreate", "cuMemcpyDtoDAsync", "cuMemcpyHtoDAsync", "cuStreamSynchronize"])
+def test_a_relay_that_fails_leaves_its_pieces_to_others(
+    host: Host,
+    holding: Holding,
+    allocator: CuMemAllocator,
+    memory: Memory,
+    caplog: pytest.LogCaptureFixture,
+    call: str,
+) -> None:
+    client = host.client()
+    mine = Segment(client, allocator.malloc(TOTAL, "weights"), TOTAL)
+    content = memory.fill_random(mine.address, TOTAL)
+    backup = mine.back_up()
+    memory.fill_random(mine.address, TOTAL)
+    memory.close()
+    resting = [each for each in host.relays(to_host=False) if each.device]
+    holding.is_over = lambda: any(each.rests(0) for each in resting)
+    sim.fail(call, error="CUDA_ERROR_INVALID_VALUE")
+    mine.read(backup)
+    assert memory.read(mine.address, TOTAL) == content
+    holding.is_over = lambda: True
+    mine.read(backup)
+    assert memory.read(mine.address, TOTAL) == content
+    assert sum("relays nothing to GPU 0" in record.message for record in caplog.records) == 1
+    client.close()
+
+
+CALLS = [
+    "cuMemImportFromShareableHandle",
+    "cuMemGetAllocationPropertiesFromHandle",
+    "cuMemAddressReserve",
+    "cuMemCreate",
+    "cuMemMap",
+    "cuMemSetAccess",
+    "cuMemGetInfo",
+    "cuStreamCreate",
+    "cuMemcpyDtoHAsync",
+    "cuMemcpyHtoDAsync",
+    "cuMemcpyDtoDAsync",
+    "cuStreamSynchronize",
+    "cuMemUnmap",
+    "cuMemRelease",
+    "cuMemAddressFree",
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("call", CALLS)
+def test_at_every_driver_call_that_fails_bytes_are_right_or_the_request_fails(
+    host: Host, allocator: CuMemAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    monkeypatch.setattr(link, "STAGING_S", 0.01)
+    client = host.client()
+    mine = Segment(client, allocator.malloc(TOTAL, "weights"), TOTAL)
+    content = memory.fill_random(mine.address, TOTAL)
+    held = sim.stats().mapped_bytes
+    for after in range(6):
+        for to_host in (True, False):
+            for each in host.links(to_host):
+                each._relay._rests.clear()
+                each._relay._failure = ""
+                each._relay._trials.clear()
+                each._peers_refused = False
+        sim.fail(call, after=after, error="CUDA_ERROR_INVALID_VALUE")
+        (backup,) = client.reserve(mine.gpu, [TOTAL])
+        lent, offset = mine.lend()
+        for copy in (client.write, client.read):
+            with suppress(DriverError):
+                client.wait([copy(lent, mine.ranges(backup, offset))])
+        take_back(client, [lent])
+        sim.reset()
+        memory.write(mine.address, content)
+        mine.write(backup)
+        memory.fill_random(mine.address, TOTAL)
+        mine.read(backup)
+        assert memory.read(mine.address, TOTAL) == content
+        client.release([backup])
+    eventually(lambda: sim.stats().mapped_bytes == held, "nothing is left")
+    client.close()
+
+
+@pytest.mark.slow
+def test_clients_of_several_gpus_that_come_and_go(host: Host, allocator: CuMemAllocator) -> None:
+    """Each link is helped and helps; clients end in the middle of copies."""
+    ends = time.monotonic() + 10
+    failures: list[BaseException] = []
+
+    def run(device: int) -> None:
+        chance, memory = random.Random(device), Memory()
+        try:
+            address = allocator.malloc(TOTAL, "weights", device)
+            while time.monotonic() < ends and not failures:
+                client = host.client()
+                mine = Segment(client, address, TOTAL, device)
+                for _ in range(chance.randrange(1, 4)):
+                    content = memory.fill_random(address, TOTAL, device)
+                    backup = mine.back_up()
+                    memory.fill_random(address, TOTAL, device)
+                    mine.read(backup)
+                    assert memory.read(address, TOTAL, device) == content
+                    client.release([backup])
+                if chance.random() < 0.5:  # its copies are under way
+                    (backup,) = client.reserve(mine.gpu, [TOTAL])
+                    lent, offset = mine.lend()
+                    client.write(lent, mine.ranges(backup, offset))
+                    client._channel.close()
+                client.close()
+            memory.close()
+            allocator.free(address)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=run, args=(device,)) for device in (0, 1, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert failures == []
+    assert min(host.relayed_bytes(to_host=True)) > 0
+    client = host.client()
+    eventually(lambda: not client.status()["awake_bytes"] and not client.status()["clients"], "nothing is left")
+    client.close()
+
+
+# With a driver whose copies the test ends
+
+
+class Carrying:
+    """Stands in for the driver: copies take as long as the test says, by way of a clock that nothing else moves."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.link_s, self.peer_s = 0.0003, 0.00004  # for each piece
+        self.may_end = threading.Event()
+        self.may_end.set()
+        self.carried: list[tuple[int, str]] = []
+
+    def stream(self, device: int) -> CarryingStream:
+        return CarryingStream(self, device)
+
+
+class CarryingStream:
+    def __init__(self, driver: Carrying, device: int) -> None:
+        self._driver, self._device = driver, device
+        self._seconds = 0.0
+
+    def __enter__(self) -> CarryingStream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def to_host(self, *_: object) -> None:
+        self._driver.carried.append((self._device, "link"))
+        self._seconds += self._driver.link_s
+
+    def within_devices(self, *_: object) -> None:
+        self._driver.carried.append((self._device, "peer"))
+        self._seconds += self._driver.peer_s
+
+    def synchronize(self) -> None:
+        assert self._driver.may_end.wait(30)
+        self._driver.now, self._seconds = self._driver.now + self._seconds, 0.0
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Carrying:
+    made = Carrying()
+    clock = SimpleNamespace(monotonic=lambda: made.now, perf_counter=lambda: made.now)
+    monkeypatch.setattr(_core, "CopyStream", made.stream)
+    monkeypatch.setattr(_core, "memory_info", lambda _: (1 << 40, 1 << 40))
+    monkeypatch.setattr(_core, "Scratch", lambda *_: SimpleNamespace(address=0, close=lambda: None))
+    monkeypatch.setattr(_core, "can_access_peer", lambda *_: True)
+    monkeypatch.setattr(link, "time", clock)
+    monkeypatch.setattr(relay, "time", clock)
+    monkeypatch.setattr(relay, "_LEAST_TIMED_BYTES", 1)
+    monkeypatch.setattr(relay, "_TRIALS", 3)
+    return made
+
+
+class Reached(BorrowedMemory):
+    def __init__(self) -> None:
+        super().__init__(-1, 0, TOTAL)
+
+    def address(self, peers: object = ()) -> int:
+        self.peers = self.peers or peers  # type: ignore[assignment]
+        return 0
+
+
+@pytest.fixture
+def group() -> Iterator[LinkGroup]:
+    made = LinkGroup(True, Relaying([0, 1]).refusal)
+    yield made
+    for each in made.links:
+        each.stop()
+
+
+def ask(mine: VaultLink, pieces: int) -> list[Exception | None]:
+    ended: list[Exception | None] = []
+    todo = deque(LinkPiece(None, 0, 0, PAGE // 2) for _ in range(pieces))  # type: ignore[arg-type]
+    mine.submit(Job("client", Reached(), todo, ended.append))
+    return ended
+
+
+def test_a_relay_is_judged_by_its_rate(
+    driver: Carrying, group: LinkGroup, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As slow as without NVLink it rests a while, which is said once."""
+    may_copy = threading.Event()
+    choose = VaultLink._choose
+
+    def held(mine: VaultLink, in_flight: deque[object]) -> None:
+        assert mine.device or may_copy.wait(30)
+        choose(mine, in_flight)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(VaultLink, "_choose", held)
+    driver.peer_s = 0.0002
+    home, helper = VaultLink(0, group), VaultLink(1, group)
+    for carried in (3, 6):
+        may_copy.clear()
+        asked = ask(home, 40)
+        eventually(lambda: bool(helper._relay.rests(0)), "it was judged")
+        may_copy.set()
+        eventually(lambda ended=asked: ended == [None], "all is copied")  # type: ignore[misc]
+        assert [way for way in driver.carried if way[0] == 1] == [(1, "peer"), (1, "link")] * carried
+        driver.now += relay._AGAIN_S + 1
+    assert sum("copies between them are slow" in record.message for record in caplog.records) == 1
+    driver.peer_s = 0.00004
+    may_copy.clear()
+    ended = ask(home, 40)
+    eventually(lambda: home.turns.waiting_bytes < PAGE, "it carries all that is worth it")
+    may_copy.set()
+    eventually(lambda: ended == [None], "all is copied")
+
+
+def test_a_link_helps_nobody_while_its_own_gpu_needs_it(
+    driver: Carrying, group: LinkGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link, "QUIET_S", 0.005)
+    home, helper = VaultLink(0, group), VaultLink(1, group)
+    driver.may_end.clear()
+    of_home, of_helper = ask(home, 40), ask(helper, 40)
+    eventually(lambda: len(driver.carried) == 8, "both have as much in flight as may be")
+    driver.may_end.set()
+    eventually(lambda: of_home == of_helper == [None], "all is copied")
+    assert (1, "peer") not in driver.carried[: 8 + 36]
+    assert helper.copied.nbytes == 40 * (PAGE // 2)
+
+
+def test_a_link_finds_nothing_left_when_another_has_taken_the_last_piece(
+    driver: Carrying, group: LinkGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between its look for work and its turn."""
+    home = VaultLink(0, group)
+    choose = VaultLink._choose
+    taken: list[Any] = []
+
+    def late(mine: VaultLink, in_flight: deque[object]) -> None:
+        choose(mine, in_flight)  # type: ignore[arg-type]
+        with group.lock:
+            if not taken:
+                taken.append(mine.turns.take(None))
+
+    monkeypatch.setattr(VaultLink, "_choose", late)
+    of_first = ask(home, 1)
+    eventually(lambda: bool(taken), "another one has taken it")
+    assert ask(home, 3) is not None
+    eventually(lambda: home.copied.nbytes == 3 * (PAGE // 2), "it goes on")
+    job, piece = taken[0]
+    home._give_back(home, job, piece)
+    eventually(lambda: of_first == [None], "what was given back is copied")
+
+
+def test_a_link_that_stops_ends_what_it_carries_for_others(driver: Carrying, group: LinkGroup) -> None:
+    home, helper = VaultLink(0, group), VaultLink(1, group)
+    driver.may_end.clear()
+    ended = ask(home, 40)
+    eventually(lambda: (1, "peer") in driver.carried, "it helps")
+    stopping = threading.Thread(target=home.stop)
+    stopping.start()
+    eventually(lambda: not home.turns.waiting_bytes, "it is told to stop")
+    driver.may_end.set()
+    eventually(lambda: bool(ended), "the client is told")
+    stopping.join(30)
+    assert [type(error) for error in ended] == [VaultError]
+    eventually(lambda: helper.relayed.nbytes > 0, "what was in flight is counted")
+
+
+def test_a_job_that_comes_as_a_link_looks_whether_it_is_over_is_ended(
+    driver: Carrying, group: LinkGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has found nothing to do, since its staging memory was to go; then a job came, and then it was told to stop."""
+    monkeypatch.setattr(link, "STAGING_S", 0.0)
+    lone, ended = VaultLink(0, group), list[Exception | None]()
+    monkeypatch.setattr(Relay, "is_open", True)
+    next_home, met = VaultLink._next_home, list[bool]()
+
+    def between(mine: VaultLink, wait: bool) -> VaultLink | None:
+        found = next_home(mine, wait)
+        if found is None and wait and not met:
+            met.append(True)
+            todo = deque([LinkPiece(None, 0, 0, PAGE // 2)])  # type: ignore[arg-type]
+            mine.submit(Job("client", Reached(), todo, ended.append))
+            mine._stopping = True
+            mine.cancel(None, "the vault ends")
+        return found
+
+    monkeypatch.setattr(VaultLink, "_next_home", between)
+    first = ask(lone, 1)
+    lone._thread.join(30)
+    assert first == [None]
+    assert [str(error) for error in ended] == ["the vault ends"]
+
+
+def test_a_helper_stays_with_whom_it_helps(driver: Carrying, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as that is worth it; else it would wait for its copies at each turn."""
+    group, may_copy, turned = LinkGroup(True, Relaying([2]).refusal), threading.Event(), list[int]()
+    choose, turn_to = VaultLink._choose, VaultLink._turn_to
+
+    def held(mine: VaultLink, in_flight: deque[object]) -> None:
+        assert mine.device == 2 or may_copy.wait(30)
+        choose(mine, in_flight)  # type: ignore[arg-type]
+
+    def counted(mine: VaultLink, home: VaultLink, in_flight: deque[Any]) -> None:
+        turned.append(mine.device)
+        turn_to(mine, home, in_flight)
+
+    monkeypatch.setattr(VaultLink, "_choose", held)
+    monkeypatch.setattr(VaultLink, "_turn_to", counted)
+    first, second, helper = (VaultLink(device, group) for device in range(3))
+    with group.lock:
+        ended = ask(first, 40), ask(second, 40)
+    eventually(lambda: max(first.turns.waiting_bytes, second.turns.waiting_bytes) < PAGE, "it carries nearly all")
+    may_copy.set()
+    eventually(lambda: ended == ([None], [None]), "all is copied")
+    assert turned.count(2) == 2
+    assert helper.relayed.nbytes
+    for each in group.links:
+        each.stop()
+
+
+def test_helping_does_not_change_what_a_link_says_of_its_own_copies(
+    driver: Carrying, group: LinkGroup, holding: Holding
+) -> None:
+    home, helper = VaultLink(0, group), VaultLink(1, group)
+    holding.is_over = lambda: helper.relayed.nbytes > 0
+    ended = ask(helper, 1)
+    eventually(lambda: ended == [None], "its own")
+    last = helper.last
+    driver.now += 5
+    ended = ask(home, 200)
+    eventually(lambda: ended == [None], "another's")
+    assert helper.relayed.nbytes
+    assert helper.last == last
+
+
+def test_memory_stays_mapped_while_another_gpu_may_still_copy_to_it(host: Host, allocator: CuMemAllocator) -> None:
+    """Its stream could not be waited for."""
+    client = host.client()
+    mine = Segment(client, allocator.malloc(PAGE, "weights"), PAGE)
+    descriptor, _, nbytes = _core.export_memory(mine.address)
+    memory = _core.ImportedMemory(descriptor, 0, nbytes, [1])
+    os.close(descriptor)
+    scratch = _core.Scratch(1, PAGE)
+    stream = _core.CopyStream(1)
+    stream.within_devices(memory.address, scratch.address, PAGE)
+    for call in ("cuStreamSynchronize", "cuMemAlloc", "cuCtxSynchronize"):
+        sim.fail(call, error="CUDA_ERROR_UNKNOWN", times=1_000_000)
+    with stream:
+        pass
+    mapped = sim.stats().mapped_bytes
+    memory.close()
+    assert sim.stats().mapped_bytes == mapped
+    sim.reset()
+    scratch.close()
+    _core.reclaim()
+    assert sim.stats().mapped_bytes == mapped - 2 * PAGE
+    client.close()
