@@ -18,16 +18,13 @@ from pathlib import Path
 
 from ..errors import VaultError
 from .ledger import SlabRange
+from .moves import libc, punch
 from .protocol import close_all
 
 PAGE_BYTES = 4096  # what offsets, sizes and addresses of direct requests are multiples of
 _LEAST_FILE_BYTES, _MOST_FILES = 1 << 30, 64  # owners have a descriptor of each that they have bytes in
 _FIRST_NUMBER = 1 << 40  # what owners call a file: no slab has such a number
 _IN_MEMORY = ("tmpfs", "ramfs", "hugetlbfs")
-_KEEP_SIZE, _PUNCH_HOLE = 1, 2  # linux/falloc.h
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 
 
 class SpillError(VaultError):
@@ -113,14 +110,14 @@ class SpillFile:
         if self._descriptor < 0:
             self._descriptor = self._folder.open()
             self.read_only = os.open(f"/proc/self/fd/{self._descriptor}", os.O_RDONLY | os.O_CLOEXEC)
-        code = self._fallocate(0, offset, nbytes)
+        code = ctypes.get_errno() if libc.fallocate(self._descriptor, 0, offset, nbytes) else 0
         if code not in (0, errno.EOPNOTSUPP, errno.ENOSYS):
             raise SpillError("allocating", self._folder.path, offset, nbytes, code)
 
     def free(self, offset: int, nbytes: int) -> None:
         """Give the space there back to the filesystem, if that can."""
         if self._descriptor >= 0:
-            self._fallocate(_PUNCH_HOLE | _KEEP_SIZE, offset, nbytes)
+            punch(self._descriptor, offset, nbytes)
 
     def write(self, content: memoryview, offset: int) -> None:
         """Write all of it there. Raises SpillError."""
@@ -134,10 +131,6 @@ class SpillFile:
         """Give its space back, as soon as no owner has it open."""
         close_all([self._descriptor, self.read_only])
         self._descriptor = self.read_only = -1
-
-    def _fallocate(self, mode: int, offset: int, nbytes: int) -> int:
-        """The `errno`, or 0."""
-        return ctypes.get_errno() if _libc.fallocate(self._descriptor, mode, offset, nbytes) else 0
 
 
 class SpillFiles:

@@ -487,16 +487,12 @@ class Ledger:
         self.begin_copy(entry)
 
     def end_spill(self, entry: Entry, *, is_written: bool) -> None:
-        """The copy is not under way any more. If it `is_written`, it may be dropped from memory after `note_known`."""
-        if not is_written:
+        """The copy is not under way any more. If it `is_written`, its owners know, and look for it in files only."""
+        if is_written:
+            entry.is_in_files = True
+        else:
             self._free_in_files(entry)
         self.end_copy(entry)
-
-    def note_known(self, entry: Entry) -> None:
-        """All its owners know that it is in files, and never look for it in memory again."""
-        if entry.spilled:
-            entry.is_in_files = True
-            self._queue(entry)
 
     def _retained_in_files(self) -> Iterator[Entry]:
         yield from self._evictable_in_files
@@ -518,6 +514,10 @@ class Ledger:
         """How many owners share each of these entries; 0 where the owner has no such hold, or not any more."""
         holds = [self.find_hold(owner, number) for number in numbers]
         return [hold.entry.owners if hold else 0 for hold in holds]
+
+    def holds(self, owner: Hashable) -> list[Hold]:
+        """All that the owner has."""
+        return list(self._holds.get(owner, {}).values())
 
     def numbers(self, owner: Hashable) -> list[int]:
         """Of all holds that the owner has."""

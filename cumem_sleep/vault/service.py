@@ -27,6 +27,7 @@ from .files import SpillFile, SpillFiles
 from .jobs import BorrowedMemory, Job, LinkPiece
 from .ledger import Entry, HeldBytes, Hold, Key, SlabRange, needed_bytes
 from .link import PIECE_BYTES, CopyTotals, LinkGroup, VaultLink
+from .moves import Move, MoveLog, said
 from .pool import VaultPool
 from .protocol import Nonsense, VaultMessage, boolean, integer, integers, objects, rows, table, text
 from .range_table import check_table, table_pieces
@@ -130,7 +131,6 @@ class Service:
                 post,
                 may_tell=lambda entry: all(owner.is_served for owner in self._owners_of(entry)),
                 tell=self._tell_of_files,
-                has_heard=lambda entry: not any(owner.channel.unsent_bytes for owner in self._owners_of(entry)),
                 changed=self.serve_waiting,
             )
 
@@ -233,6 +233,9 @@ class Service:
         asked.session.name = "".join(c for c in text(asked.body, "name", 80) if c.isprintable())
         asked.session.identity = text(asked.body, "identity", 64)
         asked.session.is_greeted = True
+        if self._spiller is not None:
+            asked.session.moves = MoveLog()
+            asked.session.send({"moves": True}, [asked.session.moves.reader()])
         return {
             "pid": os.getpid(),
             "instance": self._instance,
@@ -352,9 +355,16 @@ class Service:
     def _release(self, asked: _Request) -> _Answer:
         """Backups, and what was set aside for others."""
         numbers = integers(asked.body, "numbers", protocol.MAX_BACKUPS)
-        asked.session.known_slabs -= set(integers(asked.body, "slabs"))  # which it has closed
-        self._pool.ledger.claims[asked.session.owner] = 0
-        self._pool.ledger.release(asked.session.owner, numbers)
+        ledger, session, closed = self._pool.ledger, asked.session, set(integers(asked.body, "slabs"))
+        session.known_slabs -= closed
+        ledger.claims[session.owner] = 0
+        ledger.release(session.owner, numbers)
+        if session.moves is not None:
+            session.moves.heard(integer(asked.body, "heard"))
+            if closed:  # it may not have heard yet of what has moved there
+                self._send_files(
+                    session, [hold.entry for hold in ledger.holds(session.owner) if hold.entry.is_in_files]
+                )
         self._memory_came_back()
         return {}
 
@@ -626,17 +636,20 @@ class Service:
         for number in sorted(set().union(*(hold.entry.slabs for hold in there)) - session.known_slabs):
             self._send_slab(session, number)
         self._send_files(session, [hold.entry for hold in there if hold.entry.is_in_files])
-        return {"backups": [None if hold is None else self._described(hold) for hold in holds]}
+        moves_end = session.moves.end if session.moves else 0
+        return {"backups": [None if hold is None else self._described(hold) for hold in holds], "moves_end": moves_end}
 
     def _described(self, hold: Hold) -> _Answer:
         entry = hold.entry
         return {"number": hold.number, "bytes": entry.nbytes, "note": entry.note, "extents": self._known_place(entry)}
 
-    def _known_place(self, entry: Entry) -> list[SlabRange]:
+    def _known_place(self, entry: Entry) -> Sequence[SlabRange]:
         """Where its owners read it themselves. What is in files may be dropped from memory at any moment."""
-        if not entry.is_in_files or self._files is None:
-            return entry.extents
-        return [SlabRange(file.number, offset, nbytes) for file, offset, nbytes in self._files.parts(entry.spilled)]
+        return self._in_all_files(entry) if entry.is_in_files else entry.extents
+
+    def _in_all_files(self, entry: Entry) -> list[SlabRange]:
+        parts = self._files.parts(entry.spilled) if self._files is not None else ()
+        return [SlabRange(file.number, offset, nbytes) for file, offset, nbytes in parts]
 
     def _owners_of(self, entry: Entry) -> list[Session]:
         owners = {hold.owner for hold in entry.holds}
@@ -646,14 +659,24 @@ class Service:
         """These are in files from here on. Raises VaultError: nobody was told."""
         if self._files is None:
             return
+        by_session: dict[Session, list[Entry]] = {}
         for entry in entries:
             for session in self._owners_of(entry):
-                self._send_files(session, [entry])
-        for entry in entries:
-            extents = [(file.number, *rest) for file, *rest in self._files.parts(entry.spilled)]
-            for session in self._owners_of(entry):
-                numbers = [hold.number for hold in entry.holds if hold.owner is session.owner]
-                session.send({"moved": numbers, "extents": extents})
+                by_session.setdefault(session, []).append(entry)
+        told: list[tuple[MoveLog, bytes]] = []
+        for session, mine in by_session.items():
+            self._send_files(session, mine)
+            if session.moves is None or session.channel.unsent_bytes:
+                raise VaultError(f"{session} takes no messages")
+            moves = [
+                Move([hold.number for hold in entry.holds if hold.owner is session.owner], self._in_all_files(entry))
+                for entry in mine
+            ]
+            told.append((session.moves, said(moves)))
+        for log, moved in told:
+            log.make_room(moved)
+        for log, moved in told:
+            log.add(moved)
 
     def _send_files(self, session: Session, entries: Iterable[Entry]) -> None:
         """Descriptors of the files of these entries. Raises VaultError: this process can open no more files."""

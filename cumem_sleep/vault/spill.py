@@ -256,7 +256,6 @@ class Spiller:
         post: Callable[[Callable[[], None]], None],
         may_tell: Callable[[Entry], bool],
         tell: Callable[[Sequence[Entry]], None],
-        has_heard: Callable[[Entry], bool],
         changed: Callable[[], None],
     ) -> None:
         """Nothing is taken yet.
@@ -265,12 +264,11 @@ class Spiller:
             post: has work done by the thread of the service.
             may_tell: whether all owners of an entry can be told that it is in files.
             tell: tells them. Raises VaultError: not all of them can be told, and none was.
-            has_heard: whether all of that has been sent.
             changed: is called when there may be more memory, or when it has failed.
         """
         self._pool, self._ledger, self._files = pool, pool.ledger, files
         self._free_bytes, self.ring_bytes = plan.free_bytes, ring_bytes
-        self._post, self._may_tell, self._tell, self._has_heard = post, may_tell, tell, has_heard
+        self._post, self._may_tell, self._tell = post, may_tell, tell
         self._changed = changed
         self._reader: RingReader | None = None
         self.written = CopyTotals()
@@ -278,7 +276,6 @@ class Spiller:
         self._ring: memory.Slab | None = None
         self._batch: _Batch | None = None
         self._is_closed = False
-        self._unheard: list[Entry] = []  # written, and their owners may not know
 
     def begin(self, node: int, device: int) -> None:
         """Take the ring. Raises OutOfHostMemory."""
@@ -335,13 +332,7 @@ class Spiller:
         return True
 
     def look(self) -> None:
-        """Drop what has been heard of since; spill ahead, slowly, if too little memory is free."""
-        unheard, self._unheard = self._unheard, []
-        for entry in unheard:
-            if self._has_heard(entry):
-                self._ledger.note_known(entry)
-            elif entry.spilled:
-                self._unheard.append(entry)
+        """Spill ahead, slowly, if too little memory is free."""
         missing = self._free_bytes - self._ledger.available_bytes() - self._pool.bytes_to_come()
         if missing > 0 and not self._pool.is_stopped and time.monotonic() >= self._try_again:
             self._write_some(self._ledger.to_spill(missing, self._may_tell), 1)
@@ -380,21 +371,19 @@ class Spiller:
         if self._is_closed:  # the ledger is left as it is
             return
         batch, self._batch = self._batch, None
+        held = [entry for entry in batch.entries if entry.holds and self._may_tell(entry)]
         error = future.exception()
         if error is None:
             self.written = self.written.plus(batch.nbytes, time.monotonic() - batch.began)
             try:
-                self._tell([entry for entry in batch.entries if entry.holds and self._may_tell(entry)])
+                self._tell(held)
             except VaultError as refused:
                 error = refused
         self.failure = "" if error is None else str(error)
         if error is not None:
             self._try_again = time.monotonic() + _TRY_AGAIN_S
         for entry in batch.entries:
-            is_written = error is None and self._may_tell(entry)
-            self._ledger.end_spill(entry, is_written=is_written)
-            if is_written:
-                self._unheard.append(entry)
+            self._ledger.end_spill(entry, is_written=error is None and entry in held)
         self.look()
         self._changed()
 

@@ -538,7 +538,6 @@ class LedgerMachine(stateful.RuleBasedStateMachine):
         super().__init__()
         self.zeroing: list[Entry] = []
         self.writing: list[Entry] = []
-        self.written: list[Entry] = []  # nobody knows yet
         self.freed_bytes = 0
         self.books = Ledger(self.zeroing.append, FILE_BYTES, self.free)
         for number in range(3):
@@ -562,14 +561,7 @@ class LedgerMachine(stateful.RuleBasedStateMachine):
     @stateful.precondition(lambda self: self.writing)
     @stateful.rule(is_written=st.booleans())
     def end_spill(self, is_written: bool) -> None:
-        entry = self.writing.pop()
-        self.books.end_spill(entry, is_written=is_written)
-        self.written += [entry] if is_written else []
-
-    @stateful.precondition(lambda self: self.written)
-    @stateful.rule()
-    def note_known(self) -> None:
-        self.books.note_known(self.written.pop())
+        self.books.end_spill(self.writing.pop(), is_written=is_written)
 
     def some(self, data: st.DataObject) -> tuple[str, int]:
         number = data.draw(st.sampled_from(sorted(self.mine)))
