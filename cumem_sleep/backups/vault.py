@@ -54,6 +54,7 @@ class VaultExtent:
         sealed: what it holds; others may share it, so it is not written again. None: not known yet.
         needed: the vault may not evict it.
         is_lost: it went with the vault that kept it, or that vault has given it away.
+        is_in_the_way: a vault that spills has adopted it, and can neither spill it nor evict it.
     """
 
     gpu: str
@@ -62,6 +63,7 @@ class VaultExtent:
     sealed: Key | None = None
     needed: bool = True
     is_lost: bool = False
+    is_in_the_way: bool = False
     bytes: int = field(init=False)
     address: int = 0  # no kernel reaches it
 
@@ -237,7 +239,13 @@ class VaultTier(Tier):
             return sorted(doubtful)
         for extent in known:
             extent.needed = needed
-        return sorted({place for place, extent in changing if extent.is_lost or extent.backup in gone})
+        return sorted(
+            {
+                place
+                for place, extent in changing
+                if extent.is_lost or extent.backup in gone or (extent.is_in_the_way and not needed)
+            }
+        )
 
     def release(self, extents: Iterable[Extent]) -> None:  # noqa: D102
         mine = _mine(extents)
@@ -413,6 +421,7 @@ class VaultTier(Tier):
             adopted += zip(mine, client.show(gpu, shown), strict=True)
         for extent, backup in adopted:  # not before all have succeeded
             extent.backup, extent.slabs = backup, client.slabs
+            extent.is_in_the_way = bool(client.slabs.moves)
         for extent in self._extents.values():
             extent.is_lost = extent.slabs is not client.slabs
 

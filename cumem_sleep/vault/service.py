@@ -234,8 +234,11 @@ class Service:
         asked.session.identity = text(asked.body, "identity", 64)
         asked.session.is_greeted = True
         if self._spiller is not None:
-            asked.session.moves = MoveLog()
-            asked.session.send({"moves": True}, [asked.session.moves.reader()])
+            try:
+                asked.session.moves = MoveLog()
+                asked.session.send({"moves": True}, [asked.session.moves.reader()])
+            except OSError:
+                raise VaultError(memory.NO_MORE_FILES) from None
         return {
             "pid": os.getpid(),
             "instance": self._instance,

@@ -34,7 +34,7 @@ _REQUEST_BYTES = 16 << 20
 _LEAST_SLOTS = 4
 _AT_ONCE = 8  # requests in flight: what a fast disk needs
 _BATCH_BYTES = 256 << 20
-_TRY_AGAIN_S = 5.0  # after a disk was full, or failed
+TRY_AGAIN_S = 5.0  # after a disk was full, or failed
 _ALIGNMENT = 2 << 20
 
 
@@ -381,7 +381,7 @@ class Spiller:
                 error = refused
         self.failure = "" if error is None else str(error)
         if error is not None:
-            self._try_again = time.monotonic() + _TRY_AGAIN_S
+            self._try_again = time.monotonic() + TRY_AGAIN_S
         for entry in batch.entries:
             self._ledger.end_spill(entry, is_written=error is None and entry in held)
         self.look()

@@ -23,7 +23,7 @@ from cumem_sleep.vault.files import SpillError, SpillFile, SpillFolder
 
 pytestmark = [pytest.mark.sim]
 
-SWITCHES = int(os.environ.get("CUMEM_SLEEP_TEST_SWITCHES", "20"))
+SWITCHES = 20
 
 StartVault = Callable[..., RunningVault]
 
