@@ -73,6 +73,7 @@ FRONT = _table(
     ("serve_requests_running", "model", "gauge", "Requests that the model answers now."),
     ("serve_model_host_bytes", "model", "gauge", "Host memory that the sleeping model holds, by the front's ledger."),
     ("serve_model_kept_bytes", "model", "gauge", "Beside that, for kept KV cache."),
+    ("serve_model_files_bytes", "model", "gauge", "Of what it holds, what the vault has in files only."),
     ("serve_restarts", "model", "counter", "Times that the model's server died and was started again."),
     ("serve_gpu_total_bytes", "gpu", "gauge", "Memory of the GPU."),
     ("serve_gpu_used_bytes", "gpu", "gauge", "Memory of the GPU in use, by all processes."),
@@ -135,6 +136,7 @@ VAULT_CLIENT = _table(
     ("vault_client_asleep_bytes", "pid name", "gauge", "Backups of the client's segments that sleep."),
     ("vault_client_awake_bytes", "pid name", "gauge", "Retained backups of the client's segments that are awake."),
     ("vault_client_shared_bytes", "pid name", "gauge", "How much of both others have, too."),
+    ("vault_client_spilled_bytes", "pid name", "gauge", "How much of both is in files only."),
 )
 
 

@@ -333,7 +333,11 @@ class Fleet:
         return unit.name in self._scheduler.models
 
     def _model_status(self, unit: Unit, now: float, wall: float) -> ModelStatus:
-        state = self._scheduler.models[unit.name]
+        state, vault = self._scheduler.models[unit.name], self._vault
+        files_bytes = 0
+        if vault is not None and state.phase is Phase.ASLEEP:
+            files_bytes = sum(vault.spilled_by_pid.get(pid, 0) for pid in unit.pids)
+        files_gbps = vault.files_gbps if vault is not None else None
         return ModelStatus(
             name=unit.name,
             aliases=unit.aliases,
@@ -357,6 +361,8 @@ class Fleet:
             layer=unit.layer,
             in_vault=state.in_vault,
             kept_bytes=state.kept_bytes,
+            files_bytes=files_bytes,
+            files_s=files_bytes / files_gbps / 1e9 if files_bytes and files_gbps else None,
             engine=unit.engine_name,
         )
 

@@ -253,6 +253,7 @@ class VaultReport:
             memory.add_row(name, format_bytes(self.facts[f"{name}_bytes"]))
         if self.facts["files_bytes"]:
             memory.add_row("in files only", format_bytes(self.facts["spilled_bytes"]))
+            memory.add_row("being spilled", format_bytes(self.facts["files_writing_bytes"]))
             memory.add_row("files, free", format_bytes(self.facts["files_free_bytes"]))
             for way in ("written", "read"):
                 nbytes, rate = (self.facts[f"files_{way}_{unit}"] for unit in ("bytes", "gbps"))
@@ -266,11 +267,13 @@ class VaultReport:
             rates = [_rate(gpu[f"last_{way}_gbps"]) for way in ("out", "in")]
             relayed = [format_bytes(gpu["relayed_out_bytes"] + gpu["relayed_in_bytes"])] * has_relayed
             gpus.add_row(f"{gpu['ordinal']}: {gpu['name']} {gpu['uuid']}", *_held(gpu), *rates, *relayed)
-        clients = _table("client", "asleep", "awake", "shared", "GPUs")
+        spills = bool(self.facts["files_bytes"])
+        clients = _table("client", "asleep", "awake", "shared", *["in files"] * spills, "GPUs")
         ordinals = {gpu["uuid"]: str(gpu["ordinal"]) for gpu in self.facts["gpus"]}
         for client in self.facts["clients"]:
             name = f"{client['name']} (pid {client['pid'] or 'unknown'})"
-            clients.add_row(name, *_held(client), " ".join(ordinals[gpu["uuid"]] for gpu in client["gpus"]))
+            in_files = [format_bytes(client["spilled_bytes"])] * spills
+            clients.add_row(name, *_held(client), *in_files, " ".join(ordinals[gpu["uuid"]] for gpu in client["gpus"]))
         return [memory, gpus, clients]
 
     def conclusion(self) -> str:

@@ -743,6 +743,7 @@ class Service:
             "ring_bytes": spiller.ring_bytes if spiller else 0,
             "files_bytes": self._files.nbytes if self._files else 0,
             "files_free_bytes": self._pool.ledger.free_file_bytes,
+            "files_writing_bytes": spiller.writing_bytes if spiller else 0,
             "files_written_bytes": written.nbytes,
             "files_written_gbps": written.gbps,
             "files_read_bytes": read.nbytes,

@@ -35,6 +35,7 @@ _LEAST_SLOTS = 4
 _AT_ONCE = 8  # requests in flight: what a fast disk needs
 _BATCH_BYTES = 256 << 20
 TRY_AGAIN_S = 5.0  # after a disk was full, or failed
+_STAND_BACK_S = 0.01  # who writes ahead, while others read
 _ALIGNMENT = 2 << 20
 
 
@@ -121,6 +122,11 @@ class RingReader:
         self._reading, self._counted_until = 0, 0.0
         self._is_stopping = False
         self._threads: list[threading.Thread] = []
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether somebody waits for what is read."""
+        return self._reading > 0 or bool(self._reads)
 
     def start(self) -> None:
         """Have the threads, from the first read on. Raises RuntimeError: they cannot be started."""
@@ -229,9 +235,14 @@ def _nothing(_: Exception | None) -> None:
 
 @dataclass(eq=False)
 class _Batch:
-    """What is being written."""
+    """What is being written.
+
+    Attributes:
+        is_awaited: somebody waits for the memory; otherwise those who read go first.
+    """
 
     entries: Sequence[Entry]
+    is_awaited: bool
     began: float = field(default_factory=time.monotonic)
 
     @property
@@ -320,7 +331,9 @@ class Spiller:
 
     def make_room(self, nbytes: int) -> bool:
         """Begin to spill, if that is not under way; returns whether so much more can be dropped from memory then."""
-        missing = nbytes - (self._batch.nbytes if self._batch else 0)
+        if self._batch is not None:
+            self._batch.is_awaited = True
+        missing = nbytes - self.writing_bytes
         if missing <= 0:
             return True
         if self._pool.is_stopped or time.monotonic() < self._try_again:
@@ -328,30 +341,33 @@ class Spiller:
         chosen = self._ledger.to_spill(missing, self._may_tell)
         if sum(entry.taken_bytes for entry in chosen) < missing:
             return False
-        self._write_some(chosen, _AT_ONCE)  # what is being copied comes later
+        self._write_some(chosen, is_awaited=True)  # what is being copied comes later
         return True
 
     def look(self) -> None:
         """Spill ahead, slowly, if too little memory is free."""
         missing = self._free_bytes - self._ledger.available_bytes() - self._pool.bytes_to_come()
         if missing > 0 and not self._pool.is_stopped and time.monotonic() >= self._try_again:
-            self._write_some(self._ledger.to_spill(missing, self._may_tell), 1)
+            self._write_some(self._ledger.to_spill(missing, self._may_tell), is_awaited=False)
 
-    def _write_some(self, chosen: Sequence[Entry], at_once: int) -> None:
+    def _write_some(self, chosen: Sequence[Entry], *, is_awaited: bool) -> None:
         """Begin with the next batch of these, unless there is one."""
         ready = [entry for entry in chosen if not entry.copies]
         if self._batch is not None or not ready:
             return
         sizes = accumulate(entry.taken_bytes for entry in ready)
         entries = [entry for entry, end in zip(ready, sizes, strict=True) if end - entry.taken_bytes < _BATCH_BYTES]
-        self._batch = _Batch(entries)
+        self._batch = _Batch(entries, is_awaited)
         for entry in entries:
             self._ledger.begin_spill(entry)
             self._files.take(entry.spilled)
         parts = [part for entry in entries for part in self._files.parts(entry.spilled)]
         requests = [request for entry in entries for request in self._requests(entry)]
-        future = self._files.worker.submit(_write, parts, requests, at_once)
+        future = self._files.worker.submit(_write, self._batch, parts, requests, self._is_reading)
         future.add_done_callback(lambda future: self._post(partial(self._written, future)))
+
+    def _is_reading(self) -> bool:
+        return self._reader is not None and self._reader.is_reading and not self._is_closed
 
     def _requests(self, entry: Entry) -> Iterable[tuple[SpillFile, int, memoryview]]:
         """Where in a file to write what."""
@@ -387,6 +403,11 @@ class Spiller:
         self.look()
         self._changed()
 
+    @property
+    def writing_bytes(self) -> int:
+        """Of what is being spilled."""
+        return self._batch.nbytes if self._batch else 0
+
     def said(self) -> str:
         """Of the files, for who gets no memory."""
         free = f"{format_bytes(self._ledger.free_file_bytes)} of {format_bytes(self._files.nbytes)} of files are free"
@@ -394,17 +415,25 @@ class Spiller:
 
 
 def _write(
-    parts: Sequence[tuple[SpillFile, int, int]], requests: Sequence[tuple[SpillFile, int, memoryview]], at_once: int
+    batch: _Batch,
+    parts: Sequence[tuple[SpillFile, int, int]],
+    requests: Iterable[tuple[SpillFile, int, memoryview]],
+    is_reading: Callable[[], bool],
 ) -> None:
     """Have space set aside for these parts, then write. When it returns or raises, nothing is in flight."""
     for file, offset, nbytes in parts:
         file.allocate(offset, nbytes)
-    if at_once == 1:
-        for file, offset, content in requests:
-            file.write(content, offset)
+    left = deque(requests)
+    while left and not batch.is_awaited:
+        if is_reading():
+            time.sleep(_STAND_BACK_S)
+            continue
+        file, offset, content = left.popleft()
+        file.write(content, offset)
+    if not left:
         return
-    with ThreadPoolExecutor(at_once, "vault-write") as threads:
-        writes = [threads.submit(file.write, content, offset) for file, offset, content in requests]
+    with ThreadPoolExecutor(_AT_ONCE, "vault-write") as threads:
+        writes = [threads.submit(file.write, content, offset) for file, offset, content in left]
         wait(writes)
     for each in writes:
         each.result()

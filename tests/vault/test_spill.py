@@ -20,6 +20,7 @@ from cumem_sleep.tools import cli
 from cumem_sleep.vault import files
 from cumem_sleep.vault.client import VaultBackup
 from cumem_sleep.vault.files import SpillError, SpillFile, SpillFolder
+from cumem_sleep.vault.spill import _Batch, _write
 
 pytestmark = [pytest.mark.sim]
 
@@ -88,6 +89,44 @@ class TestFiles:
         monkeypatch.setattr(files, "filesystem_of", lambda _: "tmpfs")
         with pytest.raises(VaultError, match="tmpfs, which is memory itself"):
             SpillFolder(spill)
+
+
+class Disk:
+    """Says what is written where, and what comes between."""
+
+    def __init__(self) -> None:
+        self.done: list[object] = []
+
+    def allocate(self, offset: int, nbytes: int) -> None:
+        self.done.append(("room", offset, nbytes))
+
+    def write(self, content: memoryview, offset: int) -> None:
+        self.done.append(offset)
+
+
+class TestWriteAhead:
+    def test_it_stands_back_while_others_read(self) -> None:
+        disk, reading = Disk(), iter([True, True, False, True, False])
+
+        def is_reading() -> bool:
+            disk.done.append(is_so := next(reading))
+            return is_so
+
+        _write(
+            _Batch([], is_awaited=False), [(disk, 0, 2)], [(disk, at, memoryview(b"x")) for at in (0, 1)], is_reading
+        )  # type: ignore[list-item]
+        assert disk.done == [("room", 0, 2), True, True, False, 0, True, False, 1]
+
+    def test_not_when_somebody_waits_for_the_memory(self) -> None:
+        disk = Disk()
+        batch = _Batch([], is_awaited=False)
+
+        def is_reading() -> bool:
+            batch.is_awaited = True
+            return True
+
+        _write(batch, [], [(disk, at, memoryview(b"x")) for at in (0, 1)], is_reading)  # type: ignore[misc]
+        assert sorted(disk.done) == [0, 1]  # type: ignore[type-var]
 
 
 class Sleeper(Segment):
