@@ -248,6 +248,11 @@ class VaultClient:
         return self._lost
 
     @property
+    def spills(self) -> bool:
+        """Whether the vault keeps backups in files when its memory is short."""
+        return bool(self.slabs.moves)
+
+    @property
     def is_gone(self) -> bool:
         """Whether the vault's process is known to have ended, so that the driver has all that it had of others."""
         try:
