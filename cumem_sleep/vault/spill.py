@@ -105,7 +105,9 @@ class FileRead:
 
 
 class RingReader:
-    """Threads that read files into the slots of a ring, and let links copy from there. Requests take turns.
+    """Threads that read files into the slots of a ring, and let links copy from there.
+
+    Clients take turns, piece by piece; one client's requests are in order.
 
     Attributes:
         totals: what was read, and for how long.
@@ -117,7 +119,7 @@ class RingReader:
         self._ring = ring
         self._free = [start * self.slot_bytes for start in range(ring.bytes // self.slot_bytes)]
         self._most_threads = min(_AT_ONCE, len(self._free))
-        self._reads: deque[FileRead] = deque()  # with pieces left
+        self._turns: dict[Hashable, deque[FileRead]] = {}  # with pieces left, by client; the first is next
         self._changed = threading.Condition()
         self._reading, self._counted_until = 0, 0.0
         self._is_stopping = False
@@ -126,7 +128,7 @@ class RingReader:
     @property
     def is_reading(self) -> bool:
         """Whether somebody waits for what is read."""
-        return self._reading > 0 or bool(self._reads)
+        return self._reading > 0 or bool(self._turns)
 
     def start(self) -> None:
         """Have the threads, from the first read on. Raises RuntimeError: they cannot be started."""
@@ -138,15 +140,15 @@ class RingReader:
     def submit(self, read: FileRead) -> None:
         """Begin with it, when it is its turn."""
         with self._changed:
-            self._reads.append(read)
+            self._turns.setdefault(read.client, deque()).append(read)
             self._changed.notify_all()
 
     def cancel(self, client: Hashable, why: str = "the client has gone") -> None:
         """Read no more for this client (None: for any). The link is told, too."""
         with self._changed:
-            ended = [read for read in self._reads if client in (None, read.client)]
+            clients = [each for each in self._turns if client in (None, each)]
+            ended = [read for each in clients for read in self._turns.pop(each)]
             for read in ended:
-                self._reads.remove(read)
                 read.fail(VaultError(why))
         for read in ended:
             self._end_if_over(read)
@@ -163,14 +165,11 @@ class RingReader:
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._is_stopping or (self._reads and self._free))
+                self._changed.wait_for(lambda: self._is_stopping or (self._turns and self._free))
                 if self._is_stopping:
                     return
-                read, slot = self._reads[0], self._free.pop()
-                piece = self._take(read)
-                self._reads.rotate(-1)
-                if not read.pieces:
-                    self._reads.remove(read)
+                slot = self._free.pop()
+                read, piece = self._take()
                 self._count(1, 0)
             error = self._fill(slot, piece)
             with self._changed:
@@ -182,8 +181,11 @@ class RingReader:
             over = partial(self._over, read, slot)
             read.link.submit(Job(read.client, read.lent, deque([link_piece]), over, relays=read.relays))
 
-    def _take(self, read: FileRead) -> FilePiece:
-        """As much of its next piece as a slot takes: all but the first and the last are whole pages."""
+    def _take(self) -> tuple[FileRead, FilePiece]:
+        """The next client's, as much as a slot takes: all but the first and the last are whole pages."""
+        client = next(iter(self._turns))
+        reads = self._turns.pop(client)
+        read = reads[0]
         piece = read.pieces.popleft()
         most = self.slot_bytes - piece.offset % PAGE_BYTES
         read.under_way += 1
@@ -191,7 +193,11 @@ class RingReader:
             file, offset, lent_offset, nbytes = piece
             read.pieces.appendleft(FilePiece(file, offset + most, lent_offset + most, nbytes - most))
             piece = piece._replace(nbytes=most)
-        return piece
+        if not read.pieces:
+            reads.popleft()
+        if reads:
+            self._turns[client] = reads  # behind the others
+        return read, piece
 
     def _fill(self, slot: int, piece: FilePiece) -> Exception | None:
         """Read the pages that it lies in."""
@@ -209,9 +215,12 @@ class RingReader:
             self._free.append(slot)
             read.under_way -= 1
             if error is not None:
-                if read in self._reads:
-                    self._reads.remove(read)
                 read.fail(error)
+                reads = self._turns.get(read.client, deque())
+                if read in reads:
+                    reads.remove(read)
+                if not reads:
+                    self._turns.pop(read.client, None)
             self._changed.notify()
         self._end_if_over(read)
 
