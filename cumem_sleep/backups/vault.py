@@ -303,6 +303,11 @@ class VaultTier(Tier):
             with suppress(CumemSleepError, OSError):
                 self.client()
 
+    def read_ahead(self) -> None:  # noqa: D102
+        if self._client is not None and self._client.spills:
+            with suppress(VaultError):
+                self._client.read_ahead()
+
     def leave(self) -> None:  # noqa: D102
         for client in [*self._left, *([] if self._client is None else [self._client])]:
             client.close()

@@ -43,6 +43,8 @@ SIMULATED_GPU_BYTES = 80 << 30
 
 
 LookAtVaults = Callable[[Collection[str]], VaultStatus | None]
+ReadAhead = Callable[[str, Collection[int]], None]
+"""Has the vault at this socket read what these processes have in files. It may take seconds."""
 """Asks the vaults at these sockets (`auto` is the user's own); None if none answers. It may take seconds."""
 
 
@@ -120,6 +122,7 @@ class Fleet:
         *,
         simulated: bool = False,
         look_at_vaults: LookAtVaults = lambda _sockets: None,
+        read_ahead: ReadAhead = lambda _socket, _pids: None,
         lock: Lock | None = None,
     ) -> None:
         """`lock`: is held until the last server has ended, even if this process is killed."""
@@ -127,7 +130,7 @@ class Fleet:
         self.counters = Counters()
         self.simulated = simulated
         self._version = metadata.version("cumem-sleep")
-        self._look_at_vaults = look_at_vaults
+        self._look_at_vaults, self._read_ahead = look_at_vaults, read_ahead
         self._vault: VaultStatus | None = None
         self._found_host_bytes = 0
         self._names = config.names()
@@ -231,6 +234,8 @@ class Fleet:
         self._waiting[request] = _Waiting(granted, state, now, self._scheduler.waited_s(state, now))
         try:
             try:
+                if len(state.waiting) == 0 and state.phase is Phase.ASLEEP:
+                    self._spawn(self._ask_to_read_ahead(self._units[name]))
                 self._handle(events.Arrived(request, name, now + state.spec.wait_s))
                 lease = await granted
             except ServeError as error:
@@ -468,6 +473,11 @@ class Fleet:
     async def _ask_vaults(self, sockets: set[str]) -> VaultStatus | None:
         named = sockets - {""}
         return await asyncio.to_thread(self._look_at_vaults, named) if named else None
+
+    async def _ask_to_read_ahead(self, unit: Unit) -> None:
+        """Others have to leave its GPUs first: the disk can be at work meanwhile."""
+        if self._vault is not None and any(pid in self._vault.spilled_by_pid for pid in unit.pids):
+            await asyncio.to_thread(self._read_ahead, unit.vault, unit.pids)
 
     async def _look_at_gpus(self) -> None:
         if not self.simulated:

@@ -11,7 +11,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Collection, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import SplitResult, urlsplit
@@ -20,6 +20,7 @@ from rich.table import Table
 
 from ..errors import CumemSleepError, InvalidArgument, InvalidState, counted, format_bytes
 from ..vault import protocol
+from ..vault.client import VaultClient
 from . import vault
 from .console import say
 from .vault import notify_systemd
@@ -131,7 +132,13 @@ def serve(options: argparse.Namespace, say: Callable[[str], None]) -> None:
         def load(path: Path) -> Config:
             return _with_options(files.load(path), options)
 
-        _run(main.serve(config, options.config, load, say, started, look_at_vaults, options.demo, lock))
+        _run(main.serve(config, options.config, load, say, started, look_at_vaults, read_ahead, options.demo, lock))
+
+
+def read_ahead(path: str, pids: Collection[int]) -> None:
+    """Have the vault at this socket read what these processes have in files. One that does not answer does not."""
+    with suppress(CumemSleepError), closing(VaultClient(Path(path), "serve")) as client:
+        client.read_ahead(list(pids))
 
 
 def look_at_vaults(sockets: Collection[str]) -> VaultStatus | None:

@@ -557,6 +557,14 @@ class VaultClient:
             each.descriptor = -1
         return self._begin("forget", memories=sent) if sent else None
 
+    def read_ahead(self, pids: Sequence[int] = ()) -> int:
+        """Let the vault read into memory what these processes (none: this one) are about to need of its files.
+
+        Returns:
+            How many bytes that are, whether or not there is memory for them.
+        """
+        return int(self._ask("read_ahead", pids=list(pids))["bytes"])
+
     def status(self) -> dict[str, Any]:
         """Everything that the vault knows."""
         return self._ask("status")

@@ -279,11 +279,11 @@ class Ledger:
         return [number for number, slab in self._slabs.items() if slab.is_adopted and not slab.entries]
 
     def to_empty(self, nbytes: int) -> list[int]:
-        """Slabs of our own, of at least `nbytes`, in which nothing is needed; none if there is too little of that."""
+        """Slabs of our own, of at least `nbytes`, in which nothing has to stay; none if there is too little of that."""
         candidates = [
             number
             for number, slab in self._slabs.items()
-            if not slab.is_adopted and all(entry.is_given_up or not entry.needed for entry in slab.entries)
+            if not slab.is_adopted and all(entry.is_given_up or self._may_go(entry) for entry in slab.entries)
         ]
         candidates.sort(key=lambda number: max((entry.used for entry in self._slabs[number].entries), default=0))
         sizes = accumulate(self._slabs[number].nbytes for number in candidates)
@@ -293,11 +293,15 @@ class Ledger:
     def empty(self, slabs: Iterable[int], most: int = sys.maxsize) -> bool:
         """Evict what lies in these slabs, at most so many holds; returns whether they are empty."""
         for entry in [entry for number in slabs for entry in self._slabs[number].entries]:
-            if entry.queue is self._expendable or entry.queue is self._evictable:  # it may lie in several of them
+            if self._may_go(entry):  # it may lie in several of them
                 most -= self._evict(entry, most)
             if most <= 0:
                 break
         return not any(self._slabs[number].entries for number in slabs)
+
+    def _may_go(self, entry: Entry) -> bool:
+        """Evicted, or dropped from memory."""
+        return entry.queue in (self._expendable, self._evictable, self._droppable)
 
     # Entries
 
@@ -494,6 +498,33 @@ class Ledger:
             self._free_in_files(entry)
         self.end_copy(entry)
 
+    def begin_read_ahead(self, entry: Entry, node: int) -> list[SlabRange]:
+        """Memory to read it into from its files, what is in files being dropped for that; a copy of it is under way.
+
+        Returns:
+            Nothing if there is too little.
+        """
+        room = self.free_bytes + self._droppable.nbytes - self.claims.total()
+        is_wanted = entry.needed and entry.is_in_files and not entry.extents and not entry.copies
+        if not is_wanted or room < entry.taken_bytes:
+            return []
+        while self.free_bytes < entry.taken_bytes:
+            self._evict(next(iter(self._droppable)))
+        extents = self._extents(entry.taken_bytes, node)
+        self._lie(entry, extents)
+        self.begin_copy(entry)
+        return extents
+
+    def end_read_ahead(self, entry: Entry, extents: list[SlabRange], *, is_read: bool) -> None:
+        """The copy is not under way any more. If it `is_read`, it is in memory, too."""
+        if is_read:
+            entry.extents, entry.slabs = extents, {extent.slab for extent in extents}
+            for group in entry.counts:
+                self._held[group][3] -= entry.taken_bytes
+        else:
+            self._give_back(entry, extents)
+        self.end_copy(entry)
+
     def _retained_in_files(self) -> Iterator[Entry]:
         yield from self._evictable_in_files
         yield from (entry for entry in self._evictable if entry.is_in_files)
@@ -625,20 +656,30 @@ class Ledger:
     def _placed(self, nbytes: int, node: int, expendable: bool) -> Entry:
         """A new entry, in the smallest free run that is large enough, or in the largest ones until it is enough."""
         entry = Entry(nbytes, _rounded(nbytes), is_expendable=expendable)
-        left = entry.taken_bytes
-        while left:
-            extent = self._take(left, node)
-            entry.extents.append(extent)
-            left -= extent.nbytes
-        self.free_bytes -= entry.taken_bytes
+        entry.extents = self._extents(entry.taken_bytes, node)
         self._add(entry)
         return entry
 
+    def _extents(self, nbytes: int, node: int) -> list[SlabRange]:
+        """Free memory, which is not free any more."""
+        extents: list[SlabRange] = []
+        left = nbytes
+        while left:
+            extents.append(self._take(left, node))
+            left -= extents[-1].nbytes
+        self.free_bytes -= nbytes
+        return extents
+
     def _add(self, entry: Entry) -> None:
-        entry.slabs = {extent.slab for extent in entry.extents}
-        for slab in entry.slabs:
-            self._slabs[slab].entries.add(entry)
+        entry.slabs = self._lie(entry, entry.extents)
         self._entries.add(entry)
+
+    def _lie(self, entry: Entry, extents: Iterable[SlabRange]) -> set[int]:
+        """It has something in these slabs from here on."""
+        slabs = {extent.slab for extent in extents}
+        for slab in slabs:
+            self._slabs[slab].entries.add(entry)
+        return slabs
 
     def _take(self, nbytes: int, node: int) -> SlabRange:
         """Of one free run, at most so much."""
@@ -675,12 +716,19 @@ class Ledger:
         self._free_in_files(entry)
 
     def _free_memory(self, entry: Entry) -> None:
+        if not entry.is_adopted:
+            self._give_back(entry, entry.extents)
+            return
         for slab in entry.slabs:
             self._slabs[slab].entries.remove(entry)
-        if entry.extents and not entry.is_adopted:
-            for slab, offset, nbytes in entry.extents:
-                self._runs[self._slabs[slab].node].give_back(slab, offset, nbytes)
-            self.free_bytes += entry.taken_bytes
+
+    def _give_back(self, entry: Entry, extents: Iterable[SlabRange]) -> None:
+        """Nobody has this memory of the entry any more."""
+        for number, offset, nbytes in extents:
+            slab = self._slabs[number]
+            slab.entries.discard(entry)
+            self._runs[slab.node].give_back(number, offset, nbytes)
+            self.free_bytes += nbytes
 
     def _free_in_files(self, entry: Entry) -> None:
         for extent in entry.spilled:

@@ -549,6 +549,15 @@ class Service:
         numbers = integers(asked.body, "numbers", protocol.MAX_BACKUPS)
         return self._said(asked.session, [self._pool.ledger.find_hold(asked.session.owner, each) for each in numbers])
 
+    def _read_ahead(self, asked: _Request) -> _Answer:
+        """What these processes have in files, they are about to need; none: the client itself."""
+        pids = integers(asked.body, "pids", protocol.MAX_BACKUPS)
+        if self._spiller is None:
+            return {"bytes": 0}
+        named = [session for session in self._sessions if session.pid in pids] if pids else [asked.session]
+        entries = [hold.entry for session in named for hold in self._pool.ledger.holds(session.owner)]
+        return {"bytes": self._spiller.read_ahead(entries)}
+
     def _show(self, asked: _Request) -> None:
         """Backups in slabs that another vault has left behind. They are looked at by the thread that takes memory."""
         gpu = self._gpu(asked.body)
@@ -802,6 +811,7 @@ _REQUESTS: Mapping[str, _Handler] = {
     "forget": Service._take_back,
     "resume": Service._resume,
     "look": Service._look,
+    "read_ahead": Service._read_ahead,
     "room": Service._room,
     "withdraw": Service._withdraw,
     "show": Service._show,

@@ -24,7 +24,7 @@ from ..errors import InvalidArgument, VaultError, format_bytes
 from . import memory
 from .files import PAGE_BYTES, SpillFile, SpillFiles
 from .jobs import BorrowedMemory, Job, LinkPiece
-from .ledger import Entry
+from .ledger import Entry, SlabRange
 from .link import CopyTotals, VaultLink
 from .pool import VaultPool
 
@@ -295,7 +295,9 @@ class Spiller:
         self.failure, self._try_again = "", 0.0
         self._ring: memory.Slab | None = None
         self._batch: _Batch | None = None
-        self._is_closed = False
+        self._is_closed = self._is_reading_ahead = False
+        self._wanted: deque[Entry] = deque()  # to be read ahead
+        self._ahead = ThreadPoolExecutor(1, "vault-read-ahead")
 
     def begin(self, node: int, device: int) -> None:
         """Take the ring. Raises OutOfHostMemory."""
@@ -305,6 +307,7 @@ class Spiller:
     def close(self) -> None:
         """Wait for what is being written; nobody hears of it any more. No copy from the ring is in flight."""
         self._is_closed = True
+        self._ahead.shutdown()
         self._files.close()
         if self._ring is not None:
             self._ring.let_go()
@@ -335,6 +338,35 @@ class Spiller:
         """Cancel all reads, and wait for those in flight; copies from the ring may still be."""
         if self._reader is not None:
             self._reader.stop()
+
+    def read_ahead(self, entries: Iterable[Entry]) -> int:
+        """Begin to read these into memory, as far as there is some that nobody needs; returns their bytes."""
+        wanted = [entry for entry in entries if entry.is_in_files and not entry.extents]
+        self._wanted = deque(dict.fromkeys([*self._wanted, *wanted]))
+        self._read_next()
+        return sum(entry.taken_bytes for entry in wanted)
+
+    def _read_next(self) -> None:
+        """One after the other, so that little memory is in nobody's hands."""
+        while self._wanted and not self._is_reading_ahead and not self._pool.is_stopped:
+            entry = self._wanted.popleft()
+            if entry.holds and (extents := self._ledger.begin_read_ahead(entry, -1)):
+                self._begin_read(entry, extents)
+
+    def _begin_read(self, entry: Entry, extents: list[SlabRange]) -> None:
+        self._is_reading_ahead = True
+        future = self._ahead.submit(_read_ahead, list(self._requests(entry, extents)), self._is_reading)
+        future.add_done_callback(lambda future: self._post(partial(self._was_read, entry, extents, future)))
+
+    def _was_read(self, entry: Entry, extents: list[SlabRange], future: Future[None]) -> None:
+        self._is_reading_ahead = False
+        if self._is_closed:
+            return
+        self._ledger.end_read_ahead(entry, extents, is_read=future.exception() is None)
+        if future.exception() is not None:  # who wakes reads it again, and hears why that fails
+            self._wanted.clear()
+        self._read_next()
+        self._changed()
 
     # Writing
 
@@ -371,19 +403,19 @@ class Spiller:
             self._ledger.begin_spill(entry)
             self._files.take(entry.spilled)
         parts = [part for entry in entries for part in self._files.parts(entry.spilled)]
-        requests = [request for entry in entries for request in self._requests(entry)]
+        requests = [request for entry in entries for request in self._requests(entry, entry.extents)]
         future = self._files.worker.submit(_write, self._batch, parts, requests, self._is_reading)
         future.add_done_callback(lambda future: self._post(partial(self._written, future)))
 
     def _is_reading(self) -> bool:
         return self._reader is not None and self._reader.is_reading and not self._is_closed
 
-    def _requests(self, entry: Entry) -> Iterable[tuple[SpillFile, int, memoryview]]:
-        """Where in a file to write what."""
-        at = 0
+    def _requests(self, entry: Entry, extents: Sequence[SlabRange]) -> Iterable[tuple[SpillFile, int, memoryview]]:
+        """Which part of a file goes where in memory."""
+        at, in_memory = 0, Entry(entry.nbytes, entry.taken_bytes, list(extents))
         for file, offset, nbytes in self._files.parts(entry.spilled):
             written = 0
-            for slab, start, size in entry.ranges(at, nbytes):
+            for slab, start, size in in_memory.ranges(at, nbytes):
                 content = memoryview(self._pool.slabs[slab].block)
                 for begin in range(start, start + size, _REQUEST_BYTES):
                     end = min(begin + _REQUEST_BYTES, start + size)
@@ -421,6 +453,14 @@ class Spiller:
         """Of the files, for who gets no memory."""
         free = f"{format_bytes(self._ledger.free_file_bytes)} of {format_bytes(self._files.nbytes)} of files are free"
         return f"{free}; {self.failure}" if self.failure else free
+
+
+def _read_ahead(requests: Iterable[tuple[SpillFile, int, memoryview]], is_reading: Callable[[], bool]) -> None:
+    """Stand back while others read."""
+    for file, offset, content in requests:
+        while is_reading():
+            time.sleep(_STAND_BACK_S)
+        file.read(content, offset)
 
 
 def _write(

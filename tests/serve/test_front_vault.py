@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Coroutine, Iterator
+from collections.abc import Collection, Coroutine, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -131,7 +131,14 @@ def test_models_that_the_vault_has_in_files_are_shown_so(
     async def scenario() -> None:
         socket = str(vault.socket)
         parsed = config(tmp_path, **{name: model(name, socket, seed) for seed, name in enumerate("abc")})
-        async with running(parsed, look_at_vaults=tools.look_at_vaults) as fleet:
+        read_ahead: list[str] = []
+
+        def read(path: str, pids: Collection[int]) -> None:
+            assert pids
+            read_ahead.append(path)
+            tools.read_ahead(path, pids)
+
+        async with running(parsed, look_at_vaults=tools.look_at_vaults, read_ahead=read) as fleet:
             await until(fleet, a=Phase.ASLEEP, b=Phase.ASLEEP, c=Phase.ASLEEP)
             assert set(levels(fleet).values()) == {1}
             while sum(each.files_bytes for each in fleet.status().models) < 80 * MIB:
@@ -141,6 +148,7 @@ def test_models_that_the_vault_has_in_files_are_shown_so(
             assert (host.asleep_bytes, host.spilled_bytes) == (120 * MIB, 80 * MIB)
             in_files = next(each.name for each in fleet.status().models if each.files_bytes)
             await fleet.wake(in_files)
+            assert read_ahead == [socket]
             while not any(each.files_s for each in fleet.status().models):
                 await asyncio.sleep(0.01)
             table = tools.models_table([asdict(each) for each in fleet.status().models])

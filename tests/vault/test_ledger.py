@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
+from types import MappingProxyType
 
 import pytest
 from hypothesis import settings, stateful
@@ -37,8 +38,8 @@ def holds_of(books: Ledger) -> dict[int, Hold]:
     return {number: hold for holds in books._holds.values() for number, hold in holds.items()}
 
 
-def check(books: Ledger) -> None:
-    """What is always true."""
+def check(books: Ledger, coming: Mapping[Entry, Sequence[SlabRange]] = MappingProxyType({})) -> None:
+    """What is always true. `coming`: where entries are being read to."""
     free = [SlabRange(*at, nbytes) for runs in books._runs.values() for at, nbytes in runs._sizes_at.items()]
     covered: dict[int, list[tuple[int, int]]] = {slab: [] for slab in books._slabs}
     for extent in free:
@@ -52,11 +53,12 @@ def check(books: Ledger) -> None:
         assert entry.slabs == {extent.slab for extent in entry.extents}
         check_queue(books, entry)
         assert entry.owners == len({hold.owner for hold in entry.holds})
-        for extent in entry.extents:
+        for extent in (*entry.extents, *coming.get(entry, ())):
             if not books._slabs[extent.slab].is_adopted:
                 covered[extent.slab].append((extent.offset, extent.nbytes))
     for number, each in books._slabs.items():
-        assert each.entries == {entry for entry in books._entries if number in entry.slabs}
+        reading = {entry for entry, extents in coming.items() if number in {extent.slab for extent in extents}}
+        assert each.entries == {entry for entry in books._entries if number in entry.slabs} | reading
         at = 0
         for offset, nbytes in sorted(covered[number]):
             assert offset == at, "extents overlap, or bytes are lost"
@@ -538,6 +540,7 @@ class LedgerMachine(stateful.RuleBasedStateMachine):
         super().__init__()
         self.zeroing: list[Entry] = []
         self.writing: list[Entry] = []
+        self.reading: dict[Entry, list[SlabRange]] = {}
         self.freed_bytes = 0
         self.books = Ledger(self.zeroing.append, FILE_BYTES, self.free)
         for number in range(3):
@@ -562,6 +565,20 @@ class LedgerMachine(stateful.RuleBasedStateMachine):
     @stateful.rule(is_written=st.booleans())
     def end_spill(self, is_written: bool) -> None:
         self.books.end_spill(self.writing.pop(), is_written=is_written)
+
+    @stateful.rule()
+    def read_ahead(self) -> None:
+        before = self.mine.keys()
+        for entry in {hold.entry for hold in holds_of(self.books).values() if not hold.entry.extents}:
+            if extents := self.books.begin_read_ahead(entry, -1):
+                self.reading[entry] = extents
+        assert holds_of(self.books).keys() == before, "something was evicted for what nobody waits for"
+
+    @stateful.precondition(lambda self: self.reading)
+    @stateful.rule(is_read=st.booleans())
+    def end_read_ahead(self, is_read: bool) -> None:
+        entry, extents = self.reading.popitem()
+        self.books.end_read_ahead(entry, extents, is_read=is_read)
 
     def some(self, data: st.DataObject) -> tuple[str, int]:
         number = data.draw(st.sampled_from(sorted(self.mine)))
@@ -692,7 +709,7 @@ class LedgerMachine(stateful.RuleBasedStateMachine):
         self.forget_evicted()
         assert needed <= set(self.mine)
         if not is_empty:
-            assert self.zeroing or self.copies or self.writing
+            assert self.zeroing or self.copies or self.writing or self.reading
             return
         for number in chosen:
             self.books.remove_slab(number)
@@ -701,10 +718,11 @@ class LedgerMachine(stateful.RuleBasedStateMachine):
 
     @stateful.invariant()
     def holds(self) -> None:
-        check(self.books)
+        check(self.books, self.reading)
         assert {hold.number: hold.owner for hold in holds_of(self.books).values()} == self.mine
         held = self.books.held()
-        in_memory = held.asleep_bytes + held.awake_bytes - held.spilled_bytes
+        coming = sum(extent.nbytes for extents in self.reading.values() for extent in extents)
+        in_memory = held.asleep_bytes + held.awake_bytes - held.spilled_bytes + coming
         assert in_memory + self.books.free_bytes == self.books.own_bytes
 
 

@@ -198,6 +198,24 @@ def test_five_models_in_memory_for_two_take_turns(spilling: RunningVault, sleepe
     assert spilling.status()["refused"] == 0
 
 
+def test_what_is_about_to_wake_is_read_ahead_where_memory_is_free(
+    spilling: RunningVault, sleepers: list[Sleeper]
+) -> None:
+    for each in sleepers[:4]:
+        each.sleep()
+    first, *others = sleepers
+    assert first.client.read_ahead() == 0 or spilling.status()["spilled_bytes"] >= SIZE
+    for each in others[1:]:
+        each.close()
+    eventually(lambda: spilling.status()["free_bytes"] >= SIZE, "there is free memory")
+    wanted = first.client.read_ahead([os.getpid()])
+    assert wanted >= SIZE
+    eventually(lambda: spilling.status()["spilled_bytes"] == 0, "all of it is in memory")
+    read = spilling.status()["files_read_bytes"]
+    first.wake()
+    assert spilling.status()["files_read_bytes"] == read, "it has come from memory"
+
+
 def test_what_was_spilled_once_is_not_written_again(spilling: RunningVault, sleepers: list[Sleeper]) -> None:
     for each in sleepers:
         each.sleep()
