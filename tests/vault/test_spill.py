@@ -7,14 +7,20 @@ import mmap
 import os
 import pathlib
 import random
+import signal
+import threading
 from collections.abc import Callable, Iterator
 
 import pytest
+from disk_faults import Faults
 from running import MIB, RunningVault, Segment, eventually, seal
 from support import PAGE, Memory
+from test_failures import descriptors_left
 from test_sleeping import leave
+from test_storm import Vaults
 
-from cumem_sleep import CuMemAllocator, OutOfHostMemory
+from cumem_sleep import CuMemAllocator, OutOfHostMemory, _core
+from cumem_sleep.backups import vault as tiers
 from cumem_sleep.errors import VaultError, VaultLost
 from cumem_sleep.tools import cli
 from cumem_sleep.vault import files
@@ -298,6 +304,88 @@ def test_an_allocator_wakes_from_files_that_a_killed_vault_has_left(
     client.close()
     allocator.free(address)
     leave()
+
+
+def test_what_a_stopped_vault_moves_when_it_goes_on_is_read_again(
+    spilling: RunningVault,
+    make_allocator: Callable[..., CuMemAllocator],
+    memory: Memory,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its owner reads by itself, and the memory is somebody else's before it has."""
+    monkeypatch.setattr(tiers, "DEADLINE_S", 0.3)
+    allocator = make_allocator(vault=str(spilling.socket))
+    address = allocator.malloc(SIZE, "weights")
+    content = memory.fill_random(address, SIZE)
+    allocator.sleep()
+    nbytes = spilling.status()["memory_bytes"]
+    scratch = _core.Scratch(0, nbytes)
+    other = Segment(spilling.client("other"), scratch.address, nbytes)
+    takes_all = threading.Thread(target=other.back_up)
+    spilling.signal(signal.SIGSTOP)
+    with pytest.raises(VaultLost):
+        allocator.wake_up()
+    takes_all.start()
+    real = tiers.VaultLane._read_itself
+
+    def late(lane: tiers.VaultLane, read: tiers._OwnRead) -> None:
+        if takes_all.is_alive():
+            spilling.signal(signal.SIGCONT)
+            takes_all.join()
+        real(lane, read)
+
+    monkeypatch.setattr(tiers.VaultLane, "_read_itself", late)
+    allocator.wake_up()
+    assert not takes_all.is_alive(), "it has read by itself"
+    assert memory.read(address, SIZE) == content
+    other.client.close()
+    scratch.close()
+    allocator.free(address)
+    leave()
+
+
+def test_a_descriptor_that_an_owner_could_not_take_is_sent_again(
+    spilling: RunningVault, sleepers: list[Sleeper]
+) -> None:
+    first = sleepers[0]
+    first.sleep()
+    other = spilling.client("other")
+    other.reserve(first.gpu, [spilling.status()["memory_bytes"]])
+    with descriptors_left(os.getpid(), 0):
+        first.client.hear()
+    assert first.backup is not None
+    assert not {extent.slab for extent in first.backup.extents} & first.client.slabs.by_number.keys()
+    first.client.release([])
+    spilling.kill()
+    first.read_itself()
+    other.close()
+
+
+def test_the_link_copies_while_the_disk_reads(
+    folder: pathlib.Path, spill: pathlib.Path, allocator: CuMemAllocator, memory: Memory
+) -> None:
+    """The first pieces arrive before the last ones are read."""
+    faults = Faults(folder / "disk")
+    options = ("--spill", str(spill), "--spill-size", "256MiB")
+    vault = Vaults(folder, "72MiB", "16MiB", *options, CUMEM_SLEEP_TEST_DISK=str(folder / "disk"))
+    sleepers = [Sleeper(vault, allocator, memory, f"model{number}") for number in range(4)]
+    for each in sleepers:
+        each.sleep()
+    before = vault.status()
+    faults.throttle("read", 8)  # MiB a second for each of four requests, of 2 MiB
+    waking = threading.Thread(target=sleepers[0].wake)
+    waking.start()
+
+    def copied() -> int:
+        return int(vault.status()["gpus"][0]["copied_in_bytes"] - before["gpus"][0]["copied_in_bytes"])
+
+    eventually(lambda: copied() > 0, "something has arrived")
+    assert vault.status()["files_read_bytes"] - before["files_read_bytes"] < SIZE
+    faults.throttle("read", 0)
+    waking.join()
+    for each in sleepers:
+        each.close()
+    vault.close()
 
 
 @pytest.mark.parametrize(
