@@ -208,6 +208,17 @@ class TorchMemorySaverRetained(TorchMemorySaver):
     retain_backups = True
 
 
+class TorchMemorySaverDisk(TorchMemorySaver):
+    """The same, with backups in files of the folder that TMS_DISK_BACKUP_DIR names."""
+
+    title = "torch_memory_saver, backups on disk"
+
+    def pool(self, tag: str) -> AbstractContextManager[object]:
+        if tag == "kv_cache":
+            return self._saver.region(tag=tag)
+        return self._saver.region(tag=tag, enable_disk_backup=True)
+
+
 class Bare(Layer):
     """No layer: for what is measured of the machine itself."""
 
@@ -224,4 +235,5 @@ LAYERS: dict[str, type[Layer]] = {
     "vllm": Vllm,
     "torch_memory_saver": TorchMemorySaver,
     "torch_memory_saver-retained": TorchMemorySaverRetained,
+    "torch_memory_saver-disk": TorchMemorySaverDisk,
 }

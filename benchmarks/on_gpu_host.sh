@@ -7,6 +7,7 @@
 #   tests_1_of_2+tests_2_of_2 two_gpu_tests [~250]  the same on two GPUs at once; so for any number
 #   bench [100]  small [60]  beside [50 a turn; $TURNS (2)]  level_3 [25]  decoder [100]  compressed [280]  codec [200]
 #   decode_after_wake [~60]  host_memory [120]  kept_ranges [~60]  forget [~20]  vault [~300]  vault_small [~80]  vault_kills [140]
+#   spill [~220; with vLLM and .gpu/saver beside, if they are there]
 #   first_clients [~180, several GPUs]  links [~240, several GPUs; $LINKS_OPTIONS, as --compress]
 #   peers [500]  saver [~420]  saver_30 [~150]  saver_tests [~240]
 # With vLLM, from .gpu/1/*.tar.xz and .gpu/2/*.tar.xz, unless it is installed:
@@ -279,6 +280,11 @@ part() {
     links)
         # shellcheck disable=SC2086 # several words
         measure 560 vault_links vault_links --deadline "$(left 540)" ${LINKS_OPTIONS:-}
+        ;;
+    spill)
+        with_vllm || echo "vLLM's loader is not measured"
+        with_saver || echo "torch_memory_saver is not measured"
+        PYTHONPATH=$PYTHONPATH:$theirs measure 300 vault_spill vault_spill --deadline "$(left 240)"
         ;;
     first_clients) measure 300 vault_first_clients vault_first_clients ;;
     saver) with_saver && measure 570 torch_memory_saver_beside saver --theirs "$theirs" --deadline "$(left 550)" ;;

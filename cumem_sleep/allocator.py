@@ -609,7 +609,8 @@ class CuMemAllocator:
 
         Host memory is taken, pinned and filled by a thread while the model runs, also beside the capture of CUDA
         graphs, at no more than `Settings.prepare_bytes_per_second`. The sleep detects and copies what changes
-        after that. Memory allocated later is not included: call it again. A new call ends the one before.
+        after that. Memory allocated later is not included: call it again. A new call ends the one before. The vault
+        begins to read what it has of sleepers in files.
 
         The thread finds out the sizes of compressed backups segment by segment. So this call only refuses what no code
         could make fit (at five eighths of the bytes); a limit that is reached later ends the preparation.
@@ -633,6 +634,7 @@ class CuMemAllocator:
 
     def _begin_preparing(self, keep_bytes: int) -> Preparation:
         self._stop_preparing()
+        self._store.room.tier.read_ahead()
         preparation = Preparation(wanted_ahead(self._layer), self._layer, keep_bytes)
         self._preparation = preparation  # before it starts: whatever happens, it can be stopped
         preparation.start()

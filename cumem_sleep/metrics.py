@@ -101,6 +101,7 @@ FRONT = _table(
     ("serve_requests_running", "model", "gauge", "Requests that the model answers now."),
     ("serve_model_host_bytes", "model", "gauge", "Host memory that the sleeping model holds, by the front's ledger."),
     ("serve_model_kept_bytes", "model", "gauge", "Beside that, for kept KV cache."),
+    ("serve_model_files_bytes", "model", "gauge", "Of what it holds, what the vault has in files only."),
     ("serve_restarts", "model", "counter", "Times that the model's server died and was started again."),
     ("serve_gpu_total_bytes", "gpu", "gauge", "Memory of the GPU."),
     ("serve_gpu_used_bytes", "gpu", "gauge", "Memory of the GPU in use, by all processes."),
@@ -144,7 +145,11 @@ VAULT = _table(
     ("vault_awake_bytes", "", "gauge", "Retained backups of segments that are awake, and kept ranges."),
     ("vault_shared_bytes", "", "gauge", "Backups that several processes share."),
     ("vault_saved_bytes", "", "gauge", "What sharing saves."),
-    ("vault_waiting", "", "gauge", "Requests that wait for memory that is still being pinned."),
+    ("vault_spilled_bytes", "", "gauge", "Backups that are in files only."),
+    ("vault_files_free_bytes", "", "gauge", "What may still be spilled."),
+    ("vault_files_written_bytes", "", "counter", "Spilled to files."),
+    ("vault_files_read_bytes", "", "counter", "Read from files."),
+    ("vault_waiting", "", "gauge", "Requests that wait for memory that is still being pinned, or spilled."),
     ("vault_evicted_bytes", "", "counter", "Retained backups and kept ranges that were evicted."),
     ("vault_refused", "", "counter", "Requests that were refused."),
     ("vault_cut_off", "", "counter", "Clients that were cut off."),
@@ -167,6 +172,7 @@ VAULT_CLIENT = _table(
     ("vault_client_asleep_bytes", "pid name", "gauge", "Backups of the client's segments that sleep."),
     ("vault_client_awake_bytes", "pid name", "gauge", "Retained backups of the client's segments that are awake."),
     ("vault_client_shared_bytes", "pid name", "gauge", "How much of both others have, too."),
+    ("vault_client_spilled_bytes", "pid name", "gauge", "How much of both is in files only."),
 )
 
 

@@ -210,6 +210,7 @@ PARTS = {
     "ranks": "benchmarks/vllm_scenarios.py",
     "first_clients": "benchmarks/vault_first_clients.py",
     "links": "benchmarks/vault_links.py",
+    "spill": "benchmarks/vault_spill.py",
     "serve": "benchmarks/vllm_serve.py",
     "serve_vault": "benchmarks/vllm_serve.py",
     "serve_level_3": "benchmarks/vllm_level_3.py",

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 import cumem_sleep
+from cumem_sleep.vault.files import filesystem_of
 
 BENCHMARKS = pathlib.Path(__file__).resolve().parent.parent / "benchmarks"
 
@@ -202,6 +203,25 @@ def test_first_clients_of_several_gpus_are_measured(tmp_path: pathlib.Path) -> N
         assert len(found["first sleeps s"]) == 2
         assert all(found["loop on the first GPU"][phase]["sleep s"] for phase in ("before", "during", "after"))
     assert results["not named"]["first sleeps s"][1] > 2.9
+
+
+def test_files_are_measured_beside_their_ceiling(tmp_path: pathlib.Path) -> None:
+    if filesystem_of(tmp_path) in ("tmpfs", "ramfs"):
+        pytest.skip("pytest's folder is in memory")
+    out = tmp_path / "spill.json"
+    process = run("vault_spill.py", out, "--decoder-layers=3", "--scale=192", f"--folder={tmp_path}")
+    assert process.returncode == 0, process.stdout + process.stderr
+    result: dict[str, Any] = json.loads(out.read_text())
+    assert [rate > 0 for each in result["ceilings"] for rate in each.values()] == [True] * 4
+    assert len(result["ways"]["memory"]["wake from memory"]) == 3
+    for way in ("files", "compressed"):
+        found = result["ways"][way]
+        assert len(found["wake from files"]) == len(found["wake from memory, beside files"]) == 2
+        assert found["written again bytes"] == 0, way
+        assert found["vault"]["files_read_bytes"] > 1.9 * found["vault"]["files_written_bytes"] > 0
+    for way in ("reload", "saver"):
+        assert "not measured" in result["ways"][way]
+    assert "x the ceiling)" in process.stdout
 
 
 def test_links_of_other_gpus_are_measured_beside_their_ceiling(tmp_path: pathlib.Path) -> None:

@@ -197,7 +197,7 @@ WITH_OTHERS: dict[str, dict[str, Ran | Tested | Sequence[Tested]]] = {
     "kept ranges": {"PyTorch": Ran("kept_ranges.json")},
     "backups on disk": {
         "torch_memory_saver": Tested(
-            "integrations/test_torch_memory_saver.py", "test_disk_backups_are_refused_by_name", says="refused"
+            "integrations/test_torch_memory_saver.py", "test_disk_backups_go_to_a_vault_that_spills"
         )
     },
 }

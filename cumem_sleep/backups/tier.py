@@ -174,6 +174,9 @@ class Tier(ABC):
     def regain(self) -> None:  # noqa: B027
         """Get back, if that is possible now, device memory that the other process still has after a failure."""
 
+    def read_ahead(self) -> None:  # noqa: B027
+        """What sleeps is about to be woken: let it come from files into memory. Returns at once."""
+
     def leave(self) -> None:  # noqa: B027
         """Let the other process go, for no extent is left, and no memory that it might have. It is found anew."""
 

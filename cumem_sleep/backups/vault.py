@@ -8,12 +8,12 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import cast
+from typing import NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -21,14 +21,27 @@ import numpy.typing as npt
 from .. import _core
 from ..core import log
 from ..core.extents import Extent, Lane, PieceTable, Transfers
+from ..core.pinned import pinned_block
 from ..errors import CumemSleepError, OutOfHostMemory, VaultError, VaultLost, VaultUnavailable
 from ..report import BackupPlace
 from ..settings import Settings
 from ..vault import protocol
-from ..vault.client import DEADLINE_S, LentMemory, Range, Sealed, Shown, SlabTable, VaultBackup, VaultClient
+from ..vault.client import (
+    DEADLINE_S,
+    NO_MORE_FILES,
+    LentMemory,
+    Range,
+    Sealed,
+    Shown,
+    SlabTable,
+    VaultBackup,
+    VaultClient,
+)
+from ..vault.files import read_into
 from ..vault.ledger import Key, SlabRange
 from .tier import Content, Footprint, HostLimit, NotYet, Tier, budget_limits
 
+_STAGING_BYTES = 16 << 20
 _ENOUGH_BYTES = 1 << 62  # the vault finds room in its slabs
 
 
@@ -41,6 +54,7 @@ class VaultExtent:
         sealed: what it holds; others may share it, so it is not written again. None: not known yet.
         needed: the vault may not evict it.
         is_lost: it went with the vault that kept it, or that vault has given it away.
+        is_in_the_way: a vault that spills has adopted it, and can neither spill it nor evict it.
     """
 
     gpu: str
@@ -49,11 +63,23 @@ class VaultExtent:
     sealed: Key | None = None
     needed: bool = True
     is_lost: bool = False
+    is_in_the_way: bool = False
     bytes: int = field(init=False)
     address: int = 0  # no kernel reaches it
 
     def __post_init__(self) -> None:
         self.bytes = self.backup.nbytes
+
+    @property
+    def is_in_files(self) -> bool:
+        """No other vault adopts these: this process reads them when the vault has ended."""
+        return any(extent.slab in self.slabs.folders for extent in self.backup.extents)
+
+    def descriptor(self, slab: int) -> int:
+        """Of that slab, for reading. Raises VaultLost: this process could open no more files when it was sent."""
+        if slab not in self.slabs.by_number:
+            raise VaultLost(f"this backup cannot be read without the vault: {NO_MORE_FILES}")
+        return self.slabs.by_number[slab][0]
 
     def ranges(self, offset: int, nbytes: int) -> Iterator[tuple[int, int, int]]:
         """(slab, offset in it, bytes) of so many bytes from `offset` on, in order.
@@ -100,6 +126,7 @@ class VaultTier(Tier):
         return BackupPlace(str(self._client.path), str(self._client.lost or ""), tuple(sorted(self._relays)))
 
     def footprints(self, backups: Sequence[Sequence[Extent]]) -> list[Footprint]:  # noqa: D102
+        self.hear()
         counted: set[tuple[int, tuple[SlabRange, ...]]] = set()
         owners = self._owners([extent for extents in backups for extent in _mine(extents)])
         held = []
@@ -110,7 +137,8 @@ class VaultTier(Tier):
                 continue
             places = {(id(extent.slabs), extent.backup.extents) for extent in _mine(extents)} - counted
             counted |= places
-            nbytes = sum(there.nbytes for _, ranges in places for there in ranges)
+            files = {number for extent in _mine(extents) for number in extent.slabs.folders}  # these take no memory
+            nbytes = sum(there.nbytes for _, ranges in places for there in ranges if there.slab not in files)
             is_shared = max(shared_by, default=1) > 1
             held.append(Footprint(nbytes, vault_bytes=nbytes, shared_bytes=nbytes if is_shared else 0))
         return held
@@ -211,7 +239,13 @@ class VaultTier(Tier):
             return sorted(doubtful)
         for extent in known:
             extent.needed = needed
-        return sorted({place for place, extent in changing if extent.is_lost or extent.backup in gone})
+        return sorted(
+            {
+                place
+                for place, extent in changing
+                if extent.is_lost or extent.backup in gone or (extent.is_in_the_way and not needed)
+            }
+        )
 
     def release(self, extents: Iterable[Extent]) -> None:  # noqa: D102
         mine = _mine(extents)
@@ -224,13 +258,21 @@ class VaultTier(Tier):
         if self._client is not None:
             self._client.release([extent.backup for extent in mine if self._keeps(extent)])
 
-    @staticmethod
-    def content(extent: Extent, offset: int, nbytes: int) -> npt.NDArray[np.uint8]:  # noqa: D102
+    def content(self, extent: Extent, offset: int, nbytes: int) -> npt.NDArray[np.uint8]:  # noqa: D102
         (mine,) = _mine([extent])
-        content = b"".join(
-            os.pread(mine.slabs.by_number[slab][0], size, start) for slab, start, size in mine.ranges(offset, nbytes)
-        )
-        return np.frombuffer(content, np.uint8)
+        self.hear()
+        while True:
+            place = mine.backup.extents
+            ranges = mine.ranges(offset, nbytes)
+            content = b"".join(os.pread(mine.descriptor(slab), size, start) for slab, start, size in ranges)
+            self.hear()
+            if mine.backup.extents == place:
+                return np.frombuffer(content, np.uint8)
+
+    def hear(self) -> None:
+        """Where backups lie by now. The vault says so before it gives their memory to others."""
+        if self._client is not None and self._client.slabs.moves:
+            self._client.hear()
 
     def transfers(self) -> VaultTransfers:  # noqa: D102
         self._relays.clear()
@@ -260,6 +302,11 @@ class VaultTier(Tier):
         else:
             with suppress(CumemSleepError, OSError):
                 self.client()
+
+    def read_ahead(self) -> None:  # noqa: D102
+        if self._client is not None and self._client.spills:
+            with suppress(VaultError):
+                self._client.read_ahead()
 
     def leave(self) -> None:  # noqa: D102
         for client in [*self._left, *([] if self._client is None else [self._client])]:
@@ -369,8 +416,9 @@ class VaultTier(Tier):
 
     def _show_all(self, client: VaultClient) -> None:
         """Let this vault adopt what the one before has left behind: all that was complete, and could not be evicted."""
+        self.hear()
         there = [extent for extent in self._extents.values() if extent.backup.extents]
-        kept = [extent for extent in there if extent.sealed is not None and extent.needed]
+        kept = [e for e in there if e.sealed is not None and e.needed and not e.is_in_files]
         adopted: list[tuple[VaultExtent, VaultBackup]] = []
         for gpu in sorted({extent.gpu for extent in kept}):
             mine = [extent for extent in kept if extent.gpu == gpu]
@@ -378,6 +426,7 @@ class VaultTier(Tier):
             adopted += zip(mine, client.show(gpu, shown), strict=True)
         for extent, backup in adopted:  # not before all have succeeded
             extent.backup, extent.slabs = backup, client.slabs
+            extent.is_in_the_way = bool(client.slabs.moves)
         for extent in self._extents.values():
             extent.is_lost = extent.slabs is not client.slabs
 
@@ -399,6 +448,7 @@ class VaultTransfers(Transfers):
         self._begun: list[int] = []  # copies
         self._returning: list[int] = []  # requests by which lent memory is given back
         self._slabs: dict[tuple[int, int], _core.HostBlock] = {}  # by the table's id and the number there
+        self._staging: _core.HostBlock | None = None
         self._stack = ExitStack()
 
     def __exit__(
@@ -484,12 +534,18 @@ class VaultTransfers(Transfers):
         """That copy has begun."""
         self._begun.append(request)
 
+    def staging(self, device: int) -> _core.HostBlock:
+        """Pinned memory for what this process reads from files."""
+        if self._staging is None:
+            self._staging = self._stack.enter_context(closing(pinned_block(_STAGING_BYTES, device)))
+        return self._staging
+
     def slab(self, extent: VaultExtent, number: int, device: int) -> _core.HostBlock:
         """That slab, mapped for reading, and registered if the driver does that."""
         key = id(extent.slabs), number
         if key not in self._slabs:
-            descriptor, nbytes = extent.slabs.by_number[number]
-            block = _core.HostBlock.mapped(descriptor, nbytes, writable=False)
+            descriptor = extent.descriptor(number)
+            block = _core.HostBlock.mapped(descriptor, extent.slabs.by_number[number][1], writable=False)
             self._stack.callback(block.close)
             with suppress(CumemSleepError):  # a driver that registers nothing read-only: copies are slower then
                 block.pin(device)
@@ -497,15 +553,28 @@ class VaultTransfers(Transfers):
         return self._slabs[key]
 
 
+class _OwnRead(NamedTuple):
+    """A copy that this process makes, from where the backup lay when it began."""
+
+    address: int
+    extent: VaultExtent
+    offset: int
+    nbytes: int
+    extents: tuple[SlabRange, ...]
+
+
 class VaultLane(Lane):
     """Copies that the vault makes; where none answers, this process reads the slabs."""
-
-    content = staticmethod(VaultTier.content)
 
     def __init__(self, stream: _core.CopyStream, transfers: VaultTransfers) -> None:
         super().__init__(stream)
         self._transfers = transfers
         self._begun: list[tuple[VaultClient, int]] = []
+        self._read: list[_OwnRead] = []  # by this process
+
+    def content(self, extent: Extent, offset: int, nbytes: int) -> npt.NDArray[np.uint8]:
+        """The bytes there, for the CPU."""
+        return self._transfers.tier.content(extent, offset, nbytes)
 
     def write(self, extent: Extent, offset: int, address: int, nbytes: int) -> None:
         """Begin to copy from the device, when what runs on the stream has ended."""
@@ -515,12 +584,33 @@ class VaultLane(Lane):
         """Begin to copy to the device, when what runs on the stream has ended."""
         (mine,) = _mine([extent])
         client = self._transfers.reader(mine)
-        if client is None:
-            for slab, start, size in mine.ranges(offset, nbytes):
-                self.stream.to_device(address, self._transfers.slab(mine, slab, self.stream.device), start, size)
-                address += size
-        else:
+        if client is not None:
             self._copy(client, address, mine, offset, nbytes, filled=True)
+            return
+        self._transfers.tier.hear()
+        self._read_itself(_OwnRead(address, mine, offset, nbytes, mine.backup.extents))
+
+    def _read_itself(self, read: _OwnRead) -> None:
+        if read.extent.slabs.moves:
+            self._read.append(read)
+        address = read.address
+        for slab, start, size in read.extent.ranges(read.offset, read.nbytes):
+            if slab in read.extent.slabs.folders:
+                self._read_file(address, read.extent, slab, start, size)
+            else:
+                block = self._transfers.slab(read.extent, slab, self.stream.device)
+                self.stream.to_device(address, block, start, size)
+            address += size
+
+    def _read_file(self, address: int, extent: VaultExtent, slab: int, start: int, nbytes: int) -> None:
+        """By this process, one part after another."""
+        block = self._transfers.staging(self.stream.device)
+        for at in range(0, nbytes, block.bytes):
+            size = min(block.bytes, nbytes - at)
+            self.stream.synchronize()  # the block may be in use
+            read_into(extent.descriptor(slab), memoryview(block)[:size], start + at, extent.slabs.folders[slab])
+            self.stream.to_device(address + at, block, 0, size)
+        self.stream.synchronize()
 
     def _copy(
         self, client: VaultClient, address: int, extent: VaultExtent, offset: int, nbytes: int, *, filled: bool
@@ -575,14 +665,24 @@ class VaultLane(Lane):
             pieces = pieces[len(some) :]
 
     def join(self) -> None:
-        """The vault's copies are on no stream of this process, so they are waited for."""
+        """The vault's copies are on no stream of this process, so they are waited for.
+
+        What this process reads while a vault is silent, that may have moved to files meanwhile, and go on to do so.
+        """
         begun, self._begun = self._begun, []
         for client, request in begun:
             self._transfers.tier.relayed(client.wait([request]))
+        while self._read:
+            self.stream.synchronize()
+            self._transfers.tier.hear()
+            read, self._read = self._read, []
+            for each in read:
+                if each.extent.backup.extents != each.extents:
+                    self._read_itself(each._replace(extents=each.extent.backup.extents))
 
     def is_done(self) -> bool:
         """Not while the vault copies: only it knows."""
-        return not self._begun and super().is_done()
+        return not self._begun and not self._read and super().is_done()
 
     def synchronize(self) -> None:
         """Wait for all of it."""

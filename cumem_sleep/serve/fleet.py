@@ -47,6 +47,8 @@ SIMULATED_GPU_BYTES = 80 << 30
 
 
 LookAtVaults = Callable[[Collection[str]], VaultStatus | None]
+ReadAhead = Callable[[str, Collection[int]], None]
+"""Has the vault at this socket read what these processes have in files. It may take seconds."""
 """Asks the vaults at these sockets (`auto` is the user's own); None if none answers. It may take seconds."""
 
 
@@ -130,6 +132,7 @@ class Fleet:
         *,
         simulated: bool = False,
         look_at_vaults: LookAtVaults = lambda _sockets: None,
+        read_ahead: ReadAhead = lambda _socket, _pids: None,
         lock: Lock | None = None,
         tracing: Tracing | None = None,
     ) -> None:
@@ -139,7 +142,7 @@ class Fleet:
         self.simulated = simulated
         self.tracing = tracing
         self._version = metadata.version("cumem-sleep")
-        self._look_at_vaults = look_at_vaults
+        self._look_at_vaults, self._read_ahead = look_at_vaults, read_ahead
         self._vault: VaultStatus | None = None
         self._found_host_bytes = 0
         self._names = config.names()
@@ -248,6 +251,8 @@ class Fleet:
         self._waiting[request] = _Waiting(granted, state, now, FOUND[state.phase], waited_s, span)
         try:
             try:
+                if len(state.waiting) == 0 and state.phase is Phase.ASLEEP:
+                    self._spawn(self._ask_to_read_ahead(self._units[name]))
                 self._handle(events.Arrived(request, name, now + state.spec.wait_s))
                 lease = await granted
             except ServeError as error:
@@ -350,7 +355,11 @@ class Fleet:
         return unit.name in self._scheduler.models
 
     def _model_status(self, unit: Unit, now: float, wall: float) -> ModelStatus:
-        state = self._scheduler.models[unit.name]
+        state, vault = self._scheduler.models[unit.name], self._vault
+        files_bytes = 0
+        if vault is not None and state.phase is Phase.ASLEEP:
+            files_bytes = sum(vault.spilled_by_pid.get(pid, 0) for pid in unit.pids)
+        files_gbps = vault.files_gbps if vault is not None else None
         return ModelStatus(
             name=unit.name,
             aliases=unit.aliases,
@@ -374,6 +383,8 @@ class Fleet:
             layer=unit.layer,
             in_vault=state.in_vault,
             kept_bytes=state.kept_bytes,
+            files_bytes=files_bytes,
+            files_s=files_bytes / files_gbps / 1e9 if files_bytes and files_gbps else None,
             engine=unit.engine_name,
         )
 
@@ -498,6 +509,11 @@ class Fleet:
     async def _ask_vaults(self, sockets: set[str]) -> VaultStatus | None:
         named = sockets - {""}
         return await asyncio.to_thread(self._look_at_vaults, named) if named else None
+
+    async def _ask_to_read_ahead(self, unit: Unit) -> None:
+        """Others have to leave its GPUs first: the disk can be at work meanwhile."""
+        if self._vault is not None and any(pid in self._vault.spilled_by_pid for pid in unit.pids):
+            await asyncio.to_thread(self._read_ahead, unit.vault, unit.pids)
 
     async def _look_at_gpus(self) -> None:
         if not self.simulated:

@@ -14,7 +14,7 @@ from pathlib import Path
 from ..http.asgi import within
 from . import tracing
 from .config import Config, ConfigError
-from .fleet import Fleet, LookAtVaults
+from .fleet import Fleet, LookAtVaults, ReadAhead
 from .front import Front
 from .listener import Listener, allow_many_connections
 from .lock import Lock
@@ -34,6 +34,7 @@ async def serve(
     say: Say,
     started: Callable[[int], None],
     look_at_vaults: LookAtVaults,
+    read_ahead: ReadAhead,
     simulated: bool,
     lock: Lock | None = None,
 ) -> None:
@@ -45,6 +46,7 @@ async def serve(
         say: for a line to people.
         started: called with the port, when requests are taken.
         look_at_vaults: asks those that keep the backups of models.
+        read_ahead: has one of them read what it has in files.
         lock: of the file, which servers keep until they have ended.
 
     Raises:
@@ -52,7 +54,14 @@ async def serve(
     """
     allow_many_connections()
     traces = tracing.from_environment(os.environ)
-    fleet = Fleet(config, simulated=simulated, look_at_vaults=look_at_vaults, lock=lock, tracing=traces)
+    fleet = Fleet(
+        config,
+        simulated=simulated,
+        look_at_vaults=look_at_vaults,
+        read_ahead=read_ahead,
+        lock=lock,
+        tracing=traces,
+    )
     front = Front(fleet)
     listener = Listener(front, config.front.host, config.front.port)
     ended = asyncio.Event()

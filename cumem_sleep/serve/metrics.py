@@ -21,6 +21,7 @@ def exposition(fleet: Fleet) -> str:
         samples.add("serve_requests_running", model.running, model=model.name)
         samples.add("serve_model_host_bytes", model.host_bytes, model=model.name)
         samples.add("serve_model_kept_bytes", model.kept_bytes, model=model.name)
+        samples.add("serve_model_files_bytes", model.files_bytes, model=model.name)
         samples.add("serve_restarts", model.restarts, model=model.name)
     for gpu in status.gpus:
         if gpu.total_bytes is not None:

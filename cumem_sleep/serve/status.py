@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import Any
@@ -75,6 +76,8 @@ class ModelStatus:
         layer: whether cumem-sleep is in it: its version; "" if not; None if not known yet.
         in_vault: what it holds of the host is memory of the vault.
         kept_bytes: of the host, what it holds beside that: the KV cache that it keeps while it sleeps.
+        files_bytes: of what it holds while it sleeps, what the vault has in files only.
+        files_s: what reading that takes, at the rate of the disk so far; None where nothing was read yet.
         engine: as in models.yaml. One without sleep mode (`command`) is stopped, and started again.
     """
 
@@ -100,6 +103,8 @@ class ModelStatus:
     layer: str | None
     in_vault: bool = False
     kept_bytes: int = 0
+    files_bytes: int = 0
+    files_s: float | None = None
     engine: str = "vllm"
 
 
@@ -137,13 +142,19 @@ class VaultStatus:
         memory_bytes: what it may hold.
         to_come_bytes: of these, what it has yet to take from the system.
         asleep_bytes: what sleepers hold, also those of others. Equal bytes count once.
-        left_bytes: what can still fall asleep.
+        left_bytes: what can still fall asleep, in memory and in files.
+        spilled_bytes: of what sleepers hold, what is in files only.
+        files_gbps: the rate at which these were read so far; None where nothing was.
+        spilled_by_pid: who has how much of it.
     """
 
     memory_bytes: int
     to_come_bytes: int
     asleep_bytes: int
     left_bytes: int
+    spilled_bytes: int = 0
+    files_gbps: float | None = None
+    spilled_by_pid: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

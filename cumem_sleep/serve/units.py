@@ -44,6 +44,7 @@ class Unit:
         change: the start, sleep, wake or stop that is under way.
         pins_bytes: of host memory, what a sleep that is under way takes. The system shows it bit by bit.
         vault: the socket of the vault that keeps its backups; "" without one.
+        pids: of its workers, by which that vault knows them.
         was_found: a server by URL has answered once.
         last_words: of a server that died or did not start, for operators alone; "" while all is well.
     """
@@ -57,6 +58,7 @@ class Unit:
     last_switch: Switch | None = None
     layer: str | None = None
     vault: str = ""
+    pids: tuple[int, ...] = ()
     restarts: int = 0
     was_found: bool = False
     last_words: str = ""
@@ -422,7 +424,7 @@ class Units:
         unit.names = await unit.engine.names()
         await unit.engine.learn_version()
         facts = await unit.engine.facts()
-        unit.layer, unit.vault = facts.layer, facts.vault
+        unit.layer, unit.vault, unit.pids = facts.layer, facts.vault, facts.pids
         if facts.layer == "":
             logger.info("%s: cumem-sleep is not active in its server", unit.name)
         self._handle(events.HasLayer(unit.name, unit.engine.has_layer, bool(facts.vault)))

@@ -11,7 +11,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Collection, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import SplitResult, urlsplit
@@ -20,6 +20,7 @@ from rich.table import Table
 
 from ..errors import CumemSleepError, InvalidArgument, InvalidState, counted, format_bytes
 from ..vault import protocol
+from ..vault.client import VaultClient
 from . import vault
 from .console import say
 from .vault import notify_systemd
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 URL_VARIABLE, TOKEN_VARIABLE = "CUMEM_SLEEP_SERVE_URL", "CUMEM_SLEEP_SERVE_TOKEN"
-_OF_VAULTS = ("memory", "pinned", "adopted", "touched", "asleep", "left")
+_OF_VAULTS = ("memory", "pinned", "adopted", "touched", "asleep", "left", "spilled", "files_free", "files_read")
 _ASK_WITHIN_S = 1800.0  # a model that is to be woken may have to be started
 
 DESCRIPTION = """\
@@ -131,7 +132,13 @@ def serve(options: argparse.Namespace, say: Callable[[str], None]) -> None:
         def load(path: Path) -> Config:
             return _with_options(files.load(path), options)
 
-        _run(main.serve(config, options.config, load, say, started, look_at_vaults, options.demo, lock))
+        _run(main.serve(config, options.config, load, say, started, look_at_vaults, read_ahead, options.demo, lock))
+
+
+def read_ahead(path: str, pids: Collection[int]) -> None:
+    """Have the vault at this socket read what these processes have in files. One that does not answer does not."""
+    with suppress(CumemSleepError), closing(VaultClient(Path(path), "serve")) as client:
+        client.read_ahead(list(pids))
 
 
 def look_at_vaults(sockets: Collection[str]) -> VaultStatus | None:
@@ -146,7 +153,12 @@ def look_at_vaults(sockets: Collection[str]) -> VaultStatus | None:
         return None
     total = {name: sum(facts[f"{name}_bytes"] for facts in found) for name in _OF_VAULTS}
     to_come = total["memory"] - total["pinned"] - total["adopted"] - total["touched"]
-    return VaultStatus(total["memory"], max(0, to_come), total["asleep"], total["left"])
+    left = total["left"] + total["files_free"]
+    spilled = {each["pid"]: each["spilled_bytes"] for facts in found for each in facts["clients"] if each["pid"]}
+    read_s = sum(facts["files_read_bytes"] / facts["files_read_gbps"] for facts in found if facts["files_read_gbps"])
+    gbps = total["files_read"] / read_s if read_s else None
+    by_pid = {pid: nbytes for pid, nbytes in spilled.items() if nbytes}
+    return VaultStatus(total["memory"], max(0, to_come), total["asleep"], left, total["spilled"], gbps, by_pid)
 
 
 def read(path: Path) -> Config:
@@ -281,6 +293,9 @@ def models_table(models: list[dict[str, Any]]) -> Table:
         state = model["phase"] + (f" (level {model['level']})" if model["level"] else "")
         gpus, host = ", ".join(str(gpu) for gpu in model["gpus"]), format_bytes(model["host_bytes"])
         host += f" + {format_bytes(kept)} kept" if (kept := model.get("kept_bytes")) else ""
+        if in_files := model.get("files_bytes"):
+            host += f", {format_bytes(in_files)} in files"
+            host += f" (read in {model['files_s']:.1f} s)" if model["files_s"] is not None else ""
         numbers = (str(model["running"]), str(model["waiting"]))
         trouble = "; ".join(filter(None, (model["error"], model.get("last_words"))))
         trouble = trouble or ("without cumem-sleep in it" if model["layer"] == "" else "")

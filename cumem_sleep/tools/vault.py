@@ -25,6 +25,7 @@ from ..vault.client import VaultClient
 from ..vault.pool import DEFAULT_SLAB_BYTES, VaultHost
 from ..vault.server import Vault, keep_pauses_short, visible_gpus
 from ..vault.service import VaultGpu
+from ..vault.spill import SpillPlan
 from .vault_metrics import MetricsServer, prometheus
 
 # Of a GPU, measured on H200s (docs/vault.md): a bare context, and what maps each pinned GiB there.
@@ -47,6 +48,7 @@ examples:
   cumem-sleep vault --memory 200GiB
   cumem-sleep vault --memory 64GiB --gpus 0 1 --socket /run/models/vault.sock
   cumem-sleep vault --memory 200GiB --metrics 9400
+  cumem-sleep vault --memory 64GiB --spill /nvme/cumem-sleep --spill-size 500GiB
   cumem-sleep vault status
   cumem-sleep vault status --json | jq '.clients[].asleep_bytes'
   cumem-sleep vault status --prometheus"""
@@ -84,6 +86,12 @@ def add_command(
     command.add_argument("--metrics", type=_address, metavar="[HOST:]PORT", help=text)
     text = "take the huge pages that the system has reserved (vm.nr_hugepages) first, and other memory after them"
     command.add_argument("--reserved-huge-pages", action="store_true", help=text)
+    text = "spill what sleeps longest to files in this folder, when memory runs short; only this user may enter it"
+    command.add_argument("--spill", type=path, metavar="DIR", help=text)
+    text = "how much the files may hold (needed with --spill)"
+    command.add_argument("--spill-size", type=size, metavar="SIZE", help=text)
+    text = "spill in the background so that this much memory is free, or can be at once (default: 0)"
+    command.add_argument("--spill-free", type=size, metavar="SIZE", help=text)
     text = "when it is told to end while others sleep: hand-over (default): end; they wake from its memory themselves,"
     text += " and the next vault adopts it. wait: end when they have woken; a second signal ends it"
     command.add_argument("--at-exit", choices=("hand-over", "wait"), default="hand-over", help=text)
@@ -102,8 +110,8 @@ def serve(options: argparse.Namespace, say: Callable[[str], None]) -> None:
     """Run the vault until a signal ends it.
 
     Raises:
-        VaultError: another vault serves that socket, or its folder is not private.
         InvalidArgument: a size or a GPU is wrong.
+        VaultError: another vault serves that socket, or its folder or that of the files is not private.
         DriverError: there is no driver.
     """
     open_driver(Settings.from_environment().driver)
@@ -115,13 +123,14 @@ def serve(options: argparse.Namespace, say: Callable[[str], None]) -> None:
     total = host_facts.mem_total_bytes()
     if total is not None and options.memory > total:
         raise InvalidArgument(f"memory={options.memory}: this host has {format_bytes(total)}: give the vault less")
+    spill = _spill_plan(options)
     threads = host_facts.prefault_threads(_MOST_THREADS)
     path = options.socket or protocol.default_socket()
     with _metrics(options.metrics, path) as metrics:
         address = VaultAddress(path)
         try:
             host = VaultHost(room_bytes, threads, say, options.reserved_huge_pages)
-            vault = Vault(address, options.memory, gpus, host, options.slab_size, used_at_once, relays)
+            vault = Vault(address, options.memory, gpus, host, options.slab_size, used_at_once, relays, spill)
         except BaseException:
             address.close()
             raise
@@ -129,6 +138,9 @@ def serve(options: argparse.Namespace, say: Callable[[str], None]) -> None:
         names = ", ".join(f"{gpu.name} {gpu.uuid}" for gpu in gpus)
         say(f"listens at {address.path}; takes {format_bytes(vault.memory_bytes)}; serves {names}")
         say(_said_of_contexts(vault.memory_bytes, used_at_once, gpus))
+        if spill is not None:
+            how = "" if vault.spills_directly else ", through the page cache, since the filesystem has no direct I/O"
+            say(f"spills up to {format_bytes(spill.nbytes)} to files in {spill.folder}{how}")
         if metrics is not None:
             say(f"metrics at {metrics.url}")
         notify_systemd("READY=1")
@@ -146,6 +158,19 @@ def _relays(named: Sequence[str], gpus: Sequence[VaultGpu]) -> Sequence[VaultGpu
         if gpu not in gpus:
             raise InvalidArgument(f"relay={gpu.uuid!r}: --gpus does not name it")
     return relays
+
+
+def _spill_plan(options: argparse.Namespace) -> SpillPlan | None:
+    """What may be spilled. Raises InvalidArgument: one option needs another."""
+    if options.spill is None:
+        if options.spill_size is not None or options.spill_free is not None:
+            raise InvalidArgument("--spill is missing: --spill-size and --spill-free say how much is spilled there")
+        return None
+    if options.spill_size is None:
+        raise InvalidArgument(
+            "--spill-size is missing: it says how much the files may hold, for example --spill-size 500GiB"
+        )
+    return SpillPlan(options.spill, options.spill_size, options.spill_free or 0)
 
 
 def _said_of_contexts(memory_bytes: int, used_at_once: Sequence[VaultGpu], gpus: Sequence[VaultGpu]) -> str:
@@ -226,6 +251,13 @@ class VaultReport:
         memory = _table("memory", "")
         for name in ("asleep", "awake", "free", "left", "shared", "saved", "evicted"):
             memory.add_row(name, format_bytes(self.facts[f"{name}_bytes"]))
+        if self.facts["files_bytes"]:
+            memory.add_row("in files only", format_bytes(self.facts["spilled_bytes"]))
+            memory.add_row("being spilled", format_bytes(self.facts["files_writing_bytes"]))
+            memory.add_row("files, free", format_bytes(self.facts["files_free_bytes"]))
+            for way in ("written", "read"):
+                nbytes, rate = (self.facts[f"files_{way}_{unit}"] for unit in ("bytes", "gbps"))
+                memory.add_row(f"files, {way}", f"{format_bytes(nbytes)} {_rate(rate)}".strip())
         for name, noun in (("waiting", "request"), ("refused", "request"), ("cut_off", "client")):
             if self.facts[name]:
                 memory.add_row(name.replace("_", " "), counted(self.facts[name], noun))
@@ -235,17 +267,20 @@ class VaultReport:
             rates = [_rate(gpu[f"last_{way}_gbps"]) for way in ("out", "in")]
             relayed = [format_bytes(gpu["relayed_out_bytes"] + gpu["relayed_in_bytes"])] * has_relayed
             gpus.add_row(f"{gpu['ordinal']}: {gpu['name']} {gpu['uuid']}", *_held(gpu), *rates, *relayed)
-        clients = _table("client", "asleep", "awake", "shared", "GPUs")
+        spills = bool(self.facts["files_bytes"])
+        clients = _table("client", "asleep", "awake", "shared", *["in files"] * spills, "GPUs")
         ordinals = {gpu["uuid"]: str(gpu["ordinal"]) for gpu in self.facts["gpus"]}
         for client in self.facts["clients"]:
             name = f"{client['name']} (pid {client['pid'] or 'unknown'})"
-            clients.add_row(name, *_held(client), " ".join(ordinals[gpu["uuid"]] for gpu in client["gpus"]))
+            in_files = [format_bytes(client["spilled_bytes"])] * spills
+            clients.add_row(name, *_held(client), *in_files, " ".join(ordinals[gpu["uuid"]] for gpu in client["gpus"]))
         return [memory, gpus, clients]
 
     def conclusion(self) -> str:
         """What is wrong with the vault, or worth knowing."""
-        short = self.facts["short"]
-        return f"it cannot take more memory now: {short}" if short else ""
+        short, failure = self.facts["short"], self.facts["files_failure"]
+        said = [f"it cannot take more memory now: {short}"] if short else []
+        return "; ".join([*said, f"it could not spill: {failure}"] if failure else said)
 
     def prometheus(self) -> str:
         """For Prometheus."""

@@ -19,10 +19,11 @@ from typing import Any, NamedTuple, TypeVar, cast
 from ..errors import CumemSleepError, InvalidState, VaultError, VaultLost, VaultUnavailable
 from . import protocol
 from .ledger import Key, SlabRange, needed_bytes
+from .moves import MoveReader
 from .protocol import Channel, Nonsense, OtherVersion, Table, VaultMessage
 
 DEADLINE_S = 5.0  # of silence: the vault says every second that it is at work
-_NO_MORE_FILES = "this process can open no more files: raise the limit of its open files (ulimit -n)"
+NO_MORE_FILES = "this process can open no more files: raise the limit of its open files (ulimit -n)"
 _BRIEFLY_S = 1.0  # how long a question of no consequence waits for its answer
 _SEALED_AT_ONCE = 64  # with their notes
 _SHOWN_AT_ONCE = 10_000  # extents
@@ -55,7 +56,7 @@ class VaultBackup:
 
     Attributes:
         nbytes: of the stored bytes.
-        extents: where they are, in order: (slab, offset, bytes). `VaultClient.slab` has the slabs.
+        extents: where they are, in order: (slab, offset, bytes). `VaultClient.slabs` has the slabs, which may be files.
         note: what the owner that sealed it wrote down, about the encoding for one.
     """
 
@@ -96,22 +97,42 @@ class SlabTable:
 
     Attributes:
         by_number: the descriptor of each, which is the table's to close, and the size of the slab in bytes.
+        folders: of those that are files, by their numbers.
+        backups: that lie in them, by their numbers, as long as somebody has them.
     """
 
     def __init__(self) -> None:
         self.by_number: dict[int, tuple[int, int]] = {}
+        self.folders: dict[int, Path] = {}
+        self.backups: weakref.WeakValueDictionary[int, VaultBackup] = weakref.WeakValueDictionary()
+        self.moves: list[MoveReader] = []  # of this connection, if its vault spills, after those before it
         self._backups: Counter[int] = Counter()
 
-    def move(self, before: Iterable[SlabRange], after: Iterable[SlabRange]) -> None:
-        """A backup lies in others of them now."""
-        self._backups.subtract({extent.slab for extent in before})
-        self._backups.update({extent.slab for extent in after})
+    def put(self, backup: VaultBackup, extents: tuple[SlabRange, ...]) -> None:
+        """It lies there now; nowhere: it is gone."""
+        self._backups.subtract({extent.slab for extent in backup.extents})
+        self._backups.update({extent.slab for extent in extents})
+        if extents:
+            self.backups[backup.number] = backup
+        else:
+            self.backups.pop(backup.number, None)
+        backup.extents = extents
+
+    def hear(self) -> None:
+        """Of backups that have moved since: before this process reads them by itself, and once more afterwards."""
+        for moves in self.moves:
+            for numbers, extents in moves.read():
+                for number in numbers:
+                    if number in self.backups:
+                        self.put(self.backups[number], tuple(SlabRange(*extent) for extent in extents))
 
     def close_unused(self) -> list[int]:
         """Close what no backup lies in; returns their numbers."""
+        self.hear()
         unused = [slab for slab in self.by_number if self._backups[slab] <= 0]
         for slab in unused:
             protocol.close_all([self.by_number.pop(slab)[0]])
+            self.folders.pop(slab, None)
             del self._backups[slab]
         return unused
 
@@ -119,6 +140,8 @@ class SlabTable:
         """Close all."""
         protocol.close_all([descriptor for descriptor, _ in self.by_number.values()])
         self.by_number.clear()
+        while self.moves:
+            self.moves.pop().close()
 
 
 def _in_turn(method: _Method) -> _Method:
@@ -189,9 +212,10 @@ class VaultClient:
         _clients.add(self)
         try:
             facts = self._ask("hello", name=name[:80], identity=self._identity)
-        except VaultLost as lost:
+            self._readable([])
+        except (VaultError, OSError) as error:
             self.close()
-            raise VaultUnavailable(f"the vault at {self.path}: {lost}") from None
+            raise VaultUnavailable(f"the vault at {self.path}: {error}") from None
         self.gpus: tuple[str, ...] = tuple(facts["gpus"])
         self.instance: str = facts["instance"]
 
@@ -215,15 +239,18 @@ class VaultClient:
     @_in_turn
     def lost(self) -> VaultLost | None:
         """Why the vault cannot be asked any more, or None. Looks whether it has ended, or has said something since."""
-        if self._lost is None:
-            with suppress(VaultLost):
-                self._take_in(self._channel.receive)
-        elif self._lost.may_go_on and self._channel.is_ended_there():  # it will not any more
+        if self._lost is None or self.is_silent:
+            self._take_in_all()
+        if self._lost is not None and self._lost.may_go_on and self._channel.is_ended_there():  # it will not any more
+            self._take_in_all()
             self._lost = VaultLost(f"{self._lost}; it has ended since")
             self._close_connections()
-        elif self.is_silent:
-            self.is_silent = not self._hears_something()
         return self._lost
+
+    @property
+    def spills(self) -> bool:
+        """Whether the vault keeps backups in files when its memory is short."""
+        return bool(self.slabs.moves)
 
     @property
     def is_gone(self) -> bool:
@@ -234,12 +261,22 @@ class VaultClient:
             return isinstance(error, ProcessLookupError)
         return False
 
-    def _hears_something(self) -> bool:
+    @_in_turn
+    def hear(self) -> None:
+        """Of backups that lie elsewhere by now: before this process reads them by itself, and once more afterwards."""
+        self._take_in_all()
+        self.slabs.hear()
+
+    def _take_in_all(self) -> None:
+        """What has come. Descriptors come one by one."""
         try:
-            self._take_in(self._channel.flush)  # to half a request it answers nothing
-            return bool(self._take_in(self._channel.receive))
+            if self.is_silent:
+                self._take_in(self._channel.flush)  # to half a request it answers nothing
+            while self._channel.fileno() >= 0 and self._channel.wait(0):
+                if self._take_in(self._channel.receive):
+                    self.is_silent = False
         except VaultLost:  # it says that it has cut this process off
-            return True
+            self.is_silent = False
 
     def close(self) -> None:
         """End the connection: the vault gives away what it kept. Closing again does nothing."""
@@ -272,6 +309,8 @@ class VaultClient:
         """
         with before._lock:
             self.slabs, before.slabs = before.slabs, self.slabs
+            self.slabs.moves += before.slabs.moves  # what it has moved, it says there from now on
+            before.slabs.moves = []
             self._last_lent = before._last_lent
             self._connections += before._connections
             before._connections = []
@@ -287,11 +326,13 @@ class VaultClient:
                 self._lost = self._lost or VaultLost(f"backups could not be taken over: {error}", may_go_on=True)
                 raise
             for each, said in zip(backups, facts, strict=True):
-                self._move(each)
+                self.slabs.put(each, ())
                 if said is not None:
                     self._fill(each, said)
             while len(self._connections) > 1:
                 self._connections.pop().close()
+            while len(self.slabs.moves) > 1:
+                self.slabs.moves.pop(0).close()
             self._unclaimed += set(held).difference(_numbers(backups))
             self.release([])
             return [each for each, said in zip(backups, facts, strict=True) if said is None]
@@ -369,7 +410,7 @@ class VaultClient:
             gone.update(self._ask("mark", numbers=_numbers(some), needed=needed)["gone"])
         evicted = [each for each in backups if each.number in gone]
         for each in evicted:
-            self._move(each)
+            self.slabs.put(each, ())
         return evicted
 
     @_in_turn
@@ -390,13 +431,17 @@ class VaultClient:
     def release(self, backups: Sequence[VaultBackup]) -> None:
         """Give these back. Never fails for a vault that is gone: then they are, too."""
         for each in backups:
-            self._move(each)
+            self.slabs.put(each, ())
         self._unclaimed += _numbers(backups)
         self._closed_slabs += self.slabs.close_unused()
         with suppress(VaultLost):
             self._wait_until(lambda: not any(self._given_up.values()))  # these may have handed out more
             while self._unclaimed or self._closed_slabs:
-                self._ask("release", numbers=self._unclaimed[: protocol.MAX_BACKUPS], slabs=self._closed_slabs)
+                numbers, heard = (
+                    self._unclaimed[: protocol.MAX_BACKUPS],
+                    self.slabs.moves[-1].position if self.slabs.moves else 0,
+                )
+                self._ask("release", numbers=numbers, slabs=self._closed_slabs, heard=heard)
                 self._unclaimed, self._closed_slabs = self._unclaimed[protocol.MAX_BACKUPS :], []
 
     @_in_turn
@@ -443,7 +488,7 @@ class VaultClient:
                 descriptors.append(os.dup(table.by_number[slab][0]))
         except OSError:
             protocol.close_all(descriptors)
-            raise VaultError(_NO_MORE_FILES) from None
+            raise VaultError(NO_MORE_FILES) from None
         facts = self._ask("show", descriptors, gpu=gpu, backups=backups)["backups"]
         return [self._backup(each) for each in self._readable(facts)]
 
@@ -511,6 +556,14 @@ class VaultClient:
             protocol.close_all([each.descriptor])
             each.descriptor = -1
         return self._begin("forget", memories=sent) if sent else None
+
+    def read_ahead(self, pids: Sequence[int] = ()) -> int:
+        """Let the vault read into memory what these processes (none: this one) are about to need of its files.
+
+        Returns:
+            How many bytes that are, whether or not there is memory for them.
+        """
+        return int(self._ask("read_ahead", pids=list(pids))["bytes"])
 
     def status(self) -> dict[str, Any]:
         """Everything that the vault knows."""
@@ -588,6 +641,9 @@ class VaultClient:
         if "error" in answer:
             raise protocol.error_from_json(answer["error"])
         result: dict[str, Any] = answer.get("ok", {})
+        if "moves_end" in result and self.slabs.moves:  # what was heard of later moves, is said anew
+            moves = self.slabs.moves[-1]
+            moves.position = min(moves.position, result["moves_end"])
         return result
 
     def _wait_until(self, is_so: Callable[[], bool], look: Callable[[], None] | None = None) -> None:
@@ -642,6 +698,11 @@ class VaultClient:
             else:
                 (descriptor,) = message.descriptors
                 self.slabs.by_number[body["slab"]] = descriptor, body["bytes"]
+                if "folder" in body:
+                    self.slabs.folders[body["slab"]] = Path(body["folder"])
+        elif "moves" in body:
+            self._descriptors_lost = message.descriptors_lost
+            self.slabs.moves += [MoveReader(descriptor) for descriptor in message.descriptors]
         elif "cut" in body:
             self._lose(f"the vault has cut this process off: {body['cut']}", may_go_on=True)
         elif body.get("id") in self._given_up:
@@ -664,7 +725,7 @@ class VaultClient:
         if self._descriptors_lost:
             self._descriptors_lost = False
             self._unclaimed += [each["number"] for each in facts if each is not None]
-            raise VaultError(_NO_MORE_FILES)
+            raise VaultError(NO_MORE_FILES)
         return facts
 
     def _backup(self, facts: dict[str, Any]) -> VaultBackup:
@@ -674,12 +735,7 @@ class VaultClient:
 
     def _fill(self, backup: VaultBackup, facts: dict[str, Any]) -> None:
         backup.nbytes, backup.note = facts["bytes"], facts["note"]
-        self._move(backup, tuple(SlabRange(*extent) for extent in facts["extents"]))
-
-    def _move(self, backup: VaultBackup, extents: tuple[SlabRange, ...] = ()) -> None:
-        """It lies there now, or is gone."""
-        self.slabs.move(backup.extents, extents)
-        backup.extents = extents
+        self.slabs.put(backup, tuple(SlabRange(*extent) for extent in facts["extents"]))
 
 
 def _parts(items: Sequence[_Item], at_once: int = protocol.MAX_BACKUPS) -> list[Sequence[_Item]]:

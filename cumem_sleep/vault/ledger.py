@@ -6,6 +6,17 @@ be evicted, least recently used first, and before it what is *expendable*: nothi
 before others get its memory. A slab that another vault has left behind is *adopted*: it has the entries that
 its owners show, and nothing new is written there.
 
+Where there is room in files, sealed entries may lie there, too, or there only. What may be done to an entry that is not
+adopted:
+
+| | in memory, not sealed | in memory, sealed | in memory and in files | in files |
+|---|---|---|---|---|
+| needed | write | read, share, spill | read, share, drop from memory | read, share |
+| retained | evict | evict | drop from memory, evict | evict |
+
+All but reading and sharing wait for copies to and from it. Room is made in that order: what is expendable goes, then
+retained entries; then needed ones are dropped from memory, and then spilled, those that are needed longest first.
+
 What a call costs does not depend on what else is held: 10 µs or so for each backup that it is about, and 2 µs for each
 extent. Where that may be many backups, a caller says how many at most, and calls again.
 """
@@ -22,6 +33,7 @@ from typing import NamedTuple
 
 from ..errors import InvalidArgument, InvalidState, OutOfHostMemory, format_bytes
 
+FILES = 0  # the number of the slab that all files are in the ledger
 UNIT_BYTES = 64 << 10  # what an extent's size is rounded up to: small beside a backup, large for a copy
 _HOLDERS_NAMED = 5  # when memory is short
 
@@ -76,6 +88,8 @@ class Entry:
         counts: for each group that has any: how many holds, and how many that are needed. A copy counts in that of all.
         owners: how many owners its holds have.
         slabs: in which it lies.
+        spilled: where it lies in the files, or is to lie once it is written.
+        is_in_files: it lies there, and all its owners know.
         used: when it was last marked, or began to be evictable; a number that grows with each time.
     """
 
@@ -91,7 +105,10 @@ class Entry:
     counts: dict[_Group, tuple[int, int]] = field(default_factory=dict)
     owners: int = 0
     slabs: set[int] = field(default_factory=set)
+    spilled: list[SlabRange] = field(default_factory=list)
+    is_in_files: bool = False
     used: int = 0
+    queue: _Queue | None = None  # in which it waits for its turn to give way
     _ends: list[int] = field(default_factory=list)  # of the extents, in the backup
 
     @property
@@ -117,6 +134,12 @@ class Entry:
             offset, nbytes, at = offset + size, nbytes - size, at + 1
 
 
+class _Queue(OrderedDict[Entry, None]):
+    """Entries that may give way, the least recently used first, and how many bytes they take."""
+
+    nbytes = 0
+
+
 class HeldBytes(NamedTuple):
     """What an owner, a GPU or the whole vault holds, as the status says it.
 
@@ -124,11 +147,13 @@ class HeldBytes(NamedTuple):
         asleep_bytes: of backups that are needed, as a rule because their segments sleep.
         awake_bytes: of the other backups, which may be evicted.
         shared_bytes: how many of both are held by several processes.
+        spilled_bytes: how many of both lie in files only.
     """
 
     asleep_bytes: int = 0
     awake_bytes: int = 0
     shared_bytes: int = 0
+    spilled_bytes: int = 0
 
 
 @dataclass
@@ -192,16 +217,24 @@ class Ledger:
 
     Args:
         zero: has the memory of an entry zeroed, and then `zeroed` called.
+        file_bytes: how much may be spilled.
+        freed: is called with ranges of the files that hold nothing any more, before anything new is placed there.
     """
 
-    def __init__(self, zero: Callable[[Entry], None]) -> None:
-        self._zero = zero
+    def __init__(
+        self,
+        zero: Callable[[Entry], None],
+        file_bytes: int = 0,
+        freed: Callable[[Sequence[SlabRange]], None] = lambda _: None,
+    ) -> None:
+        self._zero, self._freed = zero, freed
         self._slabs: dict[int, _Slab] = {}
         self._runs: dict[int, _FreeRuns] = {}  # by NUMA node
         self._entries: set[Entry] = set()
-        self._evictable: OrderedDict[Entry, None] = OrderedDict()  # in slabs of our own, the least recently used first
-        self._expendable: OrderedDict[Entry, None] = OrderedDict()  # likewise
-        self._evictable_bytes = 0  # of both
+        self._expendable, self._evictable = _Queue(), _Queue()  # in slabs of our own
+        self._droppable, self._spillable = _Queue(), _Queue()  # likewise; needed
+        self._evictable_in_files = _Queue()  # and nowhere else
+        self._files = _FreeRuns()  # all files are one slab here
         self._zeroing_bytes = 0
         self._holds: dict[Hashable, dict[int, Hold]] = {}  # by owner
         self._held: dict[_Group, list[int]] = {}  # bytes, as in `HeldBytes`
@@ -209,6 +242,9 @@ class Ledger:
         self._last_number = self._clock = 0
         self.claims: Counter[Hashable] = Counter()  # bytes that are set aside for what an owner reserves next
         self.free_bytes = 0
+        self.free_file_bytes = file_bytes // UNIT_BYTES * UNIT_BYTES
+        if self.free_file_bytes:
+            self._files.give_back(FILES, 0, self.free_file_bytes)
         self.own_bytes = 0  # the size of all slabs but adopted ones
         self.adopted_bytes = 0  # the size of these
         self.evicted_bytes = 0
@@ -243,11 +279,11 @@ class Ledger:
         return [number for number, slab in self._slabs.items() if slab.is_adopted and not slab.entries]
 
     def to_empty(self, nbytes: int) -> list[int]:
-        """Slabs of our own, of at least `nbytes`, in which nothing is needed; none if there is too little of that."""
+        """Slabs of our own, of at least `nbytes`, in which nothing has to stay; none if there is too little of that."""
         candidates = [
             number
             for number, slab in self._slabs.items()
-            if not slab.is_adopted and all(entry.is_given_up or not entry.needed for entry in slab.entries)
+            if not slab.is_adopted and all(entry.is_given_up or self._may_go(entry) for entry in slab.entries)
         ]
         candidates.sort(key=lambda number: max((entry.used for entry in self._slabs[number].entries), default=0))
         sizes = accumulate(self._slabs[number].nbytes for number in candidates)
@@ -257,11 +293,15 @@ class Ledger:
     def empty(self, slabs: Iterable[int], most: int = sys.maxsize) -> bool:
         """Evict what lies in these slabs, at most so many holds; returns whether they are empty."""
         for entry in [entry for number in slabs for entry in self._slabs[number].entries]:
-            if entry in self._evictable_like(entry):  # it may lie in several of them
+            if self._may_go(entry):  # it may lie in several of them
                 most -= self._evict(entry, most)
             if most <= 0:
                 break
         return not any(self._slabs[number].entries for number in slabs)
+
+    def _may_go(self, entry: Entry) -> bool:
+        """Evicted, or dropped from memory."""
+        return entry.queue in (self._expendable, self._evictable, self._droppable)
 
     # Entries
 
@@ -271,12 +311,16 @@ class Ledger:
         But for what is expendable itself, that includes what may be evicted.
         """
         others = self.claims.total() - self.claims[owner]
-        return max(0, self.free_bytes + self._zeroing_bytes + (0 if expendable else self._evictable_bytes) - others)
+        may_go = 0 if expendable else self._expendable.nbytes + self._evictable.nbytes + self._droppable.nbytes
+        return max(0, self.free_bytes + self._zeroing_bytes + may_go - others)
 
     def make_room(self, nbytes: int, most: int = sys.maxsize) -> bool:
         """Evict until so much is free, or will be when it is zeroed, at most so many holds; returns whether it is."""
-        while self.free_bytes + self._zeroing_bytes < nbytes and self._evictable_bytes and most > 0:
-            most -= self._evict(next(iter(self._expendable or self._evictable)), most)
+        while self.free_bytes + self._zeroing_bytes < nbytes and most > 0:
+            queue = self._expendable or self._evictable or self._droppable
+            if not queue:
+                break
+            most -= self._evict(next(iter(queue)), most)
         return self.free_bytes >= nbytes
 
     @property
@@ -342,6 +386,7 @@ class Ledger:
         if older is None:
             entry.key, entry.note = key, note
             self._by_key[key] = entry
+            self._queue(entry)
         else:
             self._leave(hold)
             self._join(hold, older)
@@ -410,6 +455,80 @@ class Ledger:
         entry.copies -= 1
         self._count(entry, [_ALL], -1, -1)
 
+    # Files
+
+    def to_spill(self, nbytes: int, may: Callable[[Entry], bool]) -> list[Entry]:
+        """What to spill so that so much more can be dropped from memory, or as much as there is, and room in files.
+
+        Copies of some may be under way. Unlike other calls this one takes longer where more is held.
+
+        Args:
+            may: whether an entry may be spilled.
+        """
+        room = self.free_file_bytes + sum(entry.taken_bytes for entry in self._retained_in_files())
+        chosen: list[Entry] = []
+        for entry in self._spillable:
+            if nbytes <= 0:
+                break
+            if entry.taken_bytes <= room and may(entry):
+                chosen.append(entry)
+                room -= entry.taken_bytes
+                nbytes -= entry.taken_bytes
+        return chosen
+
+    def begin_spill(self, entry: Entry) -> None:
+        """Set its place in files aside, and evict what is merely retained there; a copy of it is under way then."""
+        while self.free_file_bytes < entry.taken_bytes:
+            retained = next(self._retained_in_files())
+            while retained.holds:
+                self._evict(retained)
+        left = entry.taken_bytes
+        while left:
+            extent = self._files.take(self._files.smallest(left) or self._files.largest(), left)
+            entry.spilled.append(extent)
+            left -= extent.nbytes
+        self.free_file_bytes -= entry.taken_bytes
+        self.begin_copy(entry)
+
+    def end_spill(self, entry: Entry, *, is_written: bool) -> None:
+        """The copy is not under way any more. If it `is_written`, its owners know, and look for it in files only."""
+        if is_written:
+            entry.is_in_files = True
+        else:
+            self._free_in_files(entry)
+        self.end_copy(entry)
+
+    def begin_read_ahead(self, entry: Entry, node: int) -> list[SlabRange]:
+        """Memory to read it into from its files, what is in files being dropped for that; a copy of it is under way.
+
+        Returns:
+            Nothing if there is too little.
+        """
+        room = self.free_bytes + self._droppable.nbytes - self.claims.total()
+        is_wanted = entry.needed and entry.is_in_files and not entry.extents and not entry.copies
+        if not is_wanted or room < entry.taken_bytes:
+            return []
+        while self.free_bytes < entry.taken_bytes:
+            self._evict(next(iter(self._droppable)))
+        extents = self._extents(entry.taken_bytes, node)
+        self._lie(entry, extents)
+        self.begin_copy(entry)
+        return extents
+
+    def end_read_ahead(self, entry: Entry, extents: list[SlabRange], *, is_read: bool) -> None:
+        """The copy is not under way any more. If it `is_read`, it is in memory, too."""
+        if is_read:
+            entry.extents, entry.slabs = extents, {extent.slab for extent in extents}
+            for group in entry.counts:
+                self._held[group][3] -= entry.taken_bytes
+        else:
+            self._give_back(entry, extents)
+        self.end_copy(entry)
+
+    def _retained_in_files(self) -> Iterator[Entry]:
+        yield from self._evictable_in_files
+        yield from (entry for entry in self._evictable if entry.is_in_files)
+
     def zeroed(self, entry: Entry) -> None:
         """Others may have its memory."""
         entry.is_expendable = False
@@ -426,6 +545,10 @@ class Ledger:
         """How many owners share each of these entries; 0 where the owner has no such hold, or not any more."""
         holds = [self.find_hold(owner, number) for number in numbers]
         return [hold.entry.owners if hold else 0 for hold in holds]
+
+    def holds(self, owner: Hashable) -> list[Hold]:
+        """All that the owner has."""
+        return list(self._holds.get(owner, {}).values())
 
     def numbers(self, owner: Hashable) -> list[int]:
         """Of all holds that the owner has."""
@@ -468,11 +591,12 @@ class Ledger:
         for group in groups:
             before = entry.counts.get(group, (0, 0))
             after = before[0] + holds, before[1] + needed
-            held = self._held.setdefault(group, [0, 0, 0])
+            held = self._held.setdefault(group, [0, 0, 0, 0])
             for (count, count_needed), change in ((before, -entry.taken_bytes), (after, entry.taken_bytes)):
                 if count:
                     held[0 if count_needed else 1] += change
                     held[2] += change if was_shared else 0
+                    held[3] += change if entry.is_in_files and not entry.extents else 0
             entry.counts[group] = after
             if not after[0]:
                 del entry.counts[group]
@@ -484,15 +608,7 @@ class Ledger:
         if was_shared != (entry.owners > 1):
             for group in entry.counts:
                 self._held[group][2] += -entry.taken_bytes if was_shared else entry.taken_bytes
-        is_evictable = bool(entry.counts) and not entry.needed and not entry.is_adopted
-        evictable = self._evictable_like(entry)
-        if is_evictable and entry not in evictable:
-            evictable[entry] = None
-            self._evictable_bytes += entry.taken_bytes
-            self._touch(entry)
-        elif not is_evictable and entry in evictable:
-            del evictable[entry]
-            self._evictable_bytes -= entry.taken_bytes
+        self._queue(entry)
         if entry.counts:
             return
         if entry.is_expendable:
@@ -502,34 +618,68 @@ class Ledger:
         else:
             self._free(entry)
 
-    def _evictable_like(self, entry: Entry) -> OrderedDict[Entry, None]:
-        return self._expendable if entry.is_expendable else self._evictable
+    def _queue(self, entry: Entry) -> None:
+        """Let it wait where it belongs now: after all others, if that is another queue."""
+        queue = self._queue_for(entry)
+        if queue is entry.queue:
+            return
+        if entry.queue is not None:
+            del entry.queue[entry]
+            entry.queue.nbytes -= entry.taken_bytes
+        entry.queue = queue
+        if queue is not None:
+            queue[entry] = None
+            queue.nbytes += entry.taken_bytes
+            self._touch(entry)
+
+    def _queue_for(self, entry: Entry) -> _Queue | None:
+        """As the table above says."""
+        if entry.is_adopted or not entry.counts:
+            return None
+        if not entry.needed:
+            if entry.is_expendable:
+                return self._expendable
+            return self._evictable if entry.extents else self._evictable_in_files
+        if not entry.extents or entry.key is None:
+            return None
+        if not entry.spilled:
+            return self._spillable  # once no copy of it is under way
+        return self._droppable if entry.is_in_files and not entry.copies else None
 
     def _touch(self, entry: Entry) -> None:
-        """It was used: if it may be evicted, then after all others like it."""
-        evictable = self._evictable_like(entry)
-        if entry in evictable:
+        """It was used: if it waits for its turn to give way, then after all others."""
+        if entry.queue is not None:
             self._clock += 1
             entry.used = self._clock
-            evictable.move_to_end(entry)
+            entry.queue.move_to_end(entry)
 
     def _placed(self, nbytes: int, node: int, expendable: bool) -> Entry:
         """A new entry, in the smallest free run that is large enough, or in the largest ones until it is enough."""
         entry = Entry(nbytes, _rounded(nbytes), is_expendable=expendable)
-        left = entry.taken_bytes
-        while left:
-            extent = self._take(left, node)
-            entry.extents.append(extent)
-            left -= extent.nbytes
-        self.free_bytes -= entry.taken_bytes
+        entry.extents = self._extents(entry.taken_bytes, node)
         self._add(entry)
         return entry
 
+    def _extents(self, nbytes: int, node: int) -> list[SlabRange]:
+        """Free memory, which is not free any more."""
+        extents: list[SlabRange] = []
+        left = nbytes
+        while left:
+            extents.append(self._take(left, node))
+            left -= extents[-1].nbytes
+        self.free_bytes -= nbytes
+        return extents
+
     def _add(self, entry: Entry) -> None:
-        entry.slabs = {extent.slab for extent in entry.extents}
-        for slab in entry.slabs:
-            self._slabs[slab].entries.add(entry)
+        entry.slabs = self._lie(entry, entry.extents)
         self._entries.add(entry)
+
+    def _lie(self, entry: Entry, extents: Iterable[SlabRange]) -> set[int]:
+        """It has something in these slabs from here on."""
+        slabs = {extent.slab for extent in extents}
+        for slab in slabs:
+            self._slabs[slab].entries.add(entry)
+        return slabs
 
     def _take(self, nbytes: int, node: int) -> SlabRange:
         """Of one free run, at most so much."""
@@ -537,24 +687,56 @@ class Ledger:
         size, at = min(fits)[1:] if fits else max((runs.largest(), at) for at, runs in self._runs.items())
         return self._runs[at].take(size, nbytes)
 
-    def _evict(self, entry: Entry, most: int) -> int:
-        """Drop its holds, at most so many; returns how many. Whoever had one finds it gone."""
+    def _evict(self, entry: Entry, most: int = sys.maxsize) -> int:
+        """Drop it from memory, if it is in files, too; otherwise its holds, at most so many. Returns how many.
+
+        Whoever had one of these finds it gone.
+        """
+        if entry.is_in_files and entry.extents:
+            self._drop_from_memory(entry)
+            return 1
         holds = list(islice(entry.holds, most))
         for hold in holds:
             self._leave(hold)
         self.evicted_bytes += 0 if entry.holds else entry.taken_bytes
         return len(holds)
 
+    def _drop_from_memory(self, entry: Entry) -> None:
+        self._free_memory(entry)
+        entry.extents, entry.slabs, entry._ends = [], set(), []
+        for group in entry.counts:
+            self._held[group][3] += entry.taken_bytes
+        self._queue(entry)
+
     def _free(self, entry: Entry) -> None:
         self._entries.remove(entry)
         if entry.key is not None:
             del self._by_key[entry.key]
+        self._free_memory(entry)
+        self._free_in_files(entry)
+
+    def _free_memory(self, entry: Entry) -> None:
+        if not entry.is_adopted:
+            self._give_back(entry, entry.extents)
+            return
         for slab in entry.slabs:
             self._slabs[slab].entries.remove(entry)
-        if not entry.is_adopted:
-            for slab, offset, nbytes in entry.extents:
-                self._runs[self._slabs[slab].node].give_back(slab, offset, nbytes)
-            self.free_bytes += entry.taken_bytes
+
+    def _give_back(self, entry: Entry, extents: Iterable[SlabRange]) -> None:
+        """Nobody has this memory of the entry any more."""
+        for number, offset, nbytes in extents:
+            slab = self._slabs[number]
+            slab.entries.discard(entry)
+            self._runs[slab.node].give_back(number, offset, nbytes)
+            self.free_bytes += nbytes
+
+    def _free_in_files(self, entry: Entry) -> None:
+        for extent in entry.spilled:
+            self._files.give_back(*extent)
+            self.free_file_bytes += extent.nbytes
+        if entry.spilled:
+            self._freed(entry.spilled)
+        entry.spilled, entry.is_in_files = [], False
 
 
 def needed_bytes(sizes: Sequence[int]) -> int:

@@ -13,6 +13,7 @@ from functools import partial
 from .. import _core
 from ..errors import CumemSleepError, InvalidArgument, InvalidState, OutOfHostMemory, format_bytes
 from . import memory, protocol
+from .files import SpillFiles
 from .ledger import UNIT_BYTES, Entry, Ledger
 
 DEFAULT_SLAB_BYTES = 1 << 30
@@ -60,6 +61,7 @@ class VaultPool:
         host: VaultHost,
         post: Callable[[Callable[[], None]], None],
         changed: Callable[[], None],
+        files: SpillFiles | None = None,
     ) -> None:
         """Nothing is taken yet.
 
@@ -68,6 +70,7 @@ class VaultPool:
             nodes: NUMA nodes to take it from, in turn.
             post: has work done by the thread that calls the pool.
             changed: is called when there is more memory, or there will be no more.
+            files: to spill to, if there are any.
 
         Raises:
             InvalidArgument: there is too little for one slab.
@@ -80,7 +83,7 @@ class VaultPool:
         least = _aligned_up(-(-self.memory_bytes // most_slabs))
         self._slab_bytes = max(least, _aligned_up(slab_bytes or DEFAULT_SLAB_BYTES))
         self._device, self._nodes, self._host, self._post, self._changed = device, nodes, host, post, changed
-        self.ledger = Ledger(self._zero)
+        self.ledger = Ledger(self._zero) if files is None else Ledger(self._zero, files.nbytes, files.freed)
         self.short = ""
         self.prefaulted_bytes = 0
         self.slabs: dict[int, memory.Slab] = {}
@@ -92,9 +95,11 @@ class VaultPool:
         self._reserved_are_left = host.reserved_huge_pages
         self._tenths_said = 0
 
-    def out_of_memory(self, needed_bytes: int, available: int, names: Mapping[Hashable, str]) -> OutOfHostMemory:
+    def out_of_memory(
+        self, needed_bytes: int, available: int, names: Mapping[Hashable, str], of_files: str = ""
+    ) -> OutOfHostMemory:
         """That so much cannot be had, neither now nor when all memory is taken. `names`: what it calls the owners."""
-        holders = self.ledger.who_holds(names)
+        holders = self.ledger.who_holds(names) + (f"; {of_files}" if of_files else "")
         missing = self.memory_bytes - self.ledger.own_bytes - self.ledger.adopted_bytes
         if self.short and needed_bytes <= available + missing:
             why = f"{holders}; the vault has {self._of_all()}, and cannot take more now: {self.short}"

@@ -23,12 +23,14 @@ from .. import _core
 from ..errors import InvalidArgument, VaultError, format_bytes
 from . import protocol
 from .address import VaultAddress
+from .files import SpillFiles, SpillFolder
 from .ledger import HeldBytes
 from .pool import VaultHost, VaultPool
 from .protocol import Nonsense
 from .relay import Relaying
 from .service import Service, VaultGpu
 from .session import Session
+from .spill import SpillPlan
 
 _MAX_CLIENTS = 256
 _HELLO_WITHIN_S = 10.0
@@ -61,7 +63,11 @@ def keep_pauses_short() -> None:
 
 
 class Vault:
-    """Serves one socket until it is told to stop. `run` and all that it calls belong to one thread."""
+    """Serves one socket until it is told to stop. `run` and all that it calls belong to one thread.
+
+    Attributes:
+        spills_directly: past the page cache.
+    """
 
     def __init__(
         self,
@@ -72,15 +78,18 @@ class Vault:
         slab_bytes: int | None = None,
         used_at_once: Sequence[VaultGpu] = (),
         relays: Sequence[VaultGpu] = (),
+        spill: SpillPlan | None = None,
     ) -> None:
         """Nothing is taken yet.
 
         Args:
             used_at_once: GPUs that get their contexts at the start. The first of all gets it in any case.
             relays: GPUs whose links help others, once they have a context.
+            spill: what may be spilled, if anything is to be.
 
         Raises:
             InvalidArgument: a size makes no sense, or there is no GPU.
+            VaultError: nothing can be spilled to that folder.
         """
         if not gpus:
             raise InvalidArgument("gpus=[]: the vault needs a GPU to copy from and to")
@@ -90,7 +99,22 @@ class Vault:
         self._to_read: set[Session] = set()
         _raise_descriptor_limit()
         nodes = [gpu.node for gpu in gpus]
-        self._pool = VaultPool(memory_bytes, slab_bytes, gpus[0].ordinal, nodes, host, self._post, self._serve_waiting)
+        spills = None
+        if spill is not None:
+            ring_bytes = spill.ring_bytes(memory_bytes)
+            memory_bytes -= ring_bytes
+            spills = SpillFiles(SpillFolder(spill.folder), spill.nbytes), spill, ring_bytes
+        self.spills_directly = spills is not None and spills[0].folder.is_direct
+        self._pool = VaultPool(
+            memory_bytes,
+            slab_bytes,
+            gpus[0].ordinal,
+            nodes,
+            host,
+            self._post,
+            self._serve_waiting,
+            spills[0] if spills else None,
+        )
         self._used_at_once = dict.fromkeys((gpus[0], *used_at_once))
         self._service = Service(
             address.path,
@@ -102,6 +126,7 @@ class Vault:
             self._fail,
             self._gpu_lost,
             Relaying([gpu.ordinal for gpu in relays]),
+            spills,
         )
         self.memory_bytes = self._pool.memory_bytes
         self._selector = selectors.DefaultSelector()
@@ -188,6 +213,7 @@ class Vault:
         if self._address.listener not in self._selector.get_map():
             self._selector.register(self._address.listener, selectors.EVENT_READ, self._accept)
         self._pool.try_again(now)
+        self._service.look()
 
     def _close(self) -> None:
         for session in self._sessions:  # the ledger is left as it is: nobody's bytes may go now

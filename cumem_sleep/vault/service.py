@@ -12,7 +12,7 @@ import os
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,14 +23,17 @@ from typing import Any
 from .. import __version__, _core
 from ..errors import CumemSleepError, DriverError, InvalidArgument, InvalidState, VaultError
 from . import memory, protocol
+from .files import SpillFile, SpillFiles
 from .jobs import BorrowedMemory, Job, LinkPiece
 from .ledger import Entry, HeldBytes, Hold, Key, SlabRange, needed_bytes
 from .link import PIECE_BYTES, CopyTotals, LinkGroup, VaultLink
+from .moves import Move, MoveLog, said
 from .pool import VaultPool
 from .protocol import Nonsense, VaultMessage, boolean, integer, integers, objects, rows, table, text
 from .range_table import check_table, table_pieces
 from .relay import Relaying
 from .session import Session
+from .spill import FilePiece, FileRead, Spiller, SpillPlan
 
 _NOTE_BYTES, _NOTE_SHARE = 4096, 1024  # a note may have so many, and one for so many of its backup
 _AT_ONCE = 256  # holds that are evicted or dropped before others have their turn: two milliseconds or three
@@ -64,7 +67,7 @@ class _Request:
 
 @dataclass(frozen=True)
 class _Reservation:
-    """Waits for memory that is still being taken."""
+    """Waits for memory that is still being taken, or whose content is being spilled."""
 
     asked: _Request
     gpu: VaultGpu
@@ -89,6 +92,7 @@ class Service:
         fail: Callable[[Session, Exception], None],
         gpu_lost: Callable[[VaultError], None],
         relaying: Relaying,
+        spills: tuple[SpillFiles, SpillPlan, int] | None = None,
     ) -> None:
         """Nothing is done yet.
 
@@ -100,6 +104,7 @@ class Service:
             fail: is called when a client has said what no client says, or the vault has failed at its request.
             gpu_lost: is called when no call for a GPU works any more.
             relaying: whose links may carry copies for other GPUs.
+            spills: the files to spill to, how, and the bytes of the ring that they are read through.
         """
         self._path, self._pool, self._sessions = path, pool, sessions
         self._post, self._end, self._fail, self._gpu_lost = post, end, fail, gpu_lost
@@ -114,6 +119,20 @@ class Service:
         # Who waits until what was lent is not here any more, and what is answered then.
         self._returning: list[tuple[_Request, Sequence[BorrowedMemory], Callable[[], _Answer]]] = []
         self._refused = self.cut_off = 0  # requests, and clients (by `Vault`)
+        self._files: SpillFiles | None = None
+        self._spiller: Spiller | None = None
+        if spills is not None:
+            self._files, plan, ring_bytes = spills
+            self._spiller = Spiller(
+                pool,
+                self._files,
+                plan,
+                ring_bytes,
+                post,
+                may_tell=lambda entry: all(owner.is_served for owner in self._owners_of(entry)),
+                tell=self._tell_of_files,
+                changed=self.serve_waiting,
+            )
 
     def begin(self, gpus: Iterable[VaultGpu]) -> None:
         """Make the links of these GPUs, and so their contexts, while little memory is registered.
@@ -122,6 +141,15 @@ class Service:
         """
         for gpu in gpus:
             self._link(gpu, True)
+        if self._spiller is not None:
+            first = next(iter(self._gpus.values()))
+            self._spiller.begin(first.node, first.ordinal)
+
+    def look(self) -> None:
+        """Now and then: spill ahead."""
+        if self._spiller is not None:
+            self._spiller.look()
+            self.serve_waiting()
 
     def handle(self, session: Session, message: VaultMessage) -> None:
         """Do what it asks, or begin to. Every descriptor is closed, unless the request keeps it.
@@ -160,6 +188,8 @@ class Service:
 
     def cancel(self, session: Session) -> None:
         """Drop its pending requests. What it lent goes back to it when none of its copies is in flight any more."""
+        if self._spiller is not None:
+            self._spiller.cancel(session)
         for link in self._links.values():
             link.cancel(session)
         self._give_back([lent for lent in session.lent.values() if not lent.jobs])
@@ -185,8 +215,12 @@ class Service:
 
     def close(self) -> None:
         """Cancel all copies, and wait for what is in flight."""
+        if self._spiller is not None:
+            self._spiller.stop_reading()
         for link in self._links.values():
             link.stop()
+        if self._spiller is not None:
+            self._spiller.close()
 
     def finish(self) -> None:
         """Wait until everything that was lent is given back, after `close` and all that it has posted."""
@@ -199,6 +233,12 @@ class Service:
         asked.session.name = "".join(c for c in text(asked.body, "name", 80) if c.isprintable())
         asked.session.identity = text(asked.body, "identity", 64)
         asked.session.is_greeted = True
+        if self._spiller is not None:
+            try:
+                asked.session.moves = MoveLog()
+                asked.session.send({"moves": True}, [asked.session.moves.reader()])
+            except OSError:
+                raise VaultError(memory.NO_MORE_FILES) from None
         return {
             "pid": os.getpid(),
             "instance": self._instance,
@@ -257,13 +297,22 @@ class Service:
                         self._post(self._evict_on)
                     return
                 self._do(each.asked, partial(self._reserved, each))
-            elif each.needed_bytes > available + self._pool.bytes_to_come():
-                self._answer(each.asked, self._pool.out_of_memory(each.needed_bytes, available, self._names()))
+            elif not self._will_have(each, available):
+                of_files = self._spiller.said() if self._spiller is not None else ""
+                refusal = self._pool.out_of_memory(each.needed_bytes, available, self._names(), of_files)
+                self._answer(each.asked, refusal)
             elif each.waits:
                 goes_on = False
                 self._waiting.append(each)
             else:
                 self._answer(each.asked, {"backups": None})
+
+    def _will_have(self, each: _Reservation, available: int) -> bool:
+        """Whether there will be enough memory for it, when all is taken or, if need be, some is spilled."""
+        missing = each.needed_bytes - available - self._pool.bytes_to_come()
+        if missing <= 0:
+            return True
+        return self._spiller is not None and not each.expendable and self._spiller.make_room(missing)
 
     def _evict_on(self) -> None:
         self._is_evicting = False
@@ -309,9 +358,16 @@ class Service:
     def _release(self, asked: _Request) -> _Answer:
         """Backups, and what was set aside for others."""
         numbers = integers(asked.body, "numbers", protocol.MAX_BACKUPS)
-        asked.session.known_slabs -= set(integers(asked.body, "slabs"))  # which it has closed
-        self._pool.ledger.claims[asked.session.owner] = 0
-        self._pool.ledger.release(asked.session.owner, numbers)
+        ledger, session, closed = self._pool.ledger, asked.session, set(integers(asked.body, "slabs"))
+        session.known_slabs -= closed
+        ledger.claims[session.owner] = 0
+        ledger.release(session.owner, numbers)
+        if session.moves is not None:
+            session.moves.heard(integer(asked.body, "heard"))
+            if closed:  # it may not have heard yet of what has moved there
+                self._send_files(
+                    session, [hold.entry for hold in ledger.holds(session.owner) if hold.entry.is_in_files]
+                )
         self._memory_came_back()
         return {}
 
@@ -323,6 +379,7 @@ class Service:
         may = ledger.writable if to_host else ledger.hold
         entries: dict[int, Entry] = {}
         pieces: deque[LinkPiece] = deque()
+        in_files: deque[FilePiece] = deque()
         for number, offset, lent_at, size in ranges:
             entry = entries.setdefault(number, may(owner, number).entry)
             if offset + size > entry.nbytes or lent_at + size > lent.nbytes or lent.device != gpu.ordinal:
@@ -331,14 +388,27 @@ class Service:
                     f" beyond their {entry.nbytes} and {lent.nbytes} bytes, or on another GPU"
                 )
             copied = 0
+            for file, start, nbytes in self._in_files(entry, offset, size):
+                in_files.append(FilePiece(file, start, lent_at + copied, nbytes))
+                copied += nbytes
             for slab, start, nbytes in entry.ranges(offset, size):
                 block = self._pool.slabs[slab].block
                 for at in range(0, nbytes, PIECE_BYTES):
                     pieces.append(LinkPiece(block, start + at, lent_at + copied + at, min(PIECE_BYTES, nbytes - at)))
                 copied += nbytes
-            if len(pieces) > _MAX_PIECES:
+            if len(pieces) + len(in_files) > _MAX_PIECES:
                 raise InvalidArgument(f"a copy of over {_MAX_PIECES} pieces: ask for less at once")
-        return self._begin_copy(asked, gpu, to_host, lent, [*entries.values()], pieces)
+        return self._begin_copy(asked, gpu, to_host, lent, [*entries.values()], pieces, in_files)
+
+    def _in_files(self, entry: Entry, offset: int, nbytes: int) -> Iterator[tuple[SpillFile, int, int]]:
+        """Where so many bytes of a backup that is not in memory lie, from `offset` on, in order."""
+        if entry.extents or self._files is None:
+            return
+        for file, start, size in self._files.parts(entry.spilled):
+            if nbytes > 0 and offset < size:
+                yield file, start + offset, min(nbytes, size - offset)
+                nbytes -= size - offset
+            offset = max(0, offset - size)
 
     def _copy_table(self, asked: _Request) -> _Answer | None:
         """As `_copy`, of many small ranges of one backup."""
@@ -346,6 +416,8 @@ class Service:
         lent, ledger = self._lent(asked, gpu), self._pool.ledger
         may = ledger.writable if to_host else ledger.hold
         entry = may(asked.session.owner, integer(asked.body, "number")).entry
+        if not entry.extents:
+            raise InvalidState("this backup is in files only: ask for whole ranges of it")
         if lent.device != gpu.ordinal:
             raise InvalidArgument("this memory is on another GPU")
         check_table(ranges, lent.nbytes, entry.nbytes)
@@ -363,16 +435,29 @@ class Service:
         lent: BorrowedMemory,
         entries: Sequence[Entry],
         pieces: deque[LinkPiece],
+        in_files: deque[FilePiece] | None = None,
     ) -> _Answer | None:
-        if not pieces:
+        left = bool(pieces) + bool(in_files)  # what is to end
+        if not left:
             return {}
         link = self._link(gpu, to_host)  # its thread may not start
+        if in_files and self._spiller is not None:
+            self._spiller.start()  # likewise
         lent.jobs += 1
         ledger = self._pool.ledger
         for entry in entries:
             ledger.begin_copy(entry)
 
+        failure: Exception | None = None
+        relays: set[int] = set()
+
         def over(error: Exception | None, gpu_is_lost: bool) -> None:
+            nonlocal left, failure
+            left, failure = left - 1, failure or error
+            if not left:
+                all_over(failure, gpu_is_lost)
+
+        def all_over(error: Exception | None, gpu_is_lost: bool) -> None:
             if isinstance(error, InvalidState):
                 error = InvalidState(f"in the vault: {error}")  # which is "this process" there
             lent.jobs -= 1
@@ -380,8 +465,8 @@ class Service:
                 self._give_back([lent])
             for entry in entries:
                 ledger.end_copy(entry)
-            relays = [gpu.uuid for gpu in self._gpus.values() if gpu.ordinal in job.relays]
-            self._answer(asked, error or {"relays": relays})
+            helped = [each.uuid for each in self._gpus.values() if each.ordinal in relays]
+            self._answer(asked, error or {"relays": helped})
             self._memory_came_back()
             if gpu_is_lost:
                 self._gpu_lost(VaultError(f"{gpu.uuid} does not work for this process any more: {error}"))
@@ -389,8 +474,10 @@ class Service:
         def done(error: Exception | None) -> None:
             self._post(partial(over, error, isinstance(error, DriverError) and _is_lost(gpu)))
 
-        job = Job(asked.session, lent, pieces, done)
-        link.submit(job)
+        if pieces:
+            link.submit(Job(asked.session, lent, pieces, done, relays=relays))
+        if in_files and self._spiller is not None:
+            self._spiller.read(FileRead(asked.session, lent, link, in_files, done, relays))
         return None
 
     def _lent(self, asked: _Request, gpu: VaultGpu) -> BorrowedMemory:
@@ -461,6 +548,15 @@ class Service:
         """Where backups are that the client holds."""
         numbers = integers(asked.body, "numbers", protocol.MAX_BACKUPS)
         return self._said(asked.session, [self._pool.ledger.find_hold(asked.session.owner, each) for each in numbers])
+
+    def _read_ahead(self, asked: _Request) -> _Answer:
+        """What these processes have in files, they are about to need; none: the client itself."""
+        pids = integers(asked.body, "pids", protocol.MAX_BACKUPS)
+        if self._spiller is None:
+            return {"bytes": 0}
+        named = [session for session in self._sessions if session.pid in pids] if pids else [asked.session]
+        entries = [hold.entry for session in named for hold in self._pool.ledger.holds(session.owner)]
+        return {"bytes": self._spiller.read_ahead(entries)}
 
     def _show(self, asked: _Request) -> None:
         """Backups in slabs that another vault has left behind. They are looked at by the thread that takes memory."""
@@ -551,17 +647,70 @@ class Service:
             raise InvalidArgument(f"the answer has over {_MAX_SAID} bytes: ask for less at once")
         for number in sorted(set().union(*(hold.entry.slabs for hold in there)) - session.known_slabs):
             self._send_slab(session, number)
-        return {"backups": [None if hold is None else _described(hold) for hold in holds]}
+        self._send_files(session, [hold.entry for hold in there if hold.entry.is_in_files])
+        moves_end = session.moves.end if session.moves else 0
+        return {"backups": [None if hold is None else self._described(hold) for hold in holds], "moves_end": moves_end}
+
+    def _described(self, hold: Hold) -> _Answer:
+        entry = hold.entry
+        return {"number": hold.number, "bytes": entry.nbytes, "note": entry.note, "extents": self._known_place(entry)}
+
+    def _known_place(self, entry: Entry) -> Sequence[SlabRange]:
+        """Where its owners read it themselves. What is in files may be dropped from memory at any moment."""
+        return self._in_all_files(entry) if entry.is_in_files else entry.extents
+
+    def _in_all_files(self, entry: Entry) -> list[SlabRange]:
+        parts = self._files.parts(entry.spilled) if self._files is not None else ()
+        return [SlabRange(file.number, offset, nbytes) for file, offset, nbytes in parts]
+
+    def _owners_of(self, entry: Entry) -> list[Session]:
+        owners = {hold.owner for hold in entry.holds}
+        return [session for session in self._sessions if session.owner in owners]
+
+    def _tell_of_files(self, entries: Sequence[Entry]) -> None:
+        """These are in files from here on. Raises VaultError: nobody was told."""
+        if self._files is None:
+            return
+        by_session: dict[Session, list[Entry]] = {}
+        for entry in entries:
+            for session in self._owners_of(entry):
+                by_session.setdefault(session, []).append(entry)
+        told: list[tuple[MoveLog, bytes]] = []
+        for session, mine in by_session.items():
+            self._send_files(session, mine)
+            if session.moves is None or session.channel.unsent_bytes:
+                raise VaultError(f"{session} takes no messages")
+            moves = [
+                Move([hold.number for hold in entry.holds if hold.owner is session.owner], self._in_all_files(entry))
+                for entry in mine
+            ]
+            told.append((session.moves, said(moves)))
+        for log, moved in told:
+            log.make_room(moved)
+        for log, moved in told:
+            log.add(moved)
+
+    def _send_files(self, session: Session, entries: Iterable[Entry]) -> None:
+        """Descriptors of the files of these entries. Raises VaultError: this process can open no more files."""
+        if self._files is None:
+            return
+        files = {file.number: file for entry in entries for file, _, _ in self._files.parts(entry.spilled)}
+        for number in sorted(files.keys() - session.known_slabs):
+            facts = {"slab": number, "bytes": self._files.nbytes, "folder": str(self._files.folder.path)}
+            self._send_descriptor(session, files[number].read_only, facts)
 
     def _send_slab(self, session: Session, number: int) -> None:
         """A descriptor of it. Raises VaultError: this process can open no more files."""
         slab = self._pool.slabs[number]
+        self._send_descriptor(session, slab.descriptor, {"slab": number, "bytes": slab.nbytes})
+
+    def _send_descriptor(self, session: Session, descriptor: int, facts: _Answer) -> None:
         try:
-            descriptor = os.dup(slab.descriptor)
+            sent = os.dup(descriptor)
         except OSError:
             raise VaultError(memory.NO_MORE_FILES) from None
-        session.send({"slab": number, "bytes": slab.nbytes}, [descriptor])
-        session.known_slabs.add(number)
+        session.send(facts, [sent])
+        session.known_slabs.add(facts["slab"])
 
     # What there is to know
 
@@ -582,6 +731,7 @@ class Service:
             "left_bytes": ledger.available_bytes() + self._pool.bytes_to_come(),
             **ledger.held()._asdict(),
             "saved_bytes": ledger.saved_bytes,
+            **self._files_status(),
             "evicted_bytes": ledger.evicted_bytes,
             "waiting": len(self._waiting),
             "refused": self._refused,
@@ -592,6 +742,22 @@ class Service:
                 for session in self._sessions
                 if session.is_greeted and (session is not asked.session or ledger.held(session.owner) != HeldBytes())
             ],
+        }
+
+    def _files_status(self) -> dict[str, Any]:
+        """Of a vault that does not spill, zeros."""
+        spiller = self._spiller
+        written, read = (spiller.written, spiller.read_totals) if spiller else (CopyTotals(), CopyTotals())
+        return {
+            "ring_bytes": spiller.ring_bytes if spiller else 0,
+            "files_bytes": self._files.nbytes if self._files else 0,
+            "files_free_bytes": self._pool.ledger.free_file_bytes,
+            "files_writing_bytes": spiller.writing_bytes if spiller else 0,
+            "files_written_bytes": written.nbytes,
+            "files_written_gbps": written.gbps,
+            "files_read_bytes": read.nbytes,
+            "files_read_gbps": read.gbps,
+            "files_failure": spiller.failure if spiller else "",
         }
 
     def _gpu_status(self, gpu: VaultGpu) -> dict[str, Any]:
@@ -645,16 +811,12 @@ _REQUESTS: Mapping[str, _Handler] = {
     "forget": Service._take_back,
     "resume": Service._resume,
     "look": Service._look,
+    "read_ahead": Service._read_ahead,
     "room": Service._room,
     "withdraw": Service._withdraw,
     "show": Service._show,
     "status": Service._status,
 }
-
-
-def _described(hold: Hold) -> _Answer:
-    entry = hold.entry
-    return {"number": hold.number, "bytes": entry.nbytes, "note": entry.note, "extents": entry.extents}
 
 
 def _close_all(lent: Iterable[BorrowedMemory]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from . import protocol
 from .jobs import BorrowedMemory
+from .moves import MoveLog
 from .protocol import Channel
 
 _MAX_OPEN_REQUESTS = 128
@@ -29,6 +30,7 @@ class Session:
         is_cut_off: nothing more is done for it. It keeps its backups until it ends the connection.
         lent: its memory that may be mapped here, by its own numbers.
         known_slabs: of which it has a descriptor.
+        moves: where it learns what has moved to files, if anything may.
     """
 
     def __init__(self, connection: socket.socket, pid: int, now: float, resume: Callable[[Session], None]) -> None:
@@ -45,6 +47,7 @@ class Session:
         self.owner = object()
         self.lent: dict[int, BorrowedMemory] = {}
         self.known_slabs: set[int] = set()
+        self.moves: MoveLog | None = None
         self.process = -1
         self._resume = resume
         if pid:
@@ -90,3 +93,5 @@ class Session:
         """End the connection."""
         self.channel.close()
         protocol.close_all([self.process])
+        if self.moves is not None:
+            self.moves.close()

@@ -267,6 +267,7 @@ def cumem_sleep_status(self: Any) -> dict[str, Any]:
     place = allocator.backup_place()
     return {
         "rank": deep_worker.of(self).rank,
+        "pid": os.getpid(),
         "devices": devices,
         "simulated": allocator.settings.driver == "sim",
         "usage": {tag: asdict(usage) for tag, usage in allocator.usage().items()},

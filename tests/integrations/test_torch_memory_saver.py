@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import pathlib
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -17,6 +19,11 @@ from cumem_sleep.core import log
 from cumem_sleep.core.operation import Operation
 from cumem_sleep.integrations.torch_memory_saver import TorchMemorySaver, configure_subprocess
 from cumem_sleep.integrations.torch_memory_saver.environment import Environment
+from cumem_sleep.vault.files import filesystem_of
+
+sys.path.append(str(pathlib.Path(__file__).parents[1] / "vault"))
+
+from running import RunningVault
 
 Sleep = _core.Segment.Sleep
 
@@ -282,14 +289,47 @@ class TestCpuBackup:
 
 
 class TestTheRestOfTheInterface:
-    def test_disk_backups_are_refused_by_name(self, saver: TorchMemorySaver, monkeypatch: pytest.MonkeyPatch) -> None:
-        with pytest.raises(NotImplementedError, match="enable_disk_backup"), saver.region(enable_disk_backup=True):
-            pass
+    def test_without_a_vault_disk_backups_are_refused_by_name(
+        self, saver: TorchMemorySaver, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with pytest.raises(NotImplementedError, match=r"enable_disk_backup.*vault --spill"):
+            malloc(saver, enable_disk_backup=True)
         with pytest.raises(NotImplementedError, match="set_disk_backup_dir"):
             saver.set_disk_backup_dir("/tmp")
         monkeypatch.setenv("TMS_INIT_ENABLE_DISK_BACKUP", "1")
         with pytest.raises(NotImplementedError, match="TMS_INIT_ENABLE_DISK_BACKUP"):
             TorchMemorySaver().pause()
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("spills", [True, False])
+    def test_disk_backups_go_to_a_vault_that_spills(
+        self, spills: bool, tmp_path: pathlib.Path, make_allocator: Callable[..., CuMemAllocator], memory: Memory
+    ) -> None:
+        files = tmp_path / "files"
+        files.mkdir(mode=0o700)
+        tmp_path.chmod(0o700)
+        if filesystem_of(files) in ("tmpfs", "ramfs"):
+            pytest.skip("pytest's folder is in memory")
+        vault = RunningVault(tmp_path, "64MiB", *(["--spill", str(files), "--spill-size", "64MiB"] if spills else []))
+        try:
+            make_allocator(vault=str(vault.socket))
+            saver = TorchMemorySaver()
+            if not spills:
+                with pytest.raises(NotImplementedError, match=r"vault --spill"):
+                    malloc(saver, enable_disk_backup=True)
+                return
+            saver.set_disk_backup_dir(str(tmp_path / "other"))
+            address = malloc(saver, enable_disk_backup=True)
+            content = memory.fill_random(address, PAGE)
+            saver.pause()
+            assert states() == {address: BACKED_UP}
+            saver.resume()
+            assert memory.read(address, PAGE) == content
+            with pytest.raises(InvalidArgument, match="not both"):
+                malloc(saver, enable_cpu_backup=True, enable_disk_backup=True)
+            CuMemAllocator.get_instance().free(address)
+        finally:
+            vault.close()
 
     @pytest.mark.parametrize("backend", ["mmap", "pinned"])
     def test_backends_are_taken(self, saver: TorchMemorySaver, backend: str) -> None:

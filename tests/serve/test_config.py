@@ -35,6 +35,14 @@ models:
 """
 
 
+def test_ten_models_are_a_configuration() -> None:
+    """The example, whose models must not need a reload."""
+    config = load(Path(__file__).parents[2] / "examples" / "ten_models.yaml")
+    assert len(config.models) == 10
+    assert len({model.command for model in config.models.values()}) == 10
+    assert {(model.gpus, model.env["CUMEM_SLEEP_VAULT"]) for model in config.models.values()} == {((0,), "auto")}
+
+
 def test_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECOND_KEY", "two")
     (tmp_path / "token").write_text("secret\n")

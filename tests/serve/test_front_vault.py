@@ -8,7 +8,8 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Coroutine, Iterator
+from collections.abc import Collection, Coroutine, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from cumem_sleep.serve import hardware
 from cumem_sleep.serve.fleet import Fleet
 from cumem_sleep.serve.status import ModelStatus, Phase, VaultStatus
 from cumem_sleep.tools import serve as tools
+from cumem_sleep.vault import files
 
 pytestmark = [pytest.mark.sim, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -33,16 +35,16 @@ def run(work: Coroutine[Any, Any, None]) -> None:
 
 
 class Vault:
-    """`cumem-sleep vault` of 64 MiB, from `start` on."""
+    """`cumem-sleep vault`, from `start` on."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(mode=0o700)
         self.socket = folder / "vault.sock"
         self._process: subprocess.Popen[bytes] | None = None
 
-    def start(self) -> None:
-        line = [sys.executable, "-m", "cumem_sleep", "vault", "--memory", "64MiB", "--socket", str(self.socket)]
-        self._process = subprocess.Popen(line, stderr=subprocess.DEVNULL)
+    def start(self, memory: str = "64MiB", *options: str) -> None:
+        line = [sys.executable, "-m", "cumem_sleep", "vault", "--memory", memory, "--socket", str(self.socket)]
+        self._process = subprocess.Popen([*line, *options], stderr=subprocess.DEVNULL)
         end = time.monotonic() + WITHIN_S
         while tools.look_at_vaults([str(self.socket)]) is None:
             assert self._process.poll() is None
@@ -113,6 +115,46 @@ def test_the_vault_limits_those_in_it_and_the_budget_all_others(tmp_path: Path, 
     host = status["host"]
     assert (host["budget_bytes"], host["held_bytes"]) == (50 * MIB, 40 * MIB)
     assert (host["vault"]["memory_bytes"], host["vault"]["asleep_bytes"]) == (64 * MIB, 40 * MIB)
+
+
+def test_models_that_the_vault_has_in_files_are_shown_so(
+    tmp_path: Path, vault: Vault, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has memory for one of three, and none of them goes deeper for want of it."""
+    spill = tmp_path / "spill"
+    spill.mkdir(mode=0o700)
+    if files.filesystem_of(spill) in files._IN_MEMORY:
+        pytest.skip("pytest's folder is in memory")
+    vault.start("72MiB", "--spill", str(spill), "--spill-size", "1GiB")
+    monkeypatch.setattr(fleets, "LOOK_AT_MACHINE_EVERY_S", 0.05)
+
+    async def scenario() -> None:
+        socket = str(vault.socket)
+        parsed = config(tmp_path, **{name: model(name, socket, seed) for seed, name in enumerate("abc")})
+        read_ahead: list[str] = []
+
+        def read(path: str, pids: Collection[int]) -> None:
+            assert pids
+            read_ahead.append(path)
+            tools.read_ahead(path, pids)
+
+        async with running(parsed, look_at_vaults=tools.look_at_vaults, read_ahead=read) as fleet:
+            await until(fleet, a=Phase.ASLEEP, b=Phase.ASLEEP, c=Phase.ASLEEP)
+            assert set(levels(fleet).values()) == {1}
+            while sum(each.files_bytes for each in fleet.status().models) < 80 * MIB:
+                await asyncio.sleep(0.01)
+            host = fleet.status().host.vault
+            assert host is not None
+            assert (host.asleep_bytes, host.spilled_bytes) == (120 * MIB, 80 * MIB)
+            in_files = next(each.name for each in fleet.status().models if each.files_bytes)
+            await fleet.wake(in_files)
+            assert read_ahead == [socket]
+            while not any(each.files_s for each in fleet.status().models):
+                await asyncio.sleep(0.01)
+            table = tools.models_table([asdict(each) for each in fleet.status().models])
+            assert any("40.00 MiB in files (read in" in str(cell) for cell in table.columns[6].cells)
+
+    run(scenario())
 
 
 def test_what_the_vault_has_yet_to_take_is_not_for_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -37,7 +38,11 @@ class VaultServer(SimulatedServer):
     async def _answer(self, method: str, path: str, scope: Scope) -> list[Message]:
         if (method, path) == ("GET", "/cumem_sleep/status"):
             usage = {tag: asdict(usage) for tag, usage in self.allocator.usage().items()}
-            worker: dict[str, Any] = {"usage": usage, "place": asdict(self.allocator.backup_place())}
+            worker: dict[str, Any] = {
+                "pid": os.getpid(),
+                "usage": usage,
+                "place": asdict(self.allocator.backup_place()),
+            }
             return response(200, {"results": [worker]})
         return await super()._answer(method, path, scope)
 

@@ -1,17 +1,24 @@
 """Runs vaults, one after the other, each a fork of this process, which has imported all that they need.
 
 Run as `nursery.py ARGUMENTS...`. For each line on standard input a vault begins; its pid is said at once, and `ended`
-when it has.
+when it has. If `CUMEM_SLEEP_TEST_DISK` names a file, that says how their disk fails (`disk_faults.py`).
 """
 
 from __future__ import annotations
 
 import os
+import pathlib
 import sys
+
+import disk_faults
 
 import cumem_sleep.vault.server  # noqa: F401  # so that no vault has to do it
 from cumem_sleep.tools import cli, vault  # noqa: F401
+from cumem_sleep.vault import spill
 
+if "CUMEM_SLEEP_TEST_DISK" in os.environ:
+    disk_faults.install(pathlib.Path(os.environ["CUMEM_SLEEP_TEST_DISK"]))
+    spill.TRY_AGAIN_S = 0.05
 for _ in sys.stdin:
     child = os.fork()
     if child == 0:

@@ -58,7 +58,7 @@ def test_status_is_json_for_programs(asleep: RunningVault, capsys: pytest.Captur
     assert gpu["last_out_gbps"] > 0
     (client,) = facts["clients"]
     assert (client["pid"], client["name"]) == (os.getpid(), "test")
-    held = {"asleep_bytes": PAGE, "awake_bytes": PAGE, "shared_bytes": 0}
+    held = {"asleep_bytes": PAGE, "awake_bytes": PAGE, "shared_bytes": 0, "spilled_bytes": 0}
     assert client["gpus"] == [{"uuid": gpu["uuid"], **held}]
     assert held.items() <= client.items()
 
@@ -123,8 +123,11 @@ def test_bad_usage_is_told(
 
 
 def test_what_is_not_in_order_is_the_conclusion() -> None:
-    assert command.VaultReport({"short": "host memory"}).conclusion() == "it cannot take more memory now: host memory"
-    assert command.VaultReport({"short": ""}).conclusion() == ""
+    assert (
+        command.VaultReport({"short": "host memory", "files_failure": ""}).conclusion()
+        == "it cannot take more memory now: host memory"
+    )
+    assert command.VaultReport({"short": "", "files_failure": ""}).conclusion() == ""
 
 
 def test_nobody_has_to_read_what_it_says(folder: pathlib.Path) -> None:

@@ -23,7 +23,7 @@ from cumem_sleep import CumemSleepError, _core, sim
 from cumem_sleep.backups import vault as tiers
 from cumem_sleep.backups.vault import VaultTransfers
 from cumem_sleep.errors import VaultError
-from cumem_sleep.vault import protocol
+from cumem_sleep.vault import files, protocol
 
 __all__ = ["small_and_quick"]  # a fixture
 
@@ -36,8 +36,12 @@ FEW_DESCRIPTORS = 4  # so that a new vault is shown slabs in several messages; a
 class LateVault(Vaults):
     """May be stopped when copies begin."""
 
-    def __init__(self, folder: pathlib.Path) -> None:
-        super().__init__(folder, "96MiB", "2MiB", CUMEM_SLEEP_SIM_DEVICES="2")
+    def __init__(self, folder: pathlib.Path, spills: bool) -> None:
+        options: tuple[str, ...] = ()
+        if spills:
+            (folder / "files").mkdir(mode=0o700)
+            options = ("--spill", str(folder / "files"), "--spill-size", "256MiB", "--spill-free", "32MiB")
+        super().__init__(folder, "96MiB", "2MiB", *options, CUMEM_SLEEP_SIM_DEVICES="2")
         self.is_stopped = False
         self.stops_after: int | None = None  # so many steps of copies
 
@@ -69,10 +73,11 @@ class LateVault(Vaults):
 
 
 @pytest.fixture
-def vault(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LateVault]:
+def vault(number: int, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LateVault]:
+    """Every other one spills, also ahead."""
     folder = tmp_path / "v"
     folder.mkdir(mode=0o700)
-    late = LateVault(folder)
+    late = LateVault(folder, spills=number % 2 == 1 and files.filesystem_of(folder) not in files._IN_MEMORY)
     for name in ("begin", "begun"):
         monkeypatch.setattr(VaultTransfers, name, after_a_step(late, getattr(VaultTransfers, name)))
     monkeypatch.setattr(tiers, "DEADLINE_S", DEADLINE_S)

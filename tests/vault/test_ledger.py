@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
+from types import MappingProxyType
 
 import pytest
 from hypothesis import settings, stateful
@@ -18,6 +19,7 @@ from cumem_sleep.vault.ledger import UNIT_BYTES, Entry, HeldBytes, Hold, Key, Le
 
 GPU = "GPU-0"
 SLAB = 8 * UNIT_BYTES
+FILE_BYTES = 4 * SLAB
 
 
 def key(name: str, nbytes: int = UNIT_BYTES, encoding: str = "") -> Key:
@@ -36,8 +38,8 @@ def holds_of(books: Ledger) -> dict[int, Hold]:
     return {number: hold for holds in books._holds.values() for number, hold in holds.items()}
 
 
-def check(books: Ledger) -> None:
-    """What is always true."""
+def check(books: Ledger, coming: Mapping[Entry, Sequence[SlabRange]] = MappingProxyType({})) -> None:
+    """What is always true. `coming`: where entries are being read to."""
     free = [SlabRange(*at, nbytes) for runs in books._runs.values() for at, nbytes in runs._sizes_at.items()]
     covered: dict[int, list[tuple[int, int]]] = {slab: [] for slab in books._slabs}
     for extent in free:
@@ -49,17 +51,14 @@ def check(books: Ledger) -> None:
         assert entry.key is None or books._by_key[entry.key] is entry, "two entries of the same bytes"
         assert entry.nbytes <= entry.taken_bytes
         assert entry.slabs == {extent.slab for extent in entry.extents}
-        like, unlike = books._evictable, books._expendable
-        if entry.is_expendable:
-            like, unlike = unlike, like
-        assert (entry in like) == (not entry.needed and not entry.is_adopted)
-        assert entry not in unlike
+        check_queue(books, entry)
         assert entry.owners == len({hold.owner for hold in entry.holds})
-        for extent in entry.extents:
+        for extent in (*entry.extents, *coming.get(entry, ())):
             if not books._slabs[extent.slab].is_adopted:
                 covered[extent.slab].append((extent.offset, extent.nbytes))
     for number, each in books._slabs.items():
-        assert each.entries == {entry for entry in books._entries if number in entry.slabs}
+        reading = {entry for entry, extents in coming.items() if number in {extent.slab for extent in extents}}
+        assert each.entries == {entry for entry in books._entries if number in entry.slabs} | reading
         at = 0
         for offset, nbytes in sorted(covered[number]):
             assert offset == at, "extents overlap, or bytes are lost"
@@ -68,19 +67,51 @@ def check(books: Ledger) -> None:
     runs = sorted(free)
     assert all(left.slab != right.slab or left.offset + left.nbytes < right.offset for left, right in pairwise(runs))
     assert books.free_bytes == sum(run.nbytes for run in free)
-    evictable = [*books._evictable, *books._expendable]
-    assert books._evictable_bytes == sum(entry.taken_bytes for entry in evictable)
-    for each in (books._evictable, books._expendable):
-        assert [entry.used for entry in each] == sorted(entry.used for entry in each)
+    for queue in queues(books).values():
+        assert queue.nbytes == sum(entry.taken_bytes for entry in queue)
+        assert [entry.used for entry in queue] == sorted(entry.used for entry in queue)
+    check_files(books)
     assert books._by_key.keys() == {entry.key for entry in books._entries if entry.key is not None}
     check_what_is_held(books)
+
+
+def queues(books: Ledger) -> dict[str, ledger_module._Queue]:
+    names = ("expendable", "evictable", "droppable", "spillable", "evictable_in_files")
+    return {name: getattr(books, f"_{name}") for name in names}
+
+
+def check_queue(books: Ledger, entry: Entry) -> None:
+    """It waits in the one queue that the ledger's table says, or in none."""
+    is_retained = not entry.needed and not entry.is_adopted
+    wanted = {
+        "expendable": is_retained and entry.is_expendable,
+        "evictable": is_retained and not entry.is_expendable and entry.extents != [],
+        "evictable_in_files": is_retained and not entry.extents,
+        "spillable": entry.needed and not entry.is_adopted and entry.key is not None and not entry.spilled,
+        "droppable": entry.needed and entry.is_in_files and entry.extents != [] and not entry.copies,
+    }
+    assert {name: entry in queue for name, queue in queues(books).items()} == wanted
+
+
+def check_files(books: Ledger) -> None:
+    free = [(offset, nbytes) for (_, offset), nbytes in books._files._sizes_at.items()]
+    spilled = [(offset, nbytes) for entry in books._entries for _, offset, nbytes in entry.spilled]
+    at = 0
+    for offset, nbytes in sorted(free + spilled):
+        assert offset == at, "places in files overlap, or bytes are lost"
+        at += nbytes
+    assert books.free_file_bytes == sum(nbytes for _, nbytes in free)
+    for entry in books._entries:
+        assert entry.extents or entry.is_in_files, "bytes that are nowhere"
+        assert sum(nbytes for *_, nbytes in entry.spilled) == (entry.taken_bytes if entry.spilled else 0)
+        assert entry.spilled or not entry.is_in_files
 
 
 def check_what_is_held(books: Ledger) -> None:
     groups = {group for hold in holds_of(books).values() for group in ledger_module._groups(hold)}
     assert books._held.keys() - {ledger_module._ALL} == groups - {ledger_module._ALL}
     for group in {*groups, ledger_module._ALL}:
-        needed = retained = shared = 0
+        needed = retained = shared = spilled = 0
         for entry in books._entries:
             meant = [hold for hold in entry.holds if group in ledger_module._groups(hold)]
             copies = entry.copies if group == ledger_module._ALL else 0
@@ -89,7 +120,8 @@ def check_what_is_held(books: Ledger) -> None:
                 needed += entry.taken_bytes * is_needed
                 retained += entry.taken_bytes * (not is_needed)
                 shared += entry.taken_bytes * (entry.owners > 1)
-        assert books.held(*group) == HeldBytes(needed, retained, shared)
+                spilled += entry.taken_bytes * (not entry.extents)
+        assert books.held(*group) == HeldBytes(needed, retained, shared, spilled)
     saved = [entry.taken_bytes * (len(entry.holds) - 1) for entry in books._entries if entry.holds]
     assert books.saved_bytes == sum(saved)
 
@@ -507,9 +539,46 @@ class LedgerMachine(stateful.RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.zeroing: list[Entry] = []
-        self.books = ledger(3, self.zeroing.append)
+        self.writing: list[Entry] = []
+        self.reading: dict[Entry, list[SlabRange]] = {}
+        self.freed_bytes = 0
+        self.books = Ledger(self.zeroing.append, FILE_BYTES, self.free)
+        for number in range(3):
+            self.books.add_slab(number, SLAB)
         self.mine: dict[int, str] = {}
         self.copies: list[tuple[int, object]] = []
+
+    def free(self, extents: Sequence[SlabRange]) -> None:
+        self.freed_bytes += sum(extent.nbytes for extent in extents)
+
+    @stateful.rule(units=st.integers(1, 24))
+    def spill(self, units: int) -> None:
+        retained = {number for number, hold in holds_of(self.books).items() if not hold.entry.needed}
+        for entry in self.books.to_spill(units * UNIT_BYTES, lambda _: True):
+            if not entry.copies:
+                self.books.begin_spill(entry)
+                self.writing.append(entry)
+        assert self.mine.keys() - holds_of(self.books).keys() <= retained, "something needed was evicted"
+        self.forget_evicted()
+
+    @stateful.precondition(lambda self: self.writing)
+    @stateful.rule(is_written=st.booleans())
+    def end_spill(self, is_written: bool) -> None:
+        self.books.end_spill(self.writing.pop(), is_written=is_written)
+
+    @stateful.rule()
+    def read_ahead(self) -> None:
+        before = self.mine.keys()
+        for entry in {hold.entry for hold in holds_of(self.books).values() if not hold.entry.extents}:
+            if extents := self.books.begin_read_ahead(entry, -1):
+                self.reading[entry] = extents
+        assert holds_of(self.books).keys() == before, "something was evicted for what nobody waits for"
+
+    @stateful.precondition(lambda self: self.reading)
+    @stateful.rule(is_read=st.booleans())
+    def end_read_ahead(self, is_read: bool) -> None:
+        entry, extents = self.reading.popitem()
+        self.books.end_read_ahead(entry, extents, is_read=is_read)
 
     def some(self, data: st.DataObject) -> tuple[str, int]:
         number = data.draw(st.sampled_from(sorted(self.mine)))
@@ -640,7 +709,7 @@ class LedgerMachine(stateful.RuleBasedStateMachine):
         self.forget_evicted()
         assert needed <= set(self.mine)
         if not is_empty:
-            assert self.zeroing or self.copies
+            assert self.zeroing or self.copies or self.writing or self.reading
             return
         for number in chosen:
             self.books.remove_slab(number)
@@ -649,10 +718,12 @@ class LedgerMachine(stateful.RuleBasedStateMachine):
 
     @stateful.invariant()
     def holds(self) -> None:
-        check(self.books)
+        check(self.books, self.reading)
         assert {hold.number: hold.owner for hold in holds_of(self.books).values()} == self.mine
         held = self.books.held()
-        assert held.asleep_bytes + held.awake_bytes + self.books.free_bytes == self.books.own_bytes
+        coming = sum(extent.nbytes for extents in self.reading.values() for extent in extents)
+        in_memory = held.asleep_bytes + held.awake_bytes - held.spilled_bytes + coming
+        assert in_memory + self.books.free_bytes == self.books.own_bytes
 
 
 TestLedgerMachine = LedgerMachine.TestCase

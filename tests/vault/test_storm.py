@@ -31,10 +31,12 @@ FOREVER = 10**6
 class Vaults(RunningVault):
     """Vaults on one socket, one after the other. Each is forked, so that to start it costs little."""
 
-    def __init__(self, folder: pathlib.Path, memory: str = "40MiB", slab: str = "8MiB", **environment: str) -> None:
+    def __init__(
+        self, folder: pathlib.Path, memory: str = "40MiB", slab: str = "8MiB", *options: str, **environment: str
+    ) -> None:
         self.socket = folder / "vault.sock"
         with (folder / "said").open("w") as said:  # nobody reads that, and a pipe would fill up
-            arguments = ("--memory", memory, "--slab-size", slab, "--socket", str(self.socket))
+            arguments = ("--memory", memory, "--slab-size", slab, "--socket", str(self.socket), *options)
             self.process = start_python("nursery.py", *arguments, errors=said.fileno(), **environment)
         self.pid = 0
         self.start()

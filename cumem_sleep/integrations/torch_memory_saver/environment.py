@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator, Mapping
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from ...core.scopes import scoped
-from ...errors import InvalidArgument
+from ...errors import InvalidArgument, VaultError
+from ...settings import Settings
+from ...vault.client import VaultClient
 from .. import preload
 
 _TRUE, _FALSE = ("1", "true", "TRUE", "yes", "YES"), ("0", "false", "FALSE", "no", "NO")
@@ -24,29 +27,29 @@ class Environment:
     Attributes:
         enable: TMS_INIT_ENABLE: the whole process is a region, called `default`.
         enable_cpu_backup: TMS_INIT_ENABLE_CPU_BACKUP: and is backed up.
+        enable_disk_backup: TMS_INIT_ENABLE_DISK_BACKUP: likewise, where the vault spills to files.
         cpu_backup_backend: TMS_INIT_CPU_BACKUP_BACKEND: where no region names one.
         retain_cpu_backup: TMS_RETAIN_CPU_BACKUP: what `retain_cpu_backup` is at first.
     """
 
     enable: bool = False
     enable_cpu_backup: bool = False
+    enable_disk_backup: bool = False
     cpu_backup_backend: str = DEFAULT_BACKEND
     retain_cpu_backup: bool = False
 
     @classmethod
     def read(cls, environment: Mapping[str, str] | None = None) -> Environment:
-        """What they say now. TMS_DISK_BACKUP_DIR and TMS_DISK_BACKUP_CHUNK_MB say nothing without disk backups.
+        """What they say now. TMS_DISK_BACKUP_DIR and TMS_DISK_BACKUP_CHUNK_MB say nothing: the vault has its folder.
 
         Raises:
             InvalidArgument: one has a bad value; the message names it.
-            NotImplementedError: TMS_INIT_ENABLE_DISK_BACKUP is on.
         """
         environment = os.environ if environment is None else environment
-        if _flag(environment, "TMS_INIT_ENABLE_DISK_BACKUP"):
-            raise NotImplementedError("TMS_INIT_ENABLE_DISK_BACKUP: " + NO_DISK_BACKUP)
         return cls(
             enable=_flag(environment, "TMS_INIT_ENABLE"),
             enable_cpu_backup=_flag(environment, "TMS_INIT_ENABLE_CPU_BACKUP"),
+            enable_disk_backup=_flag(environment, "TMS_INIT_ENABLE_DISK_BACKUP"),
             cpu_backup_backend=checked_backend(
                 "TMS_INIT_CPU_BACKUP_BACKEND", environment.get("TMS_INIT_CPU_BACKUP_BACKEND") or DEFAULT_BACKEND
             ),
@@ -54,10 +57,33 @@ class Environment:
         )
 
 
-NO_DISK_BACKUP = (
-    "cumem-sleep does not support disk backups: use enable_cpu_backup=True, or a region without a backup whose"
-    " contents are rewritten"
-)
+def is_backed_up(what: str, settings: Settings, enable_cpu_backup: object, enable_disk_backup: object) -> bool:
+    """Whether a region is, in host memory or through it in the files of the vault.
+
+    Raises:
+        InvalidArgument: it is to be both.
+        NotImplementedError: there are no files; the message begins with `what`.
+    """
+    if not enable_disk_backup:
+        return bool(enable_cpu_backup)
+    if enable_cpu_backup:
+        raise InvalidArgument(f"{what}: expected enable_cpu_backup or enable_disk_backup, not both")
+    check_vault_spills(what, settings)
+    return True
+
+
+def check_vault_spills(what: str, settings: Settings) -> None:
+    """Backups go to files when the vault's memory is short. Raises NotImplementedError: there is no such vault."""
+    spills, path = False, None if settings.vault == "auto" else Path(settings.vault)
+    if settings.vault != "off":
+        with suppress(VaultError), closing(VaultClient(path, "torch_memory_saver")) as vault:
+            spills = vault.spills
+    if not spills:
+        raise NotImplementedError(
+            f"{what}: only a vault keeps backups on disk: run `cumem-sleep vault --spill DIR --spill-size SIZE`, and"
+            " set CUMEM_SLEEP_VAULT; or use enable_cpu_backup=True, or a region without a backup whose contents are"
+            " rewritten"
+        )
 
 
 def checked_backend(name: str, value: object) -> str:

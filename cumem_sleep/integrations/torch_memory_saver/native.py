@@ -15,7 +15,7 @@ from ... import _core
 from ...allocator import CuMemAllocator
 from ...core.scopes import scoped
 from ...core.tags import DEFAULT_TAG
-from .environment import MMAP, NO_DISK_BACKUP, check_backend
+from .environment import MMAP, check_backend, is_backed_up
 
 
 @dataclass(eq=False)
@@ -80,11 +80,10 @@ class Native:
         enable_disk_backup: bool = False,
     ) -> AbstractContextManager[None]:
         """`Regions.use_without_pool`."""
-        if enable_disk_backup:
-            raise NotImplementedError(f"enable_disk_backup=True: {NO_DISK_BACKUP}")
         check_backend(enable_cpu_backup, cpu_backup_backend)
-        backup = bool(enable_cpu_backup)
-        labelled = CuMemAllocator.get_instance().regions.use_without_pool(tag, backup=backup)
+        allocator = CuMemAllocator.get_instance()
+        backup = is_backed_up("enable_disk_backup=True", allocator.settings, enable_cpu_backup, enable_disk_backup)
+        labelled = allocator.regions.use_without_pool(tag, backup=backup)
         return self._entered(labelled, tag, cpu_backup_backend, backup=backup)
 
     @scoped
@@ -139,7 +138,7 @@ class Native:
         return _core.thread_backup() == _core.BackupPlan.ALWAYS
 
     def tms_get_enable_disk_backup(self) -> bool:
-        """False."""
+        """False: whether it goes to files is the vault's choice."""
         return False
 
     def tms_get_current_tag(self) -> bytes:

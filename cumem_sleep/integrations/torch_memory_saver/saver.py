@@ -14,7 +14,7 @@ from ...core.scopes import scoped
 from ...core.tags import DEFAULT_TAG
 from ...errors import CumemSleepError, InvalidArgument, InvalidState
 from .. import preload
-from .environment import NO_DISK_BACKUP, Environment, check_backend
+from .environment import Environment, check_backend, check_vault_spills, is_backed_up
 from .native import Native
 
 HOOK_MODES = ("preload", "torch")
@@ -45,15 +45,15 @@ class TorchMemorySaver:
         """What this thread's PyTorch allocates inside can be paused: `Regions.use`.
 
         Raises:
-            NotImplementedError: `enable_disk_backup`.
-            InvalidArgument: not a tag; a backend that does not exist, or without a backup.
+            NotImplementedError: `enable_disk_backup` without a vault that spills.
+            InvalidArgument: not a tag; a backend that does not exist, or without a backup; both kinds of backups.
         """
-        if enable_disk_backup:
-            raise NotImplementedError(f"region(tag={tag!r}, enable_disk_backup=True): {NO_DISK_BACKUP}")
         check_backend(enable_cpu_backup, cpu_backup_backend)
-        native, backup = self._initialized(), bool(enable_cpu_backup)
+        native, allocator = self._initialized(), CuMemAllocator.get_instance()
+        what = f"region(tag={tag!r}, enable_disk_backup=True)"
+        backup = is_backed_up(what, allocator.settings, enable_cpu_backup, enable_disk_backup)
         with (
-            CuMemAllocator.get_instance().regions.use(tag, backup=backup),
+            allocator.regions.use(tag, backup=backup),
             native.backend(tag, cpu_backup_backend, backup=backup),
         ):
             yield
@@ -175,12 +175,12 @@ class TorchMemorySaver:
             return torch.from_numpy(content).view(x.dtype).view(x.shape)
 
     def set_disk_backup_dir(self, path: str) -> None:
-        """Refused: there are no backups in files.
+        """Changes nothing: the vault has a folder already.
 
         Raises:
-            NotImplementedError: always.
+            NotImplementedError: there is no vault that spills.
         """
-        raise NotImplementedError(f"set_disk_backup_dir({path!r}): {NO_DISK_BACKUP}")
+        check_vault_spills(f"set_disk_backup_dir({path!r})", CuMemAllocator.get_instance().settings)
 
     # What else it exports
 
@@ -228,14 +228,17 @@ class TorchMemorySaver:
         with self._lock:
             if self._impl is None:
                 environment = Environment.read()
+                allocator = CuMemAllocator.get_instance()
+                flags = environment.enable_cpu_backup, environment.enable_disk_backup
+                backup = is_backed_up("TMS_INIT_ENABLE_DISK_BACKUP", allocator.settings, *flags)
                 if environment.enable:
-                    CuMemAllocator.get_instance().regions.use_for_process(backup=environment.enable_cpu_backup)
+                    allocator.regions.use_for_process(backup=backup)
                 is_hooked = preload.serve()
                 preload.take_calls(self.pause, self.resume)
                 self._retain_cpu_backup = environment.retain_cpu_backup
                 self._impl = self._impl or Native(environment.cpu_backup_backend)
                 if environment.enable:
-                    self._impl.note_region(DEFAULT_TAG, backup=environment.enable_cpu_backup)
+                    self._impl.note_region(DEFAULT_TAG, backup=backup)
                 log.info(
                     "cumem-sleep: torch_memory_saver is served by this layer (%s hook in front of cudaMalloc%s)",
                     "with the" if is_hooked else "without a",

@@ -53,6 +53,7 @@ class Facts:
         vault: the socket of the `cumem-sleep vault` that keeps its backups; "" if its own memory does.
         mapped_bytes: of its GPUs' memory, what is mapped for weights and KV cache; None if that is not known.
         wake_bytes: what a wake maps on one of its GPUs, that where it is most; None if that is not known.
+        pids: of its workers, by which the vault knows them.
     """
 
     layer: str | None = None
@@ -61,6 +62,7 @@ class Facts:
     vault: str = ""
     mapped_bytes: int | None = None
     wake_bytes: int | None = None
+    pids: tuple[int, ...] = ()
 
 
 class Failed(Exception):

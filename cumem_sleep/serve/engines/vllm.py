@@ -239,7 +239,8 @@ class VllmEngine(Engine):
             self.phases = _phases(workers)
             self.kept_bytes = sum(_kept_bytes(tag) for worker in workers for tag in worker["usage"].values())
             mapped_bytes, wake_bytes = _mapped_and_missing(worker["usage"].values() for worker in workers)
-            return Facts(version, host_bytes, backed_up_bytes, vault, mapped_bytes, wake_bytes)
+            pids = tuple(int(worker["pid"]) for worker in workers if "pid" in worker)
+            return Facts(version, host_bytes, backed_up_bytes, vault, mapped_bytes, wake_bytes, pids)
         except (httpx.HTTPError, OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError):
             return Facts()
 

@@ -95,11 +95,13 @@ function hostCard(status) {
 function vaultCard(status, vault) {
   const card = element("li");
   const head = element("div", "head");
-  const said = `${bytes(vault.asleep_bytes)} of ${bytes(vault.memory_bytes)} held by sleepers`;
+  const inMemory = vault.asleep_bytes - vault.spilled_bytes;
+  const inFiles = vault.spilled_bytes ? `, ${bytes(vault.spilled_bytes)} in files` : "";
+  const said = `${bytes(inMemory)} of ${bytes(vault.memory_bytes)} held by sleepers${inFiles}`;
   head.append(element("h3", "", "Vault"), element("span", "dim", `${said}, ${bytes(vault.left_bytes)} left`));
   const holders = status.models.filter((model) => model.host_bytes > 0 && model.in_vault && model.phase === "asleep");
   const all = holders.reduce((sum, model) => sum + model.host_bytes, 0);
-  const share = Math.min(all, vault.asleep_bytes) / (all * vault.memory_bytes);
+  const share = Math.min(all, inMemory) / (all * vault.memory_bytes);
   card.append(head, bar(partsOf(status, holders, (model) => model.host_bytes * share), `Vault: ${said}`));
   return card;
 }
@@ -133,6 +135,8 @@ function modelCard(status, model) {
   say(model.waiting ? `${model.waiting} waiting, the first for ${seconds(model.oldest_wait_s)}` : "0 waiting");
   say(`${model.running} running`);
   if (model.kept_bytes) say(`keeps ${bytes(model.kept_bytes)} of KV cache`);
+  const reading = model.files_s === null ? "" : `, read in ${seconds(model.files_s)}`;
+  if (model.files_bytes) say(`${bytes(model.files_bytes)} in files${reading}`);
   if (model.last_switch) {
     const line = element("span", "switch", switchText(model.last_switch));
     facts.append(line);

@@ -1,0 +1,488 @@
+"""What the vault writes to files when memory runs short, and how it is read back: through a ring of its own memory.
+
+A batch of backups is written at a time, with several requests in flight. When their owners have been told, and so can
+read the files themselves, the backups may be dropped from memory. For wakes, threads read piece by piece into the slots
+of the ring, from which the link of the GPU copies: disk and link are at work at the same time. The ring is there from
+the start, so what sleeps can be woken without any other memory.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+from typing import NamedTuple
+
+from .. import _core
+from ..errors import InvalidArgument, VaultError, format_bytes
+from . import memory
+from .files import PAGE_BYTES, SpillFile, SpillFiles
+from .jobs import BorrowedMemory, Job, LinkPiece
+from .ledger import Entry, SlabRange
+from .link import CopyTotals, VaultLink
+from .pool import VaultPool
+
+RING_BYTES = 256 << 20
+_RING_SHARE = 8  # of a small vault's memory it takes no more
+_REQUEST_BYTES = 16 << 20
+_LEAST_SLOTS = 4
+_AT_ONCE = 8  # requests in flight: what a fast disk needs
+_BATCH_BYTES = 256 << 20
+TRY_AGAIN_S = 5.0  # after a disk was full, or failed
+_STAND_BACK_S = 0.01  # who writes ahead, while others read
+_ALIGNMENT = 2 << 20
+
+
+@dataclass(frozen=True)
+class SpillPlan:
+    """What may be spilled where.
+
+    Attributes:
+        folder: for the files.
+        nbytes: the most that they hold.
+        free_bytes: of memory that is kept free ahead, in the background.
+    """
+
+    folder: Path
+    nbytes: int
+    free_bytes: int = 0
+
+    def ring_bytes(self, memory_bytes: int) -> int:
+        """How much of that memory the ring takes.
+
+        Raises:
+            InvalidArgument: the plan makes no sense.
+        """
+        ring = min(RING_BYTES, memory_bytes // _RING_SHARE // _ALIGNMENT * _ALIGNMENT)
+        if not ring:
+            raise InvalidArgument(f"memory={memory_bytes}: to spill, the vault needs {_RING_SHARE * _ALIGNMENT} bytes")
+        if self.nbytes < _ALIGNMENT:
+            raise InvalidArgument(f"spill_size={self.nbytes}: expected at least {_ALIGNMENT} bytes")
+        if self.free_bytes > memory_bytes - ring:
+            raise InvalidArgument(
+                f"spill_free={self.free_bytes}: expected at most {memory_bytes - ring} bytes, the memory without the"
+                f" {format_bytes(ring)} for reading"
+            )
+        return ring
+
+
+class FilePiece(NamedTuple):
+    """What is to be copied from a file to lent memory."""
+
+    file: SpillFile
+    offset: int
+    lent_offset: int
+    nbytes: int
+
+
+@dataclass(eq=False)
+class FileRead:
+    """Pieces of one request. `done` is called when nothing of it is under way any more.
+
+    Attributes:
+        relays: GPUs whose links help with it.
+    """
+
+    client: Hashable
+    lent: BorrowedMemory
+    link: VaultLink
+    pieces: deque[FilePiece]
+    done: Callable[[Exception | None], None]
+    relays: set[int]
+    under_way: int = 0
+    error: Exception | None = None
+
+    def fail(self, error: Exception) -> None:
+        """Read no more of it."""
+        self.error = self.error or error
+        self.pieces.clear()
+
+
+class RingReader:
+    """Threads that read files into the slots of a ring, and let links copy from there.
+
+    Clients take turns, piece by piece; one client's requests are in order.
+
+    Attributes:
+        totals: what was read, and for how long.
+    """
+
+    def __init__(self, ring: _core.HostBlock) -> None:
+        self.slot_bytes = min(_REQUEST_BYTES, ring.bytes // _LEAST_SLOTS // PAGE_BYTES * PAGE_BYTES)
+        self.totals = CopyTotals()
+        self._ring = ring
+        self._free = [start * self.slot_bytes for start in range(ring.bytes // self.slot_bytes)]
+        self._most_threads = min(_AT_ONCE, len(self._free))
+        self._turns: dict[Hashable, deque[FileRead]] = {}  # with pieces left, by client; the first is next
+        self._changed = threading.Condition()
+        self._reading, self._counted_until = 0, 0.0
+        self._is_stopping = False
+        self._threads: list[threading.Thread] = []
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether somebody waits for what is read."""
+        return self._reading > 0 or bool(self._turns)
+
+    def start(self) -> None:
+        """Have the threads, from the first read on. Raises RuntimeError: they cannot be started."""
+        while len(self._threads) < self._most_threads:
+            thread = threading.Thread(target=self._run, name=f"vault-read-{len(self._threads)}", daemon=True)
+            thread.start()
+            self._threads.append(thread)
+
+    def submit(self, read: FileRead) -> None:
+        """Begin with it, when it is its turn."""
+        with self._changed:
+            self._turns.setdefault(read.client, deque()).append(read)
+            self._changed.notify_all()
+
+    def cancel(self, client: Hashable, why: str = "the client has gone") -> None:
+        """Read no more for this client (None: for any). The link is told, too."""
+        with self._changed:
+            clients = [each for each in self._turns if client in (None, each)]
+            ended = [read for each in clients for read in self._turns.pop(each)]
+            for read in ended:
+                read.fail(VaultError(why))
+        for read in ended:
+            self._end_if_over(read)
+
+    def stop(self) -> None:
+        """Cancel everything, and wait for what is being read."""
+        self._is_stopping = True
+        self.cancel(None, "the vault ends")
+        with self._changed:
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_stopping or (self._turns and self._free))
+                if self._is_stopping:
+                    return
+                slot = self._free.pop()
+                read, piece = self._take()
+                self._count(1, 0)
+            error = self._fill(slot, piece)
+            with self._changed:
+                self._count(-1, 0 if error else piece.nbytes)
+            if error is not None:
+                self._over(read, slot, error)
+                continue
+            link_piece = LinkPiece(self._ring, slot + piece.offset % PAGE_BYTES, piece.lent_offset, piece.nbytes)
+            over = partial(self._over, read, slot)
+            read.link.submit(Job(read.client, read.lent, deque([link_piece]), over, relays=read.relays))
+
+    def _take(self) -> tuple[FileRead, FilePiece]:
+        """The next client's, as much as a slot takes: all but the first and the last are whole pages."""
+        client = next(iter(self._turns))
+        reads = self._turns.pop(client)
+        read = reads[0]
+        piece = read.pieces.popleft()
+        most = self.slot_bytes - piece.offset % PAGE_BYTES
+        read.under_way += 1
+        if piece.nbytes > most:
+            file, offset, lent_offset, nbytes = piece
+            read.pieces.appendleft(FilePiece(file, offset + most, lent_offset + most, nbytes - most))
+            piece = piece._replace(nbytes=most)
+        if not read.pieces:
+            reads.popleft()
+        if reads:
+            self._turns[client] = reads  # behind the others
+        return read, piece
+
+    def _fill(self, slot: int, piece: FilePiece) -> Exception | None:
+        """Read the pages that it lies in."""
+        start = piece.offset // PAGE_BYTES * PAGE_BYTES
+        nbytes = -(-(piece.offset + piece.nbytes) // PAGE_BYTES) * PAGE_BYTES - start
+        try:
+            piece.file.read(memoryview(self._ring)[slot : slot + nbytes], start)
+        except Exception as error:  # whatever it is: whoever asked waits for it
+            return error
+        return None
+
+    def _over(self, read: FileRead, slot: int, error: Exception | None) -> None:
+        """The slot is free again."""
+        with self._changed:
+            self._free.append(slot)
+            read.under_way -= 1
+            if error is not None:
+                read.fail(error)
+                reads = self._turns.get(read.client, deque())
+                if read in reads:
+                    reads.remove(read)
+                if not reads:
+                    self._turns.pop(read.client, None)
+            self._changed.notify()
+        self._end_if_over(read)
+
+    def _end_if_over(self, read: FileRead) -> None:
+        with self._changed:
+            if read.pieces or read.under_way:
+                return
+            done, read.done = read.done, _nothing
+        done(read.error)
+
+    def _count(self, change: int, nbytes: int) -> None:
+        """So many more are being read, and these bytes were."""
+        now = time.monotonic()
+        self.totals = self.totals.plus(nbytes, now - self._counted_until if self._reading else 0)
+        self._reading, self._counted_until = self._reading + change, now
+
+
+def _nothing(_: Exception | None) -> None:
+    """For what was called before."""
+
+
+@dataclass(eq=False)
+class _Batch:
+    """What is being written.
+
+    Attributes:
+        is_awaited: somebody waits for the memory; otherwise those who read go first.
+    """
+
+    entries: Sequence[Entry]
+    is_awaited: bool
+    began: float = field(default_factory=time.monotonic)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(entry.taken_bytes for entry in self.entries)
+
+
+class Spiller:
+    """Spills when it is told to, and reads. Its calls belong to the thread of the service.
+
+    Attributes:
+        written: since the start, and for how long.
+        failure: why nothing is spilled at the moment, or "".
+    """
+
+    def __init__(
+        self,
+        pool: VaultPool,
+        files: SpillFiles,
+        plan: SpillPlan,
+        ring_bytes: int,
+        post: Callable[[Callable[[], None]], None],
+        may_tell: Callable[[Entry], bool],
+        tell: Callable[[Sequence[Entry]], None],
+        changed: Callable[[], None],
+    ) -> None:
+        """Nothing is taken yet.
+
+        Args:
+            post: has work done by the thread of the service.
+            may_tell: whether all owners of an entry can be told that it is in files.
+            tell: tells them. Raises VaultError: not all of them can be told, and none was.
+            changed: is called when there may be more memory, or when it has failed.
+        """
+        self._pool, self._ledger, self._files = pool, pool.ledger, files
+        self._free_bytes, self.ring_bytes = plan.free_bytes, ring_bytes
+        self._post, self._may_tell, self._tell = post, may_tell, tell
+        self._changed = changed
+        self._reader: RingReader | None = None
+        self.written = CopyTotals()
+        self.failure, self._try_again = "", 0.0
+        self._ring: memory.Slab | None = None
+        self._batch: _Batch | None = None
+        self._is_closed = self._is_reading_ahead = False
+        self._wanted: deque[Entry] = deque()  # to be read ahead
+        self._ahead = ThreadPoolExecutor(1, "vault-read-ahead")
+
+    def begin(self, node: int, device: int) -> None:
+        """Take the ring. Raises OutOfHostMemory."""
+        self._ring = memory.take(self.ring_bytes, node, device, _AT_ONCE, lambda _: None)
+        self._reader = RingReader(self._ring.block)
+
+    def close(self) -> None:
+        """Wait for what is being written; nobody hears of it any more. No copy from the ring is in flight."""
+        self._is_closed = True
+        self._ahead.shutdown()
+        self._files.close()
+        if self._ring is not None:
+            self._ring.let_go()
+
+    # Reading
+
+    @property
+    def read_totals(self) -> CopyTotals:
+        """Since the start."""
+        return self._reader.totals if self._reader else CopyTotals()
+
+    def start(self) -> None:
+        """Have the threads for reading. Raises RuntimeError: they cannot be started."""
+        if self._reader is not None:
+            self._reader.start()
+
+    def read(self, read: FileRead) -> None:
+        """Begin with it, after `start`."""
+        if self._reader is not None:
+            self._reader.submit(read)
+
+    def cancel(self, client: Hashable) -> None:
+        """Read no more for this client."""
+        if self._reader is not None:
+            self._reader.cancel(client)
+
+    def stop_reading(self) -> None:
+        """Cancel all reads, and wait for those in flight; copies from the ring may still be."""
+        if self._reader is not None:
+            self._reader.stop()
+
+    def read_ahead(self, entries: Iterable[Entry]) -> int:
+        """Begin to read these into memory, as far as there is some that nobody needs; returns their bytes."""
+        wanted = [entry for entry in entries if entry.is_in_files and not entry.extents]
+        self._wanted = deque(dict.fromkeys([*self._wanted, *wanted]))
+        self._read_next()
+        return sum(entry.taken_bytes for entry in wanted)
+
+    def _read_next(self) -> None:
+        """One after the other, so that little memory is in nobody's hands."""
+        while self._wanted and not self._is_reading_ahead and not self._pool.is_stopped:
+            entry = self._wanted.popleft()
+            if entry.holds and (extents := self._ledger.begin_read_ahead(entry, -1)):
+                self._begin_read(entry, extents)
+
+    def _begin_read(self, entry: Entry, extents: list[SlabRange]) -> None:
+        self._is_reading_ahead = True
+        future = self._ahead.submit(_read_ahead, list(self._requests(entry, extents)), self._is_reading)
+        future.add_done_callback(lambda future: self._post(partial(self._was_read, entry, extents, future)))
+
+    def _was_read(self, entry: Entry, extents: list[SlabRange], future: Future[None]) -> None:
+        self._is_reading_ahead = False
+        if self._is_closed:
+            return
+        self._ledger.end_read_ahead(entry, extents, is_read=future.exception() is None)
+        if future.exception() is not None:  # who wakes reads it again, and hears why that fails
+            self._wanted.clear()
+        self._read_next()
+        self._changed()
+
+    # Writing
+
+    def make_room(self, nbytes: int) -> bool:
+        """Begin to spill, if that is not under way; returns whether so much more can be dropped from memory then."""
+        if self._batch is not None:
+            self._batch.is_awaited = True
+        missing = nbytes - self.writing_bytes
+        if missing <= 0:
+            return True
+        if self._pool.is_stopped or time.monotonic() < self._try_again:
+            return False
+        chosen = self._ledger.to_spill(missing, self._may_tell)
+        if sum(entry.taken_bytes for entry in chosen) < missing:
+            return False
+        self._write_some(chosen, is_awaited=True)  # what is being copied comes later
+        return True
+
+    def look(self) -> None:
+        """Spill ahead, slowly, if too little memory is free."""
+        missing = self._free_bytes - self._ledger.available_bytes() - self._pool.bytes_to_come()
+        if missing > 0 and not self._pool.is_stopped and time.monotonic() >= self._try_again:
+            self._write_some(self._ledger.to_spill(missing, self._may_tell), is_awaited=False)
+
+    def _write_some(self, chosen: Sequence[Entry], *, is_awaited: bool) -> None:
+        """Begin with the next batch of these, unless there is one."""
+        ready = [entry for entry in chosen if not entry.copies]
+        if self._batch is not None or not ready:
+            return
+        sizes = accumulate(entry.taken_bytes for entry in ready)
+        entries = [entry for entry, end in zip(ready, sizes, strict=True) if end - entry.taken_bytes < _BATCH_BYTES]
+        self._batch = _Batch(entries, is_awaited)
+        for entry in entries:
+            self._ledger.begin_spill(entry)
+            self._files.take(entry.spilled)
+        parts = [part for entry in entries for part in self._files.parts(entry.spilled)]
+        requests = [request for entry in entries for request in self._requests(entry, entry.extents)]
+        future = self._files.worker.submit(_write, self._batch, parts, requests, self._is_reading)
+        future.add_done_callback(lambda future: self._post(partial(self._written, future)))
+
+    def _is_reading(self) -> bool:
+        return self._reader is not None and self._reader.is_reading and not self._is_closed
+
+    def _requests(self, entry: Entry, extents: Sequence[SlabRange]) -> Iterable[tuple[SpillFile, int, memoryview]]:
+        """Which part of a file goes where in memory."""
+        at, in_memory = 0, Entry(entry.nbytes, entry.taken_bytes, list(extents))
+        for file, offset, nbytes in self._files.parts(entry.spilled):
+            written = 0
+            for slab, start, size in in_memory.ranges(at, nbytes):
+                content = memoryview(self._pool.slabs[slab].block)
+                for begin in range(start, start + size, _REQUEST_BYTES):
+                    end = min(begin + _REQUEST_BYTES, start + size)
+                    yield file, offset + written, content[begin:end]
+                    written += end - begin
+            at += nbytes
+
+    def _written(self, future: Future[None]) -> None:
+        assert self._batch is not None
+        if self._is_closed:  # the ledger is left as it is
+            return
+        batch, self._batch = self._batch, None
+        held = [entry for entry in batch.entries if entry.holds and self._may_tell(entry)]
+        error = future.exception()
+        if error is None:
+            self.written = self.written.plus(batch.nbytes, time.monotonic() - batch.began)
+            try:
+                self._tell(held)
+            except VaultError as refused:
+                error = refused
+        self.failure = "" if error is None else str(error)
+        if error is not None:
+            self._try_again = time.monotonic() + TRY_AGAIN_S
+        for entry in batch.entries:
+            self._ledger.end_spill(entry, is_written=error is None and entry in held)
+        self.look()
+        self._changed()
+
+    @property
+    def writing_bytes(self) -> int:
+        """Of what is being spilled."""
+        return self._batch.nbytes if self._batch else 0
+
+    def said(self) -> str:
+        """Of the files, for who gets no memory."""
+        free = f"{format_bytes(self._ledger.free_file_bytes)} of {format_bytes(self._files.nbytes)} of files are free"
+        return f"{free}; {self.failure}" if self.failure else free
+
+
+def _read_ahead(requests: Iterable[tuple[SpillFile, int, memoryview]], is_reading: Callable[[], bool]) -> None:
+    """Stand back while others read."""
+    for file, offset, content in requests:
+        while is_reading():
+            time.sleep(_STAND_BACK_S)
+        file.read(content, offset)
+
+
+def _write(
+    batch: _Batch,
+    parts: Sequence[tuple[SpillFile, int, int]],
+    requests: Iterable[tuple[SpillFile, int, memoryview]],
+    is_reading: Callable[[], bool],
+) -> None:
+    """Have space set aside for these parts, then write. When it returns or raises, nothing is in flight."""
+    for file, offset, nbytes in parts:
+        file.allocate(offset, nbytes)
+    left = deque(requests)
+    while left and not batch.is_awaited:
+        if is_reading():
+            time.sleep(_STAND_BACK_S)
+            continue
+        file, offset, content = left.popleft()
+        file.write(content, offset)
+    if not left:
+        return
+    with ThreadPoolExecutor(_AT_ONCE, "vault-write") as threads:
+        writes = [threads.submit(file.write, content, offset) for file, offset, content in left]
+        wait(writes)
+    for each in writes:
+        each.result()

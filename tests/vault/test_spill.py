@@ -1,0 +1,406 @@
+"""What does not fit in the vault's memory lies in files: no wrong byte, and nothing is left, whatever fails."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import pathlib
+import random
+import signal
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+from disk_faults import Faults
+from running import MIB, RunningVault, Segment, eventually, seal
+from support import PAGE, Memory
+from test_failures import descriptors_left
+from test_sleeping import leave
+from test_storm import Vaults
+
+from cumem_sleep import CuMemAllocator, OutOfHostMemory, _core
+from cumem_sleep.backups import vault as tiers
+from cumem_sleep.errors import VaultError, VaultLost
+from cumem_sleep.tools import cli
+from cumem_sleep.vault import files
+from cumem_sleep.vault.client import VaultBackup
+from cumem_sleep.vault.files import SpillError, SpillFile, SpillFolder
+from cumem_sleep.vault.spill import _Batch, _write
+
+pytestmark = [pytest.mark.sim]
+
+SWITCHES = 20
+
+StartVault = Callable[..., RunningVault]
+
+
+@pytest.fixture
+def spill(tmp_path: pathlib.Path) -> pathlib.Path:
+    folder = tmp_path / "spill"
+    folder.mkdir(mode=0o700)
+    if files.filesystem_of(folder) in files._IN_MEMORY:
+        pytest.skip("pytest's folder is in memory")
+    return folder
+
+
+def content_of(nbytes: int) -> memoryview:
+    return memoryview(bytes(range(256)) * (nbytes // 256))
+
+
+class TestFiles:
+    def test_what_was_written_is_read_again_and_the_folder_stays_empty(self, spill: pathlib.Path) -> None:
+        file = SpillFile(SpillFolder(spill), 1)
+        file.allocate(0, 1 << 20)
+        pages = memoryview(mmap.mmap(-1, 1 << 20))
+        pages[:] = content_of(1 << 20)
+        file.write(pages, 0)
+        again = memoryview(mmap.mmap(-1, 1 << 20))
+        file.read(again, 0)
+        assert again == content_of(1 << 20)
+        assert os.pread(file.read_only, 1 << 20, 0) == again, "the owner reads the same"
+        assert (os.fstat(file.read_only).st_mode & 0o777, list(spill.iterdir())) == (0o600, [])
+        file.free(0, 1 << 19)
+        assert os.fstat(file.read_only).st_blocks * 512 < 1 << 20
+        file.close()
+
+    @pytest.mark.parametrize(
+        ("failing", "what", "code"),
+        [("pwritev", "writing", errno.ENOSPC), ("preadv", "reading", errno.EIO), ("pwritev", "writing", 0)],
+    )
+    def test_a_failure_names_folder_offset_and_size(
+        self, failing: str, what: str, code: int, spill: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def fail(*_: object) -> int:
+            if code:
+                raise OSError(code, "injected")
+            return 512
+
+        file = SpillFile(SpillFolder(spill), 1)
+        file.allocate(0, 8192)
+        monkeypatch.setattr(os, failing, fail)
+        content = memoryview(bytearray(4096))
+        with pytest.raises(SpillError, match=f"{what} 4096 bytes at 4096 of a spill file in {spill}") as failure:
+            (file.write if what == "writing" else file.read)(content, 4096)
+        error = failure.value
+        assert (error.folder, error.offset, error.nbytes, error.code) == (spill, 4096, 4096, code)
+        file.close()
+
+    def test_a_folder_that_others_can_enter_is_refused(self, spill: pathlib.Path) -> None:
+        spill.chmod(0o750)
+        with pytest.raises(VaultError, match="chmod 700"):
+            SpillFolder(spill)
+
+    def test_memory_is_no_place_to_spill_to(self, spill: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(files, "filesystem_of", lambda _: "tmpfs")
+        with pytest.raises(VaultError, match="tmpfs, which is memory itself"):
+            SpillFolder(spill)
+
+
+class Disk:
+    """Says what is written where, and what comes between."""
+
+    def __init__(self) -> None:
+        self.done: list[object] = []
+
+    def allocate(self, offset: int, nbytes: int) -> None:
+        self.done.append(("room", offset, nbytes))
+
+    def write(self, content: memoryview, offset: int) -> None:
+        self.done.append(offset)
+
+
+class TestWriteAhead:
+    def test_it_stands_back_while_others_read(self) -> None:
+        disk, reading = Disk(), iter([True, True, False, True, False])
+
+        def is_reading() -> bool:
+            disk.done.append(is_so := next(reading))
+            return is_so
+
+        _write(
+            _Batch([], is_awaited=False), [(disk, 0, 2)], [(disk, at, memoryview(b"x")) for at in (0, 1)], is_reading
+        )  # type: ignore[list-item]
+        assert disk.done == [("room", 0, 2), True, True, False, 0, True, False, 1]
+
+    def test_not_when_somebody_waits_for_the_memory(self) -> None:
+        disk = Disk()
+        batch = _Batch([], is_awaited=False)
+
+        def is_reading() -> bool:
+            batch.is_awaited = True
+            return True
+
+        _write(batch, [], [(disk, at, memoryview(b"x")) for at in (0, 1)], is_reading)  # type: ignore[misc]
+        assert sorted(disk.done) == [0, 1]  # type: ignore[type-var]
+
+
+class Sleeper(Segment):
+    """A model of a process of its own, as far as the vault can see: it sleeps, or it is awake."""
+
+    def __init__(self, vault: RunningVault, allocator: CuMemAllocator, memory: Memory, name: str) -> None:
+        super().__init__(vault.client(name), allocator.malloc(SIZE), SIZE)
+        self.memory, self.name = memory, name
+        self.content = memory.fill_random(self.address, SIZE)
+        self.backup: VaultBackup | None = None
+
+    def sleep(self) -> None:
+        if self.backup is None or self.client.mark([self.backup], needed=True):
+            self.backup = self.back_up()
+            seal(self.client, self.backup, self.name)
+        self.memory.write(self.address, bytes(SIZE))
+
+    def wake(self) -> None:
+        assert self.backup is not None
+        self.read(self.backup)
+        assert self.memory.read(self.address, SIZE) == self.content
+        self.client.mark([self.backup], needed=False)
+
+    def read_itself(self) -> None:
+        """As the owner does when the vault has ended."""
+        assert self.backup is not None
+        self.client.hear()
+        parts = [
+            os.pread(self.client.slabs.by_number[slab][0], nbytes, offset)
+            for slab, offset, nbytes in self.backup.extents
+        ]
+        assert b"".join(parts)[:SIZE] == self.content
+
+    def close(self) -> None:
+        self.client.close()
+
+
+SIZE = 12 * PAGE + 4096 + 16  # a little over a third of the memory that is left
+
+
+@pytest.fixture
+def spilling(start_vault: StartVault, spill: pathlib.Path) -> RunningVault:
+    running = start_vault("72MiB", "--slab-size", "16MiB", "--spill", str(spill), "--spill-size", "256MiB")
+    running.wait_until_ready()
+    return running
+
+
+@pytest.fixture
+def sleepers(spilling: RunningVault, allocator: CuMemAllocator, memory: Memory) -> Iterator[list[Sleeper]]:
+    """Five, for two of which there is memory."""
+    made = [Sleeper(spilling, allocator, memory, f"model{number}") for number in range(5)]
+    yield made
+    for each in made:
+        each.close()
+
+
+def test_five_models_in_memory_for_two_take_turns(spilling: RunningVault, sleepers: list[Sleeper]) -> None:
+    chance = random.Random(1)
+    for each in sleepers:
+        each.sleep()
+    status = spilling.status()
+    assert status["asleep_bytes"] > status["memory_bytes"]
+    assert status["spilled_bytes"] >= 2 * SIZE
+    for _ in range(SWITCHES):
+        each = chance.choice(sleepers)
+        each.wake()
+        each.sleep()
+    assert spilling.status()["files_read_bytes"] > 0
+    assert spilling.status()["refused"] == 0
+
+
+def test_what_is_about_to_wake_is_read_ahead_where_memory_is_free(
+    spilling: RunningVault, sleepers: list[Sleeper]
+) -> None:
+    for each in sleepers[:4]:
+        each.sleep()
+    first, *others = sleepers
+    assert first.client.read_ahead() == 0 or spilling.status()["spilled_bytes"] >= SIZE
+    for each in others[1:]:
+        each.close()
+    eventually(lambda: spilling.status()["free_bytes"] >= SIZE, "there is free memory")
+    wanted = first.client.read_ahead([os.getpid()])
+    assert wanted >= SIZE
+    eventually(lambda: spilling.status()["spilled_bytes"] == 0, "all of it is in memory")
+    read = spilling.status()["files_read_bytes"]
+    first.wake()
+    assert spilling.status()["files_read_bytes"] == read, "it has come from memory"
+
+
+def test_what_was_spilled_once_is_not_written_again(spilling: RunningVault, sleepers: list[Sleeper]) -> None:
+    for each in sleepers:
+        each.sleep()
+    written = spilling.status()["files_written_bytes"]
+    for each in sleepers[:2]:
+        each.wake()
+        each.sleep()
+    assert spilling.status()["files_written_bytes"] == written
+
+
+def test_owners_read_files_themselves_when_the_vault_is_killed(
+    spilling: RunningVault, sleepers: list[Sleeper], spill: pathlib.Path
+) -> None:
+    for each in sleepers:
+        each.sleep()
+    spilling.kill()
+    for each in sleepers:
+        assert each.client.lost is not None
+        each.read_itself()
+    assert list(spill.iterdir()) == []
+
+
+def test_files_give_their_space_back_when_their_owners_go(spilling: RunningVault, sleepers: list[Sleeper]) -> None:
+    for each in sleepers:
+        each.sleep()
+    for each in sleepers:
+        each.close()
+    eventually(lambda: spilling.status()["files_free_bytes"] == spilling.status()["files_bytes"], "all of it is free")
+    assert spilling.is_unused()
+
+
+def test_what_fits_neither_in_memory_nor_in_files_is_refused(
+    start_vault: StartVault, spill: pathlib.Path, allocator: CuMemAllocator, memory: Memory
+) -> None:
+    vault = start_vault("72MiB", "--slab-size", "16MiB", "--spill", str(spill), "--spill-size", "32MiB")
+    vault.wait_until_ready()
+    made = [Sleeper(vault, allocator, memory, f"model{number}") for number in range(4)]
+    for each in made[:3]:
+        each.sleep()
+    with pytest.raises(OutOfHostMemory, match="of files are free"):
+        made[3].sleep()
+    for each in made[:3]:
+        each.wake()
+    made[3].sleep()
+    made[3].wake()
+    for each in made:
+        each.close()
+
+
+def test_memory_is_kept_free_ahead(
+    start_vault: StartVault, spill: pathlib.Path, allocator: CuMemAllocator, memory: Memory
+) -> None:
+    sizes = ("--spill-size", "256MiB", "--spill-free", "48MiB")
+    vault = start_vault("72MiB", "--slab-size", "16MiB", "--spill", str(spill), *sizes)
+    vault.wait_until_ready()
+    sleeper = Sleeper(vault, allocator, memory, "model")
+    sleeper.sleep()
+    eventually(lambda: vault.status()["left_bytes"] >= 48 * MIB, "it has spilled ahead")
+    assert vault.status()["spilled_bytes"] == 0, "it is in memory as long as nobody wants that"
+    sleeper.wake()
+    sleeper.close()
+
+
+def test_an_allocator_wakes_from_files_that_a_killed_vault_has_left(
+    spilling: RunningVault, make_allocator: Callable[..., CuMemAllocator], memory: Memory
+) -> None:
+    allocator = make_allocator(vault=str(spilling.socket))
+    address = allocator.malloc(SIZE, "weights")
+    content = memory.fill_random(address, SIZE)
+    allocator.sleep()
+    client = spilling.client("others")
+    gpu = spilling.status()["gpus"][0]["uuid"]
+    client.reserve(gpu, [spilling.status()["memory_bytes"]])
+    assert spilling.status()["spilled_bytes"] >= SIZE
+    spilling.kill()
+    with pytest.raises(VaultLost):
+        client.status()
+    allocator.wake_up()
+    assert memory.read(address, SIZE) == content
+    client.close()
+    allocator.free(address)
+    leave()
+
+
+def test_what_a_stopped_vault_moves_when_it_goes_on_is_read_again(
+    spilling: RunningVault,
+    make_allocator: Callable[..., CuMemAllocator],
+    memory: Memory,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its owner reads by itself, and the memory is somebody else's before it has."""
+    monkeypatch.setattr(tiers, "DEADLINE_S", 0.3)
+    allocator = make_allocator(vault=str(spilling.socket))
+    address = allocator.malloc(SIZE, "weights")
+    content = memory.fill_random(address, SIZE)
+    allocator.sleep()
+    nbytes = spilling.status()["memory_bytes"]
+    scratch = _core.Scratch(0, nbytes)
+    other = Segment(spilling.client("other"), scratch.address, nbytes)
+    takes_all = threading.Thread(target=other.back_up)
+    spilling.signal(signal.SIGSTOP)
+    with pytest.raises(VaultLost):
+        allocator.wake_up()
+    takes_all.start()
+    real = tiers.VaultLane._read_itself
+
+    def late(lane: tiers.VaultLane, read: tiers._OwnRead) -> None:
+        if takes_all.is_alive():
+            spilling.signal(signal.SIGCONT)
+            takes_all.join()
+        real(lane, read)
+
+    monkeypatch.setattr(tiers.VaultLane, "_read_itself", late)
+    allocator.wake_up()
+    assert not takes_all.is_alive(), "it has read by itself"
+    assert memory.read(address, SIZE) == content
+    other.client.close()
+    scratch.close()
+    allocator.free(address)
+    leave()
+
+
+def test_a_descriptor_that_an_owner_could_not_take_is_sent_again(
+    spilling: RunningVault, sleepers: list[Sleeper]
+) -> None:
+    first = sleepers[0]
+    first.sleep()
+    other = spilling.client("other")
+    other.reserve(first.gpu, [spilling.status()["memory_bytes"]])
+    with descriptors_left(os.getpid(), 0):
+        first.client.hear()
+    assert first.backup is not None
+    assert not {extent.slab for extent in first.backup.extents} & first.client.slabs.by_number.keys()
+    first.client.release([])
+    spilling.kill()
+    first.read_itself()
+    other.close()
+
+
+def test_the_link_copies_while_the_disk_reads(
+    folder: pathlib.Path, spill: pathlib.Path, allocator: CuMemAllocator, memory: Memory
+) -> None:
+    """The first pieces arrive before the last ones are read."""
+    faults = Faults(folder / "disk")
+    options = ("--spill", str(spill), "--spill-size", "256MiB")
+    vault = Vaults(folder, "72MiB", "16MiB", *options, CUMEM_SLEEP_TEST_DISK=str(folder / "disk"))
+    sleepers = [Sleeper(vault, allocator, memory, f"model{number}") for number in range(4)]
+    for each in sleepers:
+        each.sleep()
+    before = vault.status()
+    faults.throttle("read", 8)  # MiB a second for each of four requests, of 2 MiB
+    waking = threading.Thread(target=sleepers[0].wake)
+    waking.start()
+
+    def copied() -> int:
+        return int(vault.status()["gpus"][0]["copied_in_bytes"] - before["gpus"][0]["copied_in_bytes"])
+
+    eventually(lambda: copied() > 0, "something has arrived")
+    assert vault.status()["files_read_bytes"] - before["files_read_bytes"] < SIZE
+    faults.throttle("read", 0)
+    waking.join()
+    for each in sleepers:
+        each.close()
+    vault.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--spill-size", "1GiB"], "--spill is missing"),
+        (["--spill", "."], "--spill-size is missing"),
+        (["--spill", ".", "--spill-size", "1KiB"], "spill_size=1024"),
+        (["--spill", ".", "--spill-size", "1GiB", "--spill-free", "1GiB"], "spill_free="),
+        (["--spill", "nowhere", "--spill-size", "1GiB"], "the spill folder"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(
+    options: list[str], said: str, folder: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    socket = str(folder / "vault.sock")
+    assert cli.main(["vault", "--memory", "64MiB", "--socket", socket, *options]) != 0
+    assert said in capsys.readouterr().err
