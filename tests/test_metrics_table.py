@@ -10,7 +10,7 @@ import pytest
 
 from cumem_sleep import metrics
 from cumem_sleep.metrics import BUCKETS_S, Histogram, Samples
-from cumem_sleep.serve.status import FOUND, SWITCHES
+from cumem_sleep.serve.status import FOUND, SWITCHES, Phase
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "metrics.md").read_text()
@@ -67,6 +67,10 @@ def test_rules_and_dashboards_name_metrics_and_labels_that_exist(name: str) -> N
     for label, words in (("kind", SWITCHES), ("found", FOUND.values()), ("result", ("ok", "failed"))):
         for said in re.findall(rf'\b{label}=~?"([^"]*)"', text):
             assert set(said.split("|")) <= set(words), said
+
+
+def test_a_request_finds_each_phase_as_something() -> None:
+    assert set(FOUND) == set(Phase)
 
 
 def test_a_sample_has_exactly_the_labels_of_its_metric() -> None:
