@@ -10,6 +10,7 @@ import importlib.metadata
 import os
 import shlex
 import shutil
+import subprocess
 import sysconfig
 from pathlib import Path
 
@@ -18,11 +19,14 @@ from pybind11.setup_helpers import ParallelCompile
 from setuptools import Extension, setup
 from setuptools.command.build import build
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
+from setuptools.command.sdist import sdist
 
 ROOT = Path(__file__).parent
 SIMULATED_DRIVER = "cumem_sleep.libcuda_sim"
 # By this name those look for it who start processes with torch_memory_saver's LD_PRELOAD.
 PRELOAD_HOOK = "cumem_sleep.integrations.torch_memory_saver.shim.torch_memory_saver_hook_mode_preload"
+COMMIT = Path("cumem_sleep", "commit.txt")
 PLAIN_LIBRARIES = {SIMULATED_DRIVER: ".so", PRELOAD_HOOK: ".abi3.so"}
 
 
@@ -60,6 +64,36 @@ def require_compiler() -> None:
             f"the C++ compiler {command!r} was not found: install one that knows C++17 (apt install g++,"
             " dnf install gcc-c++), or name yours in CXX"
         )
+
+
+def name_commit(copy: Path) -> None:
+    """Write the commit of this checkout into a copy of it, if `git archive` has not."""
+    if not (ROOT / COMMIT).read_text().startswith("$") or not (ROOT / ".git").exists():
+        return
+    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    found = subprocess.run(git, stdout=subprocess.PIPE, text=True, check=False)
+    if found.returncode == 0:
+        (copy / COMMIT).unlink()  # a source distribution's is a link to the original
+        (copy / COMMIT).write_text(found.stdout)
+
+
+class BuildPy(build_py):
+    """Copies the package, and names the commit there."""
+
+    def run(self) -> None:
+        """Copy; nothing is copied where the package stays in its place."""
+        super().run()
+        if not self.editable_mode:
+            name_commit(Path(self.build_lib))
+
+
+class SourceDistribution(sdist):
+    """Packs the sources, and names the commit there."""
+
+    def make_release_tree(self, base_dir: str, files: list[str]) -> None:
+        """Make the tree that is packed."""
+        super().make_release_tree(base_dir, files)
+        name_commit(Path(base_dir))
 
 
 class Build(build):
@@ -160,5 +194,5 @@ setup(
             language="c++",
         ),
     ],
-    cmdclass={"build": Build, "build_ext": BuildExt},
+    cmdclass={"build": Build, "build_py": BuildPy, "build_ext": BuildExt, "sdist": SourceDistribution},
 )

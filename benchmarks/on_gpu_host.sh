@@ -3,8 +3,8 @@
 #   benchmarks/on_gpu_host.sh OUT PART...
 #
 # The suite, and the memory layer alone (seconds on an H200 in brackets; those marked ~ are estimates):
-#   tests [400]  or its halves tests_1, tests_2;  vault_tests [15] belongs to it;  sanitizer [240]
-#   tests_1+tests_2 two_gpu_tests [~250]  the same on two GPUs at once
+#   tests [410]  vault_tests [15] belongs to it;  sanitizer [240]
+#   tests_1_of_2+tests_2_of_2 two_gpu_tests [~250]  the same on two GPUs at once; so for any number
 #   bench [100]  small [60]  beside [50 a turn; $TURNS (2)]  level_3 [25]  decoder [100]  compressed [280]  codec [200]
 #   decode_after_wake [~60]  host_memory [120]  kept_ranges [~60]  forget [~20]  vault [~300]  vault_small [~80]  vault_kills [140]
 #   spill [~220; with vLLM and .gpu/saver beside, if they are there]
@@ -17,6 +17,10 @@
 #   serve_level_3_own [~240, at once with it on a second GPU]
 #   kept_kv [~280]  serve_kept_kv [~240]  vault_servers [~70]  scenarios [300]  two_gpus [400]
 #   ranks [~400, two GPUs; with Ray from .gpu/3/*.tar.xz, if it is there]
+#   trl [~140; $TRL_OPTIONS, as --ways ours-2,own-2; with .gpu/3/trl.tar.xz from gpu_host_archives.py]
+#
+# With SGLang, from .gpu/4/sglang.tar.xz (gpu_host_archives.py), in a folder of its own:
+#   sglang [~240; $SGLANG_OPTIONS, as --shape 0.6B --ways ours-graphs,theirs-graphs]
 #
 # What is in .gpu may come in several calls to one machine: each call unpacks what it finds, once. Other things in .gpu:
 #   switching.json, to which both parts of that benchmark add
@@ -108,9 +112,6 @@ unpack || status=1
 checkpoint=()
 if [ -f .gpu/checkpoint.safetensors ]; then checkpoint=(--checkpoint .gpu/checkpoint.safetensors); fi
 
-# What mostly starts processes of its own: about half of the suite's time.
-in_processes=(tests/gpu tests/tools/test_bench.py tests/tools/test_cli.py tests/tools/test_doctor.py tests/test_process.py)
-
 # What starts vaults, each with a context of its own.
 with_vaults=(tests/vault tests/backups/test_tiers.py)
 # What skips itself on one GPU.
@@ -170,6 +171,25 @@ with_saver() {
     [ -d "$theirs" ] || python3 -m pip install -q --no-index --no-deps --target "$theirs" .gpu/saver/*.whl
 }
 
+# In a subshell: what it exports is for SGLang alone. Its kernels are compiled with nvcc and ninja; torch_memory_saver is
+# linked with libcudart, which is to be PyTorch's.
+with_sglang() {
+    local folder=${site}_of_sglang top runtime
+    if [ ! -d "$folder/site" ]; then
+        mkdir -p "$folder"
+        tar xJf .gpu/4/sglang.tar.xz -C "$folder" || return 1
+    fi
+    top=$(nvcc --dryrun -c -x cu /dev/null 2>&1 | sed -n 's/^#\$ TOP=//p')
+    if [ -n "$top" ]; then CUDA_HOME=$(readlink -f "$top") && export CUDA_HOME; fi
+    runtime=$(python3 -c 'import torch
+maps = [line.split()[-1] for line in open("/proc/self/maps") if "libcudart.so" in line]
+print(maps[0].rpartition("/")[0] if maps else "")')
+    PATH=$PATH:$(python3 -c 'import sys; print(sys.prefix)')/bin # ninja
+    export PATH PYTHONPATH=$plain_path LD_LIBRARY_PATH=$runtime:$folder/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
+    # shellcheck disable=SC2086 # several words
+    measure 270 sglang_cycles sglang_cycles --sglang "$folder" --deadline "$(left 240)" ${SGLANG_OPTIONS:-}
+}
+
 # Its own tests, unchanged, on this layer; those that look into its C library cannot pass (docs/torch-memory-saver.md).
 # Where there are two GPUs, a call of this part alone, not joined by +, runs those of several devices too.
 saver_tests() {
@@ -202,9 +222,13 @@ part() {
     tests) suite tests "${with_vaults[@]/#/--ignore=}" "${without_gpu[@]/#/--ignore=}" ;;
     vault_tests) suite vault_tests "${with_vaults[@]}" ;;
     two_gpu_tests) suite two_gpu_tests "${of_two_gpus[@]}" ;;
-    tests_1) suite tests_1 "${in_processes[@]}" ;;
-    tests_2)
-        suite tests_2 "${in_processes[@]/#/--ignore=}" "${with_vaults[@]/#/--ignore=}" "${without_gpu[@]/#/--ignore=}"
+    tests_[0-9]_of_[0-9])
+        local share of files
+        IFS=_ read -r _ share _ of <<<"$1"
+        # pytest ignores nothing that is named.
+        mapfile -t files < <(find tests -name 'test_*.py' | LC_ALL=C sort |
+            grep -v -f <(printf '^%s\n' "${with_vaults[@]}" "${without_gpu[@]}") | awk "NR % $of == $share % $of")
+        suite "$1" "${files[@]}"
         ;;
     sanitizer)
         # Errors of API calls are not its business here: the suite provokes them on purpose and checks them. Left out is
@@ -270,6 +294,7 @@ part() {
             ${SAVER_OPTIONS:-}
         ;;
     saver_tests) saver_tests ;;
+    sglang) (with_sglang) ;;
     peers)
         # After --deadline seconds no process is started that would end later; a minute on, none is left.
         with_vllm && with_saver && PYTHONPATH=$PYTHONPATH:$theirs measure 570 peers peers --deadline "$(left 450)"
@@ -283,6 +308,10 @@ part() {
             --limit "${SCENARIO_LIMIT_S:-150}" ${ONLY:+--only "$ONLY"}
         ;;
     vault_servers) with_vllm && measure 200 vllm_scenarios vllm_scenarios --only two_servers_through_the_vault --limit 150 ;;
+    trl)
+        # shellcheck disable=SC2086 # several words
+        with_vllm && measure 170 trl_colocated trl_colocated --deadline "$(left 150)" ${TRL_OPTIONS:-}
+        ;;
     serve) with_vllm && measure 570 vllm_serve vllm_serve --deadline "$(left 550)" ;;
     serve_vault) with_vllm && measure 300 vllm_serve vllm_serve --ways vault,vault_compressed --deadline "$(left 290)" ;;
     serve_level_3 | serve_level_3_own)

@@ -6,19 +6,29 @@
 For each number of links a vault of its own, and a client on GPU 0 with 61.02 GiB of weights in 258 segments (see
 `vault.py`); every byte is checked after every wake. Beside it the ceiling: as many bytes in pieces of 16 MiB from and
 to one block, over as many links, by copy engines and no vault. `--compress` measures compressed backups, too.
+
+With more than one GPU also two questions of manners: what a decoder on GPU 1 (8B's shape, in a CUDA graph) loses while
+its link relays for GPU 0, and what clients of all GPUs lose that sleep and wake at once, each with a quarter of the
+bytes, when links may help each other.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import statistics
+import subprocess
 import sys
 import threading
 import time
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from layers import SIMULATED
 from model_server import exit_on_sigterm
 from record import machine, write
 from recording import GIB, MIB, segment_bytes
@@ -41,10 +51,7 @@ class Ceiling:
         self.block = stack.enter_context(closing(_core.HostBlock(nbytes, -1)))
         self.block.prefault(0, nbytes)
         self.block.pin(0)
-        scratch = stack.enter_context(closing(_core.Scratch(0, nbytes)))
-        descriptor, _, nbytes = _core.export_memory(scratch.address)
-        self.memory = stack.enter_context(closing(_core.ImportedMemory(descriptor, 0, nbytes, list(range(1, links)))))
-        os.close(descriptor)
+        self.memory = stack.enter_context(closing(_core.Scratch(0, nbytes, list(range(1, links)))))
         self.streams = {
             device: [stack.enter_context(_core.CopyStream(device)) for _ in range(STREAMS)] for device in range(links)
         }
@@ -115,8 +122,149 @@ def all_steps(bench: Bench, sleeper: Sleeper, rounds: int) -> None:
     sleeper.wake("wake right after sleeping")
 
 
+@dataclass
+class Decoding:
+    """A decoder in a process of its own, until it is told to end.
+
+    Attributes:
+        ended: when each of its steps ended, by the monotonic clock; known when it is over.
+    """
+
+    process: subprocess.Popen[str]
+    ended: list[float] = field(default_factory=list)
+
+    def steps_per_s(self, spans: list[tuple[float, float]]) -> float:
+        return sum(begin <= at < end for at in self.ended for begin, end in spans) / sum(
+            end - begin for begin, end in spans
+        )
+
+
+@contextmanager
+def decoding(gpu: int) -> Iterator[Decoding]:
+    command = [sys.executable, __file__, "--out", "-", "--decode"]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": str(gpu)}
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            if process.stdout.readline() != "decodes\n":
+                raise RuntimeError("the decoder did not start")
+            beside = Decoding(process)
+            yield beside
+            process.stdin.close()
+            beside.ended = json.loads(process.stdout.readline())
+        finally:
+            process.kill()
+
+
+def decode() -> None:
+    """One token after another, until nobody listens any more; then print when each was there."""
+    ended: list[float] = []
+    over = threading.Event()
+    threading.Thread(target=lambda: (sys.stdin.read(), over.set()), daemon=True).start()
+    if SIMULATED:
+        step: Callable[[], object] = lambda: time.sleep(0.01)  # noqa: E731
+    else:
+        step = decoder_step()
+    for _ in range(20):
+        step()
+    print("decodes", flush=True)
+    while not over.is_set():
+        step()
+        ended.append(time.monotonic())
+    print(json.dumps(ended), flush=True)
+
+
+def decoder_step() -> Callable[[], object]:
+    import torch
+    from decode_after_wake import random_weights
+    from decoder import HEAD_DIM, KV_HEADS, LAYERS, Decoder
+
+    cache = torch.zeros(LAYERS, 2, KV_HEADS, 8192, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
+    decoder = Decoder(random_weights(), cache)
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        decoder.step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        decoder.step()
+
+    def step() -> None:
+        graph.replay()
+        decoder.token.copy_(decoder.logits.argmax(-1))
+        decoder.token.item()
+
+    return step
+
+
+def decode_beside(bench: Bench, rounds: int) -> dict[str, Any]:
+    """Steps per second of a decoder on GPU 1, while GPU 0 sleeps and wakes, and while nothing is copied."""
+    spans: dict[str, list[tuple[float, float]]] = {"sleep": [], "wake": [], "nothing": []}
+    with bench.client(bench.sizes, 1) as sleeper, decoding(1) as beside:
+        sleeper.sleep("first sleep")
+        sleeper.wake("wake")
+        for _ in range(rounds):
+            sleeper.change()
+            for what in ("sleep", "wake"):
+                begin = time.monotonic()
+                sleeper.take(what, what)
+                spans[what].append((begin, time.monotonic()))
+                time.sleep(1)
+                spans["nothing"].append((spans[what][-1][1] + 0.2, time.monotonic()))
+    return {
+        "steps_per_s": {what: beside.steps_per_s(some) for what, some in spans.items()},
+        "steps": sleeper.steps,
+        "relayed": [gpu["relayed_in_bytes"] + gpu["relayed_out_bytes"] for gpu in bench.the_vault().status()["gpus"]],
+    }
+
+
+def together(bench: Bench, gpus: int, rounds: int) -> dict[str, list[float]]:
+    """Seconds until the last of as many clients, each of a GPU of its own, has slept or woken."""
+    seconds: dict[str, list[float]] = {"sleep": [], "wake": []}
+    with ExitStack() as stack:
+        sleepers = [
+            stack.enter_context(bench.client(bench.sizes, seed, CUDA_VISIBLE_DEVICES=str(seed))) for seed in range(gpus)
+        ]
+        for _ in range(rounds + 1):
+            for what, noted in seconds.items():
+                for sleeper in sleepers:
+                    sleeper.begin(what)
+                noted.append(max(sleeper.end(what, what)["seconds"] for sleeper in sleepers))
+                time.sleep(bench.pause_s)
+            for sleeper in sleepers:
+                sleeper.check("wake")
+                sleeper.change()
+    return {what: noted[1:] for what, noted in seconds.items()}
+
+
+def measure_manners(arguments: argparse.Namespace, gpus: int, result: dict[str, Any]) -> None:
+    scale, arguments.scale = arguments.scale, 4 * arguments.scale
+    for relays in ("off", "auto"):
+        arguments.vault_options = f"--gpus {' '.join(map(str, range(gpus)))} --relay {relays}"
+        bench = Bench(arguments)
+        bench.copies = gpus
+        try:
+            if relays != "off":
+                result["decoder"] = decode_beside(bench, arguments.rounds)
+            name = "without help" if relays == "off" else "with help"
+            result.setdefault("together", {})[name] = together(bench, gpus, arguments.rounds)
+        finally:
+            if bench.vault is not None:
+                bench.vault.close()
+    arguments.scale = scale
+
+
 def table(result: dict[str, Any]) -> list[str]:
     lines = []
+    if (beside := result.get("decoder")) is not None:
+        rates = {what: round(rate, 1) for what, rate in beside["steps_per_s"].items()}
+        lines.append(f"a decoder on GPU 1, steps per second while GPU 0 does this: {rates}")
+    for way, seconds in result.get("together", {}).items():
+        medians = {what: round(statistics.median(some), 3) for what, some in seconds.items()}
+        lines.append(f"all GPUs at once, {way}: {medians}")
     for links, ceiling in result["ceilings"].items():
         rates = {way: max(gbps) for way, gbps in ceiling.items()}
         lines.append(f"{links} links: ceiling {rates['out']:.1f} GB/s out, {rates['in']:.1f} in")
@@ -143,8 +291,13 @@ def main() -> None:
     parser.add_argument("--decoder-layers", type=int, default=64, help="of the 32B model (default: %(default)s)")
     parser.add_argument("--scale", type=int, default=1, help="divide every tensor's size and the KV cache's by this")
     parser.add_argument("--pause", type=float, default=3.0, help="seconds before a late wake (default: %(default)s)")
+    parser.add_argument("--only", choices=["links", "manners"], help="half of it")
     parser.add_argument("--deadline", type=float, default=540, help="seconds that all of it may take (%(default)s)")
+    parser.add_argument("--decode", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.decode:
+        decode()
+        return
     exit_on_sigterm()
     open_driver(Settings.from_environment().driver)
     gpus = _core.device_count()
@@ -154,12 +307,15 @@ def main() -> None:
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     ends_at = time.monotonic() + arguments.deadline
     result: dict[str, Any] = {"machine": machine(), "ceilings": {}, "ways": {}}
-    for number in numbers:
+    if arguments.only != "links" and gpus > 1:
+        measure_manners(arguments, gpus, result)
+        write(arguments.out, result)
+    for number in numbers if arguments.only != "manners" else []:
         result["ceilings"][str(number)] = ceilings(number, CEILING_BYTES // arguments.scale)
     ways: dict[str, dict[str, str]] = {"plain": {}}
     if arguments.compress:
         ways["compressed"] = {"CUMEM_SLEEP_COMPRESS": "auto"}
-    for number in numbers:
+    for number in numbers if arguments.only != "manners" else []:
         relays = " ".join(map(str, range(1, number))) or "off"
         arguments.vault_options = f"--gpus {' '.join(map(str, range(max(numbers))))} --relay {relays}"
         arguments.deadline = ends_at - time.monotonic()

@@ -200,6 +200,10 @@ Driver::Driver(const std::string& path) : path_(path) {
     resolve(stream_destroy);
     resolve(stream_synchronize);
     resolve(stream_query);
+    resolve(event_create);
+    resolve(event_record);
+    resolve(event_destroy);
+    resolve(stream_wait_event);
     resolve(memcpy_dtod_async);
     resolve(memcpy_htod_async);
     resolve(memcpy_dtoh_async);

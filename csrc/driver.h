@@ -199,6 +199,12 @@ class Driver {
     Call<decltype(cuStreamDestroy)> stream_destroy{"cuStreamDestroy", "cuStreamDestroy_v2"};
     Call<decltype(cuStreamSynchronize)> stream_synchronize{"cuStreamSynchronize"};
     Call<decltype(cuStreamQuery)> stream_query{"cuStreamQuery"};
+    // The event's and the recorded stream's context must be current; a stream of any other may wait for it. Destroying
+    // it is fine while it is waited for.
+    Call<decltype(cuEventCreate)> event_create{"cuEventCreate"};
+    Call<decltype(cuEventRecord)> event_record{"cuEventRecord"};
+    Call<decltype(cuEventDestroy)> event_destroy{"cuEventDestroy", "cuEventDestroy_v2"};
+    Call<decltype(cuStreamWaitEvent)> stream_wait_event{"cuStreamWaitEvent"};
     Call<decltype(cuMemcpyDtoDAsync)> memcpy_dtod_async{"cuMemcpyDtoDAsync", "cuMemcpyDtoDAsync_v2"};
     Call<decltype(cuMemcpyHtoDAsync)> memcpy_htod_async{"cuMemcpyHtoDAsync", "cuMemcpyHtoDAsync_v2"};
     Call<decltype(cuMemcpyDtoHAsync)> memcpy_dtoh_async{"cuMemcpyDtoHAsync", "cuMemcpyDtoHAsync_v2"};

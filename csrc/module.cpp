@@ -296,7 +296,8 @@ void bind_memory(py::module_& module) {
         },
         py::arg("device"), NoGil(), "Let go of the streams and tables that are kept for the next operations.");
     py::class_<Scratch>(module, "Scratch")
-        .def(py::init<int, size_t>(), py::arg("device"), py::arg("bytes"), NoGil())
+        .def(py::init<int, size_t, const std::vector<int>&>(), py::arg("device"), py::arg("bytes"),
+             py::arg("peers") = std::vector<int>{}, NoGil())
         .def("close", &Scratch::close, NoGil())
         .def_property_readonly("address", &Scratch::address)
         .def_property_readonly("bytes", &Scratch::bytes);
@@ -324,8 +325,7 @@ void bind_shared_memory(py::module_& module) {
         "The segment or scratch memory that `address` lies in is about to be given to another process, which fills it\n"
         "or only reads it.");
     py::class_<ImportedMemory>(module, "ImportedMemory", "What another process exported, mapped here.")
-        .def(py::init<int, int, size_t, const std::vector<int>&>(), py::arg("fd"), py::arg("device"), py::arg("bytes"),
-             py::arg("peers") = std::vector<int>{}, NoGil())
+        .def(py::init<int, int, size_t>(), py::arg("fd"), py::arg("device"), py::arg("bytes"), NoGil())
         .def("close", &ImportedMemory::close, NoGil())
         .def_property_readonly("address", &ImportedMemory::address)
         .def_property_readonly("bytes", &ImportedMemory::bytes)
@@ -351,6 +351,7 @@ void bind_copies(py::module_& module) {
         .def("to_device", &CopyStream::to_device, py::arg("address"), py::arg("block"), py::arg("offset"),
              py::arg("bytes"), NoGil())
         .def("within_devices", &CopyStream::within_devices, py::arg("to"), py::arg("from_"), py::arg("bytes"), NoGil())
+        .def("follow", &CopyStream::follow, py::arg("other"), NoGil())
         .def("to_device_by_kernel", &CopyStream::to_device_by_kernel, py::arg("address"), py::arg("block"),
              py::arg("offset"), py::arg("bytes"), py::arg("blocks") = kCopyBlocks, NoGil())
         .def(
@@ -463,6 +464,16 @@ void bind_ahead(py::module_& module) {
         });
 }
 
+// The compiler, and the headers of the driver.
+std::string built_with() {
+#ifdef __clang__
+    const std::string compiler = __VERSION__;
+#else
+    const std::string compiler = "GCC " __VERSION__;
+#endif
+    return compiler + ", CUDA " + std::to_string(CUDA_VERSION / 1000) + "." + std::to_string(CUDA_VERSION % 1000 / 10);
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_core, module) {
@@ -471,6 +482,7 @@ PYBIND11_MODULE(_core, module) {
     errors();
     py::register_exception_translator(&translate_error);
     module.attr("CHECKS_INVARIANTS") = kChecksInvariants;
+    module.attr("BUILT_WITH") = built_with();
     bind_driver(module);
     bind_checkpoint(module);
     bind_devices(module);

@@ -16,7 +16,9 @@ auto* const open_by_address = new std::map<CUdeviceptr, const Mapping*>;
 
 }  // namespace
 
-Scratch::Scratch(int device, size_t bytes) : mapping_(std::make_unique<Mapping>(device, bytes)), bytes_(bytes) {
+Scratch::Scratch(int device, size_t bytes, const std::vector<int>& peers)
+    : mapping_(std::make_unique<Mapping>(device, bytes)), bytes_(bytes) {
+    for (const int peer : peers) mapping_->share_with(peer);
     try {
         ContextScope context(device);
         RelaxedCaptureScope relaxed;

@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <functional>
 #include <memory>
+#include <vector>
 
 #include "vmm.h"
 
@@ -14,8 +15,8 @@ namespace cumem_sleep {
 // Mapped by the constructor, freed by `close`. Whole pages (2 MiB).
 class Scratch {
   public:
-    // Throws DriverError, OutOfDeviceMemory.
-    Scratch(int device, size_t bytes);
+    // The devices `peers` may access it, too. Throws DriverError, OutOfDeviceMemory.
+    Scratch(int device, size_t bytes, const std::vector<int>& peers = {});
     ~Scratch() { close(); }
     Scratch(const Scratch&) = delete;
     Scratch& operator=(const Scratch&) = delete;

@@ -87,11 +87,9 @@ Loan lend_memory(CUdeviceptr address, bool filled) {
     return of_memory_at(address, [=](const Mapping& mapping) { return Loan(mapping.memory(), filled); });
 }
 
-ImportedMemory::ImportedMemory(int fd, int device, size_t bytes, const std::vector<int>& peers)
-    : device_(device), bytes_(bytes) {
+ImportedMemory::ImportedMemory(int fd, int device, size_t bytes) : device_(device), bytes_(bytes) {
     check_arguments(fd, device, bytes);
     mapping_ = std::make_unique<Mapping>(device, bytes, describe(fd));
-    for (const int peer : peers) mapping_->share_with(peer);
     try {
         ContextScope context(device);
         RelaxedCaptureScope relaxed;

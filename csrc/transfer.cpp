@@ -94,6 +94,22 @@ void CopyStream::within_devices(CUdeviceptr to, CUdeviceptr from, size_t bytes) 
     Driver::get().memcpy_dtod_async(to, from, bytes, stream_);
 }
 
+void CopyStream::follow(const CopyStream& other) {
+    const Driver& driver = Driver::get();
+    ContextScope others(other.device_);
+    CUevent event = nullptr;
+    driver.event_create(&event, CU_EVENT_DISABLE_TIMING);
+    try {
+        driver.event_record(event, other.stream_);
+        ContextScope context(device_);
+        driver.stream_wait_event(stream_, event, CU_EVENT_WAIT_DEFAULT);
+    } catch (...) {
+        driver.event_destroy.attempt(event);
+        throw;
+    }
+    driver.event_destroy.attempt(event);
+}
+
 void CopyStream::copy_pieces(const HostBlock& table, size_t begin, const HostBlock& block, const Rows& pieces,
                              bool to_host) {
     ContextScope context(device_);

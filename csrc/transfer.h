@@ -42,6 +42,8 @@ class CopyStream {
                              unsigned int blocks);
     // Between two ranges of memory that this device reaches, its own or a peer's.
     void within_devices(CUdeviceptr to, CUdeviceptr from, size_t bytes);
+    // What is enqueued from here on waits for what `other`, of any device, has now.
+    void follow(const CopyStream& other);
     // By a kernel as well: rows of (device's address, offset in the block, bytes), all multiples of 16, from the device
     // to the block or back. `table` is registered, and has room for as many `CopyPiece` as fit; the ones from `begin`
     // on are used, until the stream was waited for.

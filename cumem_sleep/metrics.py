@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, Literal
 
 PREFIX = "cumem_sleep_"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 1.5, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+"""Upper bounds: from a model that is awake, over a wake, to the start of a large one."""
+
+Kind = Literal["gauge", "counter", "histogram"]
 
 
 @dataclass(frozen=True)
@@ -20,17 +26,39 @@ class Metric:
     """
 
     name: str
-    type: Literal["gauge", "counter"]
+    type: Kind
     labels: tuple[str, ...]
     text: str
 
     @property
     def full_name(self) -> str:
-        """As a sample is called."""
+        """As a sample is called; those of a histogram with `_bucket`, `_sum` or `_count` behind it."""
         return PREFIX + self.name + ("_total" if self.type == "counter" else "")
 
 
-def _table(*rows: tuple[str, str, Literal["gauge", "counter"], str]) -> Mapping[str, Metric]:
+@dataclass
+class Histogram:
+    """Seconds that something took, counted by `BUCKETS_S`.
+
+    Attributes:
+        counts: in each bucket, and of all that took longer.
+        total_s: of all.
+    """
+
+    counts: list[int] = field(default_factory=lambda: [0] * (len(BUCKETS_S) + 1))
+    total_s: float = 0.0
+
+    def observe(self, seconds: float) -> None:
+        """Count one more."""
+        self.counts[bisect.bisect_left(BUCKETS_S, seconds)] += 1
+        self.total_s += seconds
+
+    def buckets(self) -> list[tuple[str, int]]:
+        """By their upper bounds, how many took no longer."""
+        return list(zip((*map(str, BUCKETS_S), "+Inf"), accumulate(self.counts), strict=True))
+
+
+def _table(*rows: tuple[str, str, Kind, str]) -> Mapping[str, Metric]:
     return {name: Metric(name, kind, tuple(labels.split()), text) for name, labels, kind, text in rows}
 
 
@@ -95,6 +123,14 @@ FRONT = _table(
         *("serve_requests", "model outcome", "counter"),
         "Requests by what became of them: `granted`, `not_in_time`, `failed`, `cancelled`.",
     ),
+    (
+        *("serve_actuation_seconds", "model found", "histogram"),
+        "From a request to its model awake, by what it found: `awake`, `asleep` or `stopped`.",
+    ),
+    (
+        *("serve_first_token_seconds", "model found", "histogram"),
+        "From a request to the first piece of a streamed answer, likewise.",
+    ),
 )
 
 # On the `/metrics` of `cumem-sleep vault --metrics`. What follows `vault_`, `vault_gpu_` or `vault_client_` is the
@@ -149,9 +185,9 @@ class Samples:
 
     def __init__(self, table: Mapping[str, Metric]) -> None:
         self._table = table
-        self._values: dict[str, list[tuple[Sequence[str], float]]] = {}
+        self._values: dict[str, list[tuple[Sequence[str], float | Histogram]]] = {}
 
-    def add(self, name: str, value: float, /, **labels: str) -> None:
+    def add(self, name: str, value: float | Histogram, /, **labels: str) -> None:
         """One sample of a metric in the table, with exactly its labels."""
         metric = self._table[name]
         assert labels.keys() == set(metric.labels), f"labels of {name}"
@@ -159,14 +195,17 @@ class Samples:
 
     def families(self) -> Iterator[Any]:
         """For prometheus_client, which vLLM's `/metrics` is made by."""
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
+        kinds = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily, "histogram": HistogramMetricFamily}
         for name, samples in self._values.items():
             metric = self._table[name]
-            kind = CounterMetricFamily if metric.type == "counter" else GaugeMetricFamily
-            family = kind(PREFIX + name, metric.text, labels=metric.labels)
+            family = kinds[metric.type](PREFIX + name, metric.text, labels=metric.labels)
             for labels, value in samples:
-                family.add_metric(labels, value)
+                if isinstance(value, Histogram):
+                    family.add_metric(labels, value.buckets(), value.total_s)
+                else:
+                    family.add_metric(labels, value)
             yield family
 
     def text(self) -> str:
@@ -174,13 +213,22 @@ class Samples:
         lines = []
         for name, samples in self._values.items():
             metric = self._table[name]
-            lines += [f"# HELP {metric.full_name} {metric.text}", f"# TYPE {metric.full_name} {metric.type}"]
+            full = metric.full_name
+            lines += [f"# HELP {full} {metric.text}", f"# TYPE {full} {metric.type}"]
             for labels, value in samples:
-                said = ",".join(
-                    f'{label}="{_escaped(each)}"' for label, each in zip(metric.labels, labels, strict=True)
-                )
-                lines.append(f"{metric.full_name}{{{said}}} {value}" if said else f"{metric.full_name} {value}")
+                said = [f'{label}="{_escaped(each)}"' for label, each in zip(metric.labels, labels, strict=True)]
+                if isinstance(value, Histogram):
+                    for bound, count in value.buckets():
+                        lines.append(_line(f"{full}_bucket", [*said, f'le="{bound}"'], count))
+                    lines.append(_line(f"{full}_count", said, sum(value.counts)))
+                    lines.append(_line(f"{full}_sum", said, value.total_s))
+                else:
+                    lines.append(_line(full, said, value))
         return "\n".join(lines) + "\n"
+
+
+def _line(name: str, labels: Sequence[str], value: float) -> str:
+    return f"{name}{{{','.join(labels)}}} {value}" if labels else f"{name} {value}"
 
 
 def _escaped(value: str) -> str:

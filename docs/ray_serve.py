@@ -10,17 +10,19 @@ from ray import serve
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-COMMAND = "vllm serve Qwen/Qwen3-8B --enable-sleep-mode --host 127.0.0.1 --port"
+GATE = "--middleware cumem_sleep.vllm.SleepGate"
+COMMAND = f"vllm serve Qwen/Qwen3-8B --enable-sleep-mode {GATE} --host 127.0.0.1 --port"
 
 
 class Server:
     """One vLLM server. It is a deployment of its own, since a call of a deployment reaches any one of its replicas."""
 
-    def __init__(self) -> None:
+    def __init__(self, token: str) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        self.process = subprocess.Popen([*COMMAND.split(), str(port)], env={**os.environ, "VLLM_SERVER_DEV_MODE": "1"})
+        environment = {**os.environ, "CUMEM_SLEEP_ADMIN_TOKEN": token}
+        self.process = subprocess.Popen([*COMMAND.split(), str(port)], env=environment)
         self.client = httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=None)
 
     def check_health(self) -> None:
@@ -31,10 +33,10 @@ class Server:
     def __del__(self) -> None:
         self.process.terminate()
 
-    async def ask(self, method: str, path: str, kind: str, body: bytes):
+    async def ask(self, method: str, path: str, headers: dict[str, str], body: bytes):
         """Its answer: the status and the content's type first, then the content, piece by piece."""
         try:
-            async with self.client.stream(method, path, content=body, headers={"content-type": kind}) as answer:
+            async with self.client.stream(method, path, content=body, headers=headers) as answer:
                 yield answer.status_code, answer.headers.get("content-type")
                 async for piece in answer.aiter_raw():
                     yield piece
@@ -52,8 +54,9 @@ class Front:
 
     async def __call__(self, request: Request) -> Response:
         """The answer of one server; where all are asked, an error or "awake" if any of them says so."""
-        path, kind = f"{request.url.path}?{request.url.query}", request.headers.get("content-type", "application/json")
-        call = request.method, path, kind, await request.body()
+        path = f"{request.url.path}?{request.url.query}"
+        headers = {name: request.headers[name] for name in ("content-type", "authorization") if name in request.headers}
+        call = request.method, path, headers, await request.body()
         if request.method == "POST" and request.url.path.startswith("/v1/"):
             self.asked += 1
             pieces = aiter(self.servers[self.asked % len(self.servers)].ask.remote(*call))
@@ -72,4 +75,4 @@ async def whole(pieces) -> Response:
 servers = [
     serve.deployment(Server).options(name=f"server-{gpu}", ray_actor_options={"num_gpus": 1}) for gpu in range(2)
 ]
-app = Front.bind(*(server.bind() for server in servers))
+app = Front.bind(*(server.bind(os.environ["CUMEM_SLEEP_ADMIN_TOKEN"]) for server in servers))

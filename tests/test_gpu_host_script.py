@@ -218,6 +218,8 @@ PARTS = {
     "models": "benchmarks/serve_models.py",
     "serve_kept_kv": "benchmarks/serve_kept_kv.py",
     "switching_vault": "benchmarks/switching.py",
+    "trl": "benchmarks/trl_colocated.py",
+    "sglang": "benchmarks/sglang_cycles.py",
     "saver": "benchmarks/torch_memory_saver_beside.py",
     "saver_30": "benchmarks/torch_memory_saver_beside.py",
 }
@@ -226,6 +228,8 @@ PARTS = {
 GIVEN = {
     "ranks": ("ONLY", "data_parallel_2"),
     "serve_level_3": ("LEVEL_3_OPTIONS", "--deadline 330"),
+    "trl": ("TRL_OPTIONS", "--steps 10 --graphs"),
+    "sglang": ("SGLANG_OPTIONS", "--shape 0.6B --ways ours-graphs"),
     "models": ("MODELS_OPTIONS", "--requests 100 --restart-seconds 60"),
 }
 
@@ -234,6 +238,7 @@ GIVEN = {
 @pytest.mark.parametrize(("part", "script"), PARTS.items())
 def test_options_are_those_that_scripts_take(host: pathlib.Path, part: str, script: str) -> None:
     variable, given = GIVEN.get(part, ("ONLY", ""))
+    (host / "site_of_sglang" / "site").mkdir(parents=True)
     status, said, calls = run(host, part, **{variable: given})
     assert status == 0, said
     (call,) = (call for call in calls if call.startswith(script))
@@ -279,3 +284,13 @@ def test_what_does_not_fit_any_more_says_so(host: pathlib.Path) -> None:
     assert status == 1
     assert said.count("NOT RUN, too little time is left") == 2
     assert not [call for call in calls if call.startswith("benchmarks")]
+
+
+def test_shares_of_the_suite_are_all_of_it(host: pathlib.Path) -> None:
+    files = [f"tests/test_{letter}.py" for letter in "abcdefg"]
+    (host / "checkout" / "tests" / "vault").mkdir(parents=True)
+    for file in [*files, "tests/vault/test_its_own_part.py"]:
+        (host / "checkout" / file).touch()
+    _, _, calls = run(host, "tests_1_of_3", "tests_2_of_3", "tests_3_of_3", COMMIT="abc")
+    given = [[word for word in call.split() if word.startswith("tests/")] for call in calls if " pytest " in call]
+    assert given == [files[0::3], files[1::3], files[2::3]]

@@ -9,7 +9,8 @@ import re
 import pytest
 
 from cumem_sleep import metrics
-from cumem_sleep.metrics import Samples
+from cumem_sleep.metrics import BUCKETS_S, Histogram, Samples
+from cumem_sleep.serve.status import FOUND, SWITCHES
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "metrics.md").read_text()
@@ -39,7 +40,7 @@ def test_the_page_is_made_from_the_table() -> None:
 
 
 def test_queries_name_metrics_and_labels_that_exist() -> None:
-    queries = re.findall(r"(cumem_sleep_\w+)(?:\{([^}]*)\})?", PAGE.partition("## Queries")[2])
+    queries = re.findall(r"(cumem_sleep_\w+?)(?:_bucket|_count)?\b(?:\{([^}]*)\})?", PAGE.partition("## Queries")[2])
     assert len(queries) > 5
     for name, selector in queries:
         assert set(re.findall(r"(\w+)=", selector)) <= set(ALL[name].labels)
@@ -49,6 +50,25 @@ def test_queries_name_metrics_and_labels_that_exist() -> None:
 def test_other_pages_name_metrics_that_exist(name: str) -> None:
     for found in re.findall(r"`(cumem_sleep_\w+)`", (ROOT / "docs" / f"{name}.md").read_text()):
         assert found in ALL or found in ("cumem_sleep_status", "cumem_sleep_deepen", "cumem_sleep_forget"), found
+
+
+DEPLOYED = ("prometheus/cumem-sleep.rules.yml", "grafana/cumem-sleep.json")
+NOT_YET = {"cumem_sleep_vault_files_written_bytes_total"}  # of a vault that spills to files
+
+
+@pytest.mark.parametrize("name", DEPLOYED)
+def test_rules_and_dashboards_name_metrics_and_labels_that_exist(name: str) -> None:
+    text = (ROOT / "examples" / "deploy" / name).read_text().replace('\\"', '"')
+    # Not those that rules make, which have colons.
+    found = re.findall(r"(?<![\w:])(cumem_sleep_\w+?)(?:_bucket|_count|_sum)?\b(?!:)(?:\{([^}]*)\})?", text)
+    assert len(found) > 10
+    for each, selector in found:
+        assert each in ALL or each in NOT_YET, each
+        if each in ALL:
+            assert set(re.findall(r"(\w+)=", selector)) <= {"instance", *ALL[each].labels}, (each, selector)
+    for label, words in (("kind", SWITCHES), ("found", FOUND.values()), ("result", ("ok", "failed"))):
+        for said in re.findall(rf'\b{label}=~?"([^"]*)"', text):
+            assert set(said.split("|")) <= set(words), said
 
 
 def test_a_sample_has_exactly_the_labels_of_its_metric() -> None:
@@ -61,14 +81,20 @@ def test_a_sample_has_exactly_the_labels_of_its_metric() -> None:
 
 
 def filled() -> Samples:
-    samples = Samples(metrics.VAULT_CLIENT | metrics.VAULT)
+    samples = Samples(metrics.VAULT_CLIENT | metrics.VAULT | metrics.FRONT)
     samples.add("vault_client_asleep_bytes", 2 << 20, pid="7", name='a "b"\\\n')
     samples.add("vault_client_asleep_bytes", 0.5, pid="8", name="")
     samples.add("vault_refused", 3)
+    histogram = Histogram()
+    for seconds in (0.2, BUCKETS_S[-1], 1e6):
+        histogram.observe(seconds)
+    samples.add("serve_actuation_seconds", histogram, model="a", found="asleep")
     return samples
 
 
 def test_as_text() -> None:
+    counts = [0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 2, 3]  # a bound belongs to its bucket
+    actuation, of = "cumem_sleep_serve_actuation_seconds", 'model="a",found="asleep"'
     assert filled().text().splitlines() == [
         "# HELP cumem_sleep_vault_client_asleep_bytes Backups of the client's segments that sleep.",
         "# TYPE cumem_sleep_vault_client_asleep_bytes gauge",
@@ -77,6 +103,14 @@ def test_as_text() -> None:
         "# HELP cumem_sleep_vault_refused_total Requests that were refused.",
         "# TYPE cumem_sleep_vault_refused_total counter",
         "cumem_sleep_vault_refused_total 3",
+        f"# HELP {actuation} {ALL[actuation].text}",
+        f"# TYPE {actuation} histogram",
+        *(
+            f'{actuation}_bucket{{{of},le="{bound}"}} {count}'
+            for bound, count in zip((*BUCKETS_S, "+Inf"), counts, strict=True)
+        ),
+        f"{actuation}_count{{{of}}} 3",
+        f"{actuation}_sum{{{of}}} 1000300.2",
     ]
 
 

@@ -248,3 +248,8 @@ def test_links_of_other_gpus_are_measured_beside_their_ceiling(tmp_path: pathlib
         assert len(ways["plain"]["links"]) == 2
         assert ways["plain"]["links"][0]["copied_in_bytes"] > 0
     assert process.stdout.count("x the ceiling)") == 16
+    assert min(result["decoder"]["steps_per_s"].values()) > 0
+    assert result["decoder"]["steps"]["sleep"]
+    for seconds in result["together"].values():
+        assert [len(some) for some in seconds.values()] == [1, 1]
+    assert list(result["together"]) == ["without help", "with help"]

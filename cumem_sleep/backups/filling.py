@@ -15,8 +15,6 @@ from ..transfer.link import LinkOut
 from ..transfer.transfer import Transfer
 from .catalogue import Catalogue
 
-_MOST_LANES = 4
-
 
 class Filling:
     """The copies of one operation: `add` and `encode` segments part by part, then `finish`.
@@ -79,7 +77,7 @@ class Filling:
 
     def _transfer(self, device: int) -> Transfer:
         """Made before pages are touched, because touching pages delays every change of the address space."""
-        count = min(_MOST_LANES, -(-self._most_bytes[device] // self._tuning.stream_bytes))
+        count = min(self._transfers.most_lanes, -(-self._most_bytes[device] // self._tuning.stream_bytes))
         streams = [self._streams.enter_context(_core.CopyStream(device)) for _ in range(count)]
         link = LinkOut([self._transfers.lane(stream) for stream in streams], self._tuning)
         return Transfer([link], lambda arrived: self._transfers.done_with(segment.address for segment in arrived))

@@ -437,6 +437,8 @@ class VaultTransfers(Transfers):
     Unless it was given up: then the loans stay open, and no wake uses memory that the vault may still fill.
     """
 
+    most_lanes = 8  # batches end in order, while pieces of several are on several links
+
     def __init__(self, tier: VaultTier) -> None:
         self.tier = tier
         self._lent: dict[int, tuple[int, LentMemory]] = {}  # by base address, with the size

@@ -126,7 +126,13 @@ class Transfers(ABC):
     """The lanes of one operation: a context manager. Leave it only when no copy is in flight.
 
     When it has been left, nobody else has a hold on the device memory of these copies.
+
+    Attributes:
+        most_lanes: on which batches may be in flight: 5 ms of a link, because the driver may block the caller for that
+            long while it maps.
     """
+
+    most_lanes = 4
 
     def __enter__(self) -> Transfers:
         return self

@@ -41,7 +41,6 @@ class Tuning:
         batch_bytes: copied back at a time by a kernel.
         trial_bytes: copied back when timed alone: if the engine is slow, the kernel waits for it meanwhile.
         engine_batch_bytes: copied back at a time by the copy engine; faster than 64 MiB (`wake_paths.json`).
-        batches_in_flight: 5 ms of work, because the driver may block the caller for that long while it maps.
         timed_bytes: how many bytes are timed together for the copy engine's rate.
         slots_timed_bytes: the same for compressed backups: twelve slots, so that a stall of the caller is not mistaken
             for a slow engine.
@@ -83,7 +82,6 @@ class Tuning:
     batch_bytes: int = 64 * _MIB
     trial_bytes: int = 16 * _MIB
     engine_batch_bytes: int = 256 * _MIB
-    batches_in_flight: int = 4
     timed_bytes: int = _GIB
     slots_timed_bytes: int = 768 * _MIB
     least_timed_bytes: int = 4 * _MIB

@@ -215,7 +215,7 @@ def _transfer_in(
     digests: DigestRun | None,
 ) -> Transfer:
     tuning, nbytes = layer.tuning, sum(backup.content_bytes for backup in backups)
-    count = min(tuning.batches_in_flight, -(-nbytes // tuning.batch_bytes))
+    count = min(transfers.most_lanes, -(-nbytes // tuning.batch_bytes))
     lanes = [transfers.lane(streams.enter_context(_core.CopyStream(device))) for _ in range(count)]
     pace = layer.copiers.pace(device, lanes, nbytes, tuning.timed_bytes)
     begin_digests = _nothing if digests is None else Together(digests.start, nbytes, tuning.digest_together_bytes)

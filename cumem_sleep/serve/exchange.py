@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import time
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ..http.asgi import (
     MERGED_BYTES,
@@ -32,6 +34,9 @@ from .access import Access, PathMeaning
 from .body import BadBody, ModelFinder, finder_for, renamed
 from .fleet import Fleet, ModelLease, NotInTime, UnknownModel
 from .upstream import BrokenOff, Connection, Connections, Headers, Unreachable, passed_on, request_head
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span
 
 MOST_TRIES = 3  # of a request of which nothing was sent
 SETTLED_BYTES = 1 << 20  # of a body: once these are read its model counts, and must not be named anew
@@ -81,6 +86,7 @@ class Exchange:
         self._revoked = ""
         self._started = False  # the answer
         self._takes_events = False
+        self._span: Span | None = None
 
     async def run(self) -> None:
         """Answer it.
@@ -90,6 +96,8 @@ class Exchange:
         """
         try:
             name = await self._model()
+            if (tracing := self._ways.fleet.tracing) is not None:
+                self._span = tracing.request(name[:_LONGEST_NAME], self._scope["headers"])
             answer = await self._until_it_ends(name)
         except RequestRefused as refused:
             answer = refused.answer
@@ -97,6 +105,8 @@ class Exchange:
             answer = refusal(503, TOO_MUCH, {"Retry-After": "1"})
         finally:
             self._release()
+            if self._span is not None:
+                self._span.end()
         if answer is not None:
             await deliver(self._scope, self._inbox, self._send, answer)
 
@@ -234,7 +244,7 @@ class Exchange:
         fleet, why = self._ways.fleet, ""
         try:
             for _ in range(MOST_TRIES):
-                async with fleet.lease(name) as lease:
+                async with fleet.lease(name, self._span) as lease:
                     lease.revoked.add_done_callback(self._revoke)
                     try:
                         await self._ask(lease)
@@ -270,7 +280,7 @@ class Exchange:
                 self._connected.set_result(connection)
             await connection.head()
             self._release()
-            await self._pass_answer(connection)
+            await self._pass_answer(connection, lease)
         finally:
             connections.give_back(lease.server, connection)
 
@@ -289,6 +299,9 @@ class Exchange:
             *((b"authorization", b"x-api-key") if self._ways.access.is_ours(self._scope) else ()),
         )
         kept = [each for each in headers if each[0] not in dropped]
+        if self._span is not None and (tracing := self._ways.fleet.tracing) is not None:
+            continued = tracing.headers(self._span)
+            kept = [*(each for each in kept if each[0] not in dict(continued)), *continued]
         if self._is_chunked():
             kept.append((b"transfer-encoding", b"chunked"))
         elif length:
@@ -310,19 +323,30 @@ class Exchange:
 
     # The way back
 
-    async def _pass_answer(self, connection: Connection) -> None:
+    async def _pass_answer(self, connection: Connection, lease: ModelLease) -> None:
         """Send on what the server answers, piece by piece, as fast as the client takes it. Raises: BrokenOff."""
         headers: Headers = passed_on(connection.headers)
         known = dict(headers)
         is_plain = not known.keys() & {b"content-length", b"content-encoding"}
         self._takes_events = is_plain and known.get(b"content-type", b"").lower().startswith(b"text/event-stream")
         self._started = True
+        if self._span is not None:
+            self._span.set_attribute("http.response.status_code", connection.status)
         await self._send({"type": "http.response.start", "status": connection.status, "headers": headers})
-        more = True
+        more, is_first = True, self._takes_events and connection.status == 200
         while more:
             piece = await connection.read()
             more = not connection.is_read
+            if is_first and piece:
+                is_first = False
+                self._note_first_token(lease)
             await self._send({"type": "http.response.body", "body": piece, "more_body": more})
+
+    def _note_first_token(self, lease: ModelLease) -> None:
+        fleet, now = self._ways.fleet, time.monotonic()
+        fleet.counters.first_token[lease.model, lease.found].observe(now - lease.arrived)
+        if fleet.tracing is not None:
+            fleet.tracing.span("first token", self._span, lease.granted, now)
 
     def _release(self) -> None:
         """The body is no longer held."""

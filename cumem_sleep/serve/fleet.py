@@ -19,7 +19,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from importlib import metadata
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..http.asgi import within
 from . import actions, events, hardware, servers
@@ -29,8 +29,12 @@ from .lock import Lock
 from .model import Model
 from .policy import STOP, Spec
 from .scheduler import Scheduler
-from .status import Counters, FleetStatus, GpuStatus, Holder, HostStatus, ModelStatus, Phase, VaultStatus
+from .status import FOUND, Counters, FleetStatus, GpuStatus, Holder, HostStatus, ModelStatus, Phase, VaultStatus
+from .tracing import Tracing
 from .units import HOST_RESERVE_BYTES, Unit, Units
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span
 
 __all__ = ["Address", "Fleet", "ModelLease", "NotInTime", "OrderRefused", "ServeError", "ServerFailed", "UnknownModel"]
 
@@ -85,7 +89,8 @@ class ModelLease:
     Attributes:
         model: its name.
         server: where to send the request.
-        waited_s: until it was granted.
+        arrived, granted: when it was asked for and given, by the monotonic clock.
+        found: what the request found the model in, as in `status.FOUND`.
         revoked: set with the reason when the request has to end now: it ran longer than the drain allows, an operator
             forced a sleep, or the server died. The front ends the request upstream, and the answer with an error.
         names: that the server knows its model by; empty if it does not say.
@@ -93,7 +98,9 @@ class ModelLease:
 
     model: str
     server: Address
-    waited_s: float = 0.0
+    arrived: float = 0.0
+    granted: float = 0.0
+    found: str = "awake"
     names: tuple[str, ...] = ()
     revoked: asyncio.Future[str] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
@@ -103,14 +110,17 @@ class _Waiting:
     """A request that is not granted yet.
 
     Attributes:
-        arrived: by the monotonic clock.
+        arrived, found: as in its lease.
         waited_s: what requests of its model had waited by then, by cause.
+        span: of the request, if there is one.
     """
 
     granted: asyncio.Future[ModelLease]
     state: Model
     arrived: float
+    found: str
     waited_s: dict[str, float]
+    span: Span | None
 
 
 class Fleet:
@@ -124,18 +134,21 @@ class Fleet:
         look_at_vaults: LookAtVaults = lambda _sockets: None,
         read_ahead: ReadAhead = lambda _socket, _pids: None,
         lock: Lock | None = None,
+        tracing: Tracing | None = None,
     ) -> None:
         """`lock`: is held until the last server has ended, even if this process is killed."""
         self.config = config
         self.counters = Counters()
         self.simulated = simulated
+        self.tracing = tracing
         self._version = metadata.version("cumem-sleep")
         self._look_at_vaults, self._read_ahead = look_at_vaults, read_ahead
         self._vault: VaultStatus | None = None
         self._found_host_bytes = 0
         self._names = config.names()
         self._scheduler = Scheduler((), 0)
-        self._units = Units(config, self._scheduler.models, self.counters, self._handle, simulated=simulated, lock=lock)
+        told = (self._scheduler.models, self.counters, self._handle)
+        self._units = Units(config, *told, simulated=simulated, lock=lock, tracing=tracing)
         self._requests = itertools.count(1)
         self._waiting: dict[int, _Waiting] = {}
         self._leases: dict[int, ModelLease] = {}
@@ -214,8 +227,11 @@ class Fleet:
         return name
 
     @asynccontextmanager
-    async def lease(self, model: str) -> AsyncIterator[ModelLease]:
+    async def lease(self, model: str, span: Span | None = None) -> AsyncIterator[ModelLease]:
         """Wait until a model (name or alias) is awake, and keep it so. Cancelling it withdraws the request.
+
+        Args:
+            span: of the request, in which it waits.
 
         Raises, on entering:
             UnknownModel: nobody has this name.
@@ -231,7 +247,8 @@ class Fleet:
         request, now = next(self._requests), time.monotonic()
         state = self._scheduler.models[name]
         granted: asyncio.Future[ModelLease] = asyncio.get_running_loop().create_future()
-        self._waiting[request] = _Waiting(granted, state, now, self._scheduler.waited_s(state, now))
+        waited_s = self._scheduler.waited_s(state, now)
+        self._waiting[request] = _Waiting(granted, state, now, FOUND[state.phase], waited_s, span)
         try:
             try:
                 if len(state.waiting) == 0 and state.phase is Phase.ASLEEP:
@@ -418,19 +435,38 @@ class Fleet:
                 if (engine := self._units.remove(action.model)) is not None:
                     self._spawn(engine.close())
             case _:
-                self._units.begin(action)
+                self._units.begin(action, self._span_behind(action))
+
+    def _span_behind(self, action: actions.Change) -> Span | None:
+        """Of the request that a change is for: the one that has waited longest for this model, or for its GPUs."""
+        if self.tracing is None:
+            return None
+        state, makes_room = self._scheduler.models[action.model], isinstance(action, actions.Sleep | actions.Stop)
+        waited = [
+            model
+            for model in self._scheduler.models.values()
+            if model.waiting and (model is state or (makes_room and model.spec.gpus & state.spec.gpus))
+        ]
+        oldest = min(waited, key=lambda model: model.queue_position, default=None)
+        return None if oldest is None else self._waiting[next(iter(oldest.waiting))].span
 
     def _grant(self, request: int) -> None:
-        waiting, now = self._waiting[request], time.monotonic()
+        waiting = self._waiting[request]
         name = waiting.state.spec.name
         unit = self._units[name]
         assert unit.address is not None, "a model that is awake has an address"
-        lease = self._leases[request] = ModelLease(name, unit.address, now - waiting.arrived, unit.names)
+        now = time.monotonic()
+        self.counters.actuation[name, waiting.found].observe(now - waiting.arrived)
+        lease = ModelLease(name, unit.address, waiting.arrived, now, waiting.found, unit.names)
+        self._leases[request] = lease
         _resolve(waiting.granted, lease)
 
     def _count_wait(self, name: str, waiting: _Waiting) -> None:
         """However it ended: those that were refused or left have waited, too."""
-        for cause, seconds in self._scheduler.waited_s(waiting.state, time.monotonic()).items():
+        now = time.monotonic()
+        if self.tracing is not None:
+            self.tracing.span("queue", waiting.span, waiting.arrived, now, model=name, found=waiting.found)
+        for cause, seconds in self._scheduler.waited_s(waiting.state, now).items():
             more_s = seconds - waiting.waited_s.get(cause, 0.0)
             if more_s > 0:
                 key = (name, cause)

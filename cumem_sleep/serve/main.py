@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import os
 import signal
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 from ..http.asgi import within
+from . import tracing
 from .config import Config, ConfigError
 from .fleet import Fleet, LookAtVaults, ReadAhead
 from .front import Front
@@ -51,7 +53,15 @@ async def serve(
         OSError: the port cannot be had, or nothing can be written to the folder of the logs.
     """
     allow_many_connections()
-    fleet = Fleet(config, simulated=simulated, look_at_vaults=look_at_vaults, read_ahead=read_ahead, lock=lock)
+    traces = tracing.from_environment(os.environ)
+    fleet = Fleet(
+        config,
+        simulated=simulated,
+        look_at_vaults=look_at_vaults,
+        read_ahead=read_ahead,
+        lock=lock,
+        tracing=traces,
+    )
     front = Front(fleet)
     listener = Listener(front, config.front.host, config.front.port)
     ended = asyncio.Event()
@@ -75,6 +85,8 @@ async def serve(
     finally:
         await asyncio.gather(listener.stop(), fleet.stop())
         await front.close()
+        if traces is not None:
+            await asyncio.to_thread(traces.end)
 
 
 def _collect_seldom() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..metrics import FRONT, Samples
 from .fleet import Fleet
-from .status import Phase
+from .status import OUTCOMES, SWITCHES, Phase
 
 
 def exposition(fleet: Fleet) -> str:
@@ -34,12 +34,19 @@ def exposition(fleet: Fleet) -> str:
     samples.add("serve_host_kept_bytes", status.host.kept_bytes)
     if status.host.available_bytes is not None:
         samples.add("serve_host_available_bytes", status.host.available_bytes)
-    for (name, kind, result), count in counters.switches.items():
-        samples.add("serve_switches", count, model=name, kind=kind, result=result)
-    for (name, kind), seconds in counters.switch_seconds.items():
-        samples.add("serve_switch_seconds", seconds, model=name, kind=kind)
+    for name in (model.name for model in status.models):  # from 0 on, or Prometheus would not see the first ones
+        for kind in SWITCHES:
+            for result in ("ok", "failed"):
+                samples.add(
+                    "serve_switches", counters.switches[name, kind, result], model=name, kind=kind, result=result
+                )
+            samples.add("serve_switch_seconds", counters.switch_seconds.get((name, kind), 0.0), model=name, kind=kind)
+        for outcome in OUTCOMES:
+            samples.add("serve_requests", counters.requests[name, outcome], model=name, outcome=outcome)
     for (name, cause), seconds in counters.waited_seconds.items():
         samples.add("serve_waited_seconds", seconds, model=name, cause=cause)
-    for (name, outcome), count in counters.requests.items():
-        samples.add("serve_requests", count, model=name, outcome=outcome)
+    for (name, found), histogram in counters.actuation.items():
+        samples.add("serve_actuation_seconds", histogram, model=name, found=found)
+    for (name, found), histogram in counters.first_token.items():
+        samples.add("serve_first_token_seconds", histogram, model=name, found=found)
     return samples.text()

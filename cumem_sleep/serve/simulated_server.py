@@ -161,7 +161,10 @@ class SimulatedServer:
         if (method, path) == ("POST", "/reset_prefix_cache"):
             return await self._reset()
         if (method, path) == ("GET", "/cumem_sleep/status"):
-            return response(200, {"results": [{"version": "simulated", "usage": self._usage()}]})
+            counted = {"sleep": (self.sleeps, self.options.sleep_s), "wake": (self.wakes, self.options.wake_s)}
+            totals = {name: {"phases": {"copy": count * seconds}} for name, (count, seconds) in counted.items()}
+            worker = {"version": "simulated", "usage": self._usage(), "operations": totals}
+            return response(200, {"results": [worker]})
         if (method, path) == ("GET", "/health"):
             ready = time.monotonic() - self.started_at >= self.options.start_s
             return response(200 if ready else 503, {})

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import Any
+
+from ..metrics import Histogram
 
 
 class Phase(str, Enum):
@@ -22,12 +24,22 @@ class Phase(str, Enum):
     STOPPING = "stopping"
 
 
+SWITCHES = ("sleep", "wake", "start", "stop")
+OUTCOMES = ("granted", "not_in_time", "failed", "cancelled")
+FOUND = {
+    Phase.AWAKE: "awake",
+    **dict.fromkeys((Phase.DRAINING, Phase.FALLING_ASLEEP, Phase.ASLEEP, Phase.WAKING), "asleep"),
+    **dict.fromkeys((Phase.STOPPING, Phase.STOPPED, Phase.STARTING), "stopped"),
+}
+"""What a request found its model in, or on the way to or from: how much has to be done before it is answered."""
+
+
 @dataclass(frozen=True)
 class Switch:
     """A sleep, wake, start or stop that ended.
 
     Attributes:
-        kind: `sleep`, `wake`, `start` or `stop`.
+        kind: as in `SWITCHES`.
         level: of a sleep, and what a wake woke from; None for starts and stops.
         seconds: that it took.
         ended_at: Unix time.
@@ -190,14 +202,18 @@ class Counters:
     """What only grows, for the metrics.
 
     Attributes:
-        switches: by model, kind (`sleep`, `wake`, `start`, `stop`) and result (`ok`, `failed`).
+        switches: by model, kind (as in `SWITCHES`) and result (`ok`, `failed`).
         switch_seconds: by model and kind.
         waited_seconds: what requests waited in all, by model and cause: `start`, `wake`, `room` (others were drained
             or put to sleep), `turn` (others were first), `failure` (backoff after a failed switch).
-        requests: by model and outcome: `granted`, `not_in_time`, `failed`, `cancelled`.
+        requests: by model and outcome, as in `OUTCOMES`.
+        actuation: of requests that were granted, by model and by what they found, as in `FOUND`.
+        first_token: of answers that were streamed, likewise.
     """
 
     switches: Counter[tuple[str, str, str]] = field(default_factory=Counter)
     switch_seconds: dict[tuple[str, str], float] = field(default_factory=dict)
     waited_seconds: dict[tuple[str, str], float] = field(default_factory=dict)
     requests: Counter[tuple[str, str]] = field(default_factory=Counter)
+    actuation: defaultdict[tuple[str, str], Histogram] = field(default_factory=lambda: defaultdict(Histogram))
+    first_token: defaultdict[tuple[str, str], Histogram] = field(default_factory=lambda: defaultdict(Histogram))

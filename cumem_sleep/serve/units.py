@@ -9,6 +9,7 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 from . import actions, events, hardware, servers
 from .address import Address, from_url
@@ -19,6 +20,10 @@ from .model import Model
 from .policy import STOP
 from .servers import Server, StartFailed, Surroundings
 from .status import Counters, Phase, Switch
+from .tracing import Tracing
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span
 
 logger = logging.getLogger("cumem_sleep.serve")
 
@@ -85,6 +90,7 @@ class Units:
         *,
         simulated: bool,
         lock: Lock | None,
+        tracing: Tracing | None,
     ) -> None:
         """
         Args:
@@ -98,6 +104,7 @@ class Units:
         self._counters = counters
         self._handle = handle
         self._simulated = simulated
+        self._tracing = tracing
         self._logs = config.logs or servers.default_logs()
         leaves = self._logs if simulated else lock.path if lock is not None else None
         self._around = Surroundings(leaves=leaves, lock=lock)
@@ -164,10 +171,16 @@ class Units:
 
     # Changes
 
-    def begin(self, action: actions.Change) -> None:
-        """Do what the scheduler wants of a model; `events.Done` says what became of it."""
+    def begin(self, action: actions.Change, span: Span | None = None) -> None:
+        """Do what the scheduler wants of a model; `events.Done` says what became of it.
+
+        Args:
+            span: of the request that it is for.
+        """
         unit = self._units[action.model]
-        before, unit.change = unit.change, asyncio.create_task(self._change(unit, action, unit.change))
+        if self._tracing is not None and (since := self._models[action.model].draining_since) is not None:
+            self._tracing.span("drain", span, since, time.monotonic(), model=unit.name)
+        before, unit.change = unit.change, asyncio.create_task(self._change(unit, action, unit.change, span))
         if before is not None and isinstance(action, actions.Stop):
             before.cancel()
 
@@ -176,12 +189,14 @@ class Units:
         unit: Unit,
         action: actions.Change,
         before: asyncio.Task[None] | None,
+        span: Span | None,
     ) -> None:
         """Do what the scheduler wants of a model, when what it wanted before has ended; and say what became of it."""
         if before is not None:
             await asyncio.wait({before})
         started = time.monotonic()
         kind = type(action).__name__.lower()
+        phases = {} if unit.engine is None else unit.engine.phases
         try:
             outcome = await self._do(unit, action)
         except StartFailed as error:
@@ -203,9 +218,26 @@ class Units:
         else:
             unit.last_words = ""
             logger.info("%s: %s in %.3f s", unit.name, kind, seconds)
+        if self._tracing is not None:
+            ended = started + seconds
+            whole = self._tracing.span(kind, span, started, ended, outcome.error, model=unit.name, level=level)
+            if unit.engine is not None and unit.engine.has_layer:
+                self._spawn(self._asking, self._trace_phases(unit.engine, kind, phases, whole, started))
         self._handle(events.Done(unit.name, action.operation, **asdict(outcome)))
         if unit.engine is not None and unit.engine.has_layer and self._sleeps(unit):
             self._spawn(self._asking, self._ask_kept(unit, unit.engine))
+
+    async def _trace_phases(
+        self, engine: Engine, kind: str, before: Mapping[tuple[str, str], float], whole: Span, begin_s: float
+    ) -> None:
+        """What the workers' totals have gained since."""
+        with suppress(RuntimeError):  # its server was stopped meanwhile, and its connections are closed
+            await engine.facts()
+        for (operation, phase), total_s in engine.phases.items():
+            seconds = total_s - before.get((operation, phase), 0.0)
+            if operation == kind and seconds > 0 and self._tracing is not None:
+                self._tracing.span(f"{kind}: {phase}", whole, begin_s, begin_s + seconds)
+                begin_s += seconds
 
     async def _do(self, unit: Unit, action: actions.Change) -> Outcome:
         if isinstance(action, actions.Start):

@@ -129,7 +129,7 @@ def _parser() -> argparse.ArgumentParser:
         description=help_texts.DESCRIPTION,
         epilog=help_texts.EPILOG + help_texts.environment(),
     )
-    parser.add_argument("--version", action="version", version=f"cumem-sleep {__version__}")
+    parser.add_argument("--version", action="version", version=_build())
     parser.set_defaults(run=None, shown=False)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
 
@@ -193,6 +193,13 @@ def _parser() -> argparse.ArgumentParser:
         each.add_argument("--json", action="store_true", help="print JSON (progress goes to standard error)")
     parsed: argparse.ArgumentParser = parser
     return parsed
+
+
+def _build() -> str:
+    """The version, the commit, and what the extension was built with. Built in place, its commit changes."""
+    commit = (Path(__file__).parent.parent / "commit.txt").read_text().strip()
+    known = "a checkout" if commit.startswith("$") else f"commit {commit}"
+    return f"cumem-sleep {__version__} ({known}; {_core.BUILT_WITH})"
 
 
 def _explain(parser: argparse.ArgumentParser, topic: str | None) -> int:

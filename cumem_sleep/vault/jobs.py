@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -15,42 +15,28 @@ RELAYED_BYTES = 16 << 20  # of a piece that goes over another GPU's link: 0.3 ms
 
 
 class BorrowedMemory:
-    """A client's physical memory, from the descriptor that it sent; imported when the first copy needs it.
-
-    Attributes:
-        peers: other GPUs that reach it; None: it was not imported yet.
-    """
+    """A client's physical memory, from the descriptor that it sent; imported when the first copy needs it."""
 
     def __init__(self, descriptor: int, device: int, nbytes: int) -> None:
         self.device = device
         self.nbytes = nbytes
         self.jobs = 0  # that use it
         self.is_returned = False
-        self.peers: Collection[int] | None = None
         self._descriptor = descriptor
         self._lock = threading.Lock()  # several links may use it
         self._imported: _core.ImportedMemory | None = None
 
-    def address(self, peers: Collection[int] = ()) -> int:
+    def address(self) -> int:
         """Where it is mapped here.
 
-        Args:
-            peers: are to reach it, too, if it is imported now.
-
         Raises:
-            DriverError: the driver does not import it, or not for these, or it has not as many bytes.
+            DriverError: the driver does not import it, or it has not as many bytes.
         """
         with self._lock:
             if self._imported is None:
-                self._imported = _core.ImportedMemory(self._descriptor, self.device, self.nbytes, list(peers))
-                self.peers = peers
+                self._imported = _core.ImportedMemory(self._descriptor, self.device, self.nbytes)
                 self._close_descriptor()
             return self._imported.address
-
-    @property
-    def is_large(self) -> bool:
-        """Whether it is worth it that peers reach it, too."""
-        return self.nbytes >= RELAYED_BYTES
 
     def close(self) -> None:
         """Give it back; no copy may use it."""
@@ -104,11 +90,10 @@ class Job:
     error: Exception | None = None
     relays: set[int] = field(default_factory=set)
 
-    def may_go_over(self, peer: int) -> bool:
+    @property
+    def may_be_relayed(self) -> bool:
         """Whether the link of another GPU may carry its next piece."""
-        lent = self.lent
-        reaches = lent.is_large if lent.peers is None else peer in lent.peers
-        return reaches and bool(self.pieces) and self.pieces[0].rows is None
+        return bool(self.pieces) and self.pieces[0].rows is None
 
 
 class JobQueue:
@@ -152,14 +137,15 @@ class JobQueue:
         client = next(iter(self._turns), None)
         return None if client is None else self._take(client, most_bytes)
 
-    def has_for(self, peer: int) -> bool:
+    @property
+    def has_to_relay(self) -> bool:
         """Whether the link of another GPU may carry something."""
-        return any(jobs[0].may_go_over(peer) for jobs in self._turns.values())
+        return any(jobs[0].may_be_relayed for jobs in self._turns.values())
 
-    def take_for(self, peer: int) -> tuple[Job, LinkPiece] | None:
+    def take_to_relay(self) -> tuple[Job, LinkPiece] | None:
         """As `take`, what may go over the link of another GPU; None if there is nothing."""
         for client, jobs in self._turns.items():
-            if jobs[0].may_go_over(peer):
+            if jobs[0].may_be_relayed:
                 job, piece = self._take(client, RELAYED_BYTES)
                 return None if piece is None else (job, piece)
         return None

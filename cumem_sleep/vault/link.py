@@ -20,9 +20,9 @@ from .. import _core
 from ..core import log
 from ..core.pinned import pinned_block
 from ..core.tuning import Tuning
-from ..errors import CumemSleepError, DriverError, VaultError
+from ..errors import CumemSleepError, VaultError
 from ..transfer.engine_or_kernel import BestRate, Pace
-from .jobs import BorrowedMemory, Job, JobQueue, LinkPiece
+from .jobs import RELAYED_BYTES, Job, JobQueue, LinkPiece
 from .protocol import Table
 from .range_table import PIECE_ROWS
 from .relay import SLOTS, Relay
@@ -70,9 +70,9 @@ class LinkGroup:
 
 
 class _InFlight(NamedTuple):
-    """A piece that is being copied, and the link whose turn it was."""
+    """A piece that is being copied, and the link whose turn it was; it is there when the last stream is done."""
 
-    stream: _core.CopyStream
+    streams: Sequence[_core.CopyStream]
     home: VaultLink
     job: Job
     piece: LinkPiece
@@ -103,9 +103,8 @@ class VaultLink:
         self._served_until = -math.inf  # its own GPU
         self._relayed_until = -math.inf
         self._relay = Relay(device, self._to_host)
-        self._peers_refused = False
         self._stopping = False
-        self._idle: list[_core.CopyStream] = []
+        self._idle: dict[int, list[_core.CopyStream]] = {}  # by GPU
         self._table: _core.HostBlock | None = None  # room for the rows of as many pieces as may be in flight
         self._tables = 0  # copied so far; each uses another part of that than those before it
         self._has_rows_kernel = True
@@ -144,9 +143,8 @@ class VaultLink:
     def helpers(self) -> dict[int, str]:
         """The other GPUs with a link, each with the reason why that carries nothing for this one; "" if it does."""
         others = [each for each in list(self._group.links) if each is not self]
-        refused = "it cannot access memory of this one" if self._peers_refused else ""
         return {
-            each.device: self._group.refusal(each.device, self.device) or refused or each._relay.rests(self.device)
+            each.device: self._group.refusal(each.device, self.device) or each._relay.rests(self.device)
             for each in others
         }
 
@@ -209,13 +207,15 @@ class VaultLink:
             if each is not self
             and each.turns.waiting_bytes >= WORTH_RELAYING_BYTES
             and self._may_help(each)
-            and each.turns.has_for(self.device)
+            and each.turns.has_to_relay
         ]
         return max(others, key=lambda each: (each is self._home, each.turns.waiting_bytes), default=None)
 
+    def _is_helped(self) -> bool:
+        return any(each is not self and each._may_help(self) for each in list(self._group.links))
+
     def _may_help(self, home: VaultLink) -> bool:
-        refusal = self._group.refusal(self.device, home.device)
-        return not (refusal or home._peers_refused or self._relay.rests(home.device))
+        return not (self._group.refusal(self.device, home.device) or self._relay.rests(home.device))
 
     def _turn_to(self, home: VaultLink, in_flight: deque[_InFlight]) -> None:
         """Copy for this one from here on."""
@@ -227,13 +227,16 @@ class VaultLink:
     def _begin(self, in_flight: deque[_InFlight], stack: ExitStack) -> None:
         """Copy the next piece for this GPU."""
         self._choose(in_flight)
+        most = [self._most_bytes()] if self._best is not None else []
+        if self._is_helped():
+            most.append(RELAYED_BYTES)  # what this link holds on to, others wait for
         with self._group.lock:
-            taken = self.turns.take(None if self._best is None else self._most_bytes())
+            taken = self.turns.take(min(most, default=None))
         if taken is None:
             return
         job, piece = taken
         if piece is not None and (stream := self._start(job, piece, stack)) is not None:
-            in_flight.append(_InFlight(stream, self, job, piece))
+            in_flight.append(_InFlight([stream], self, job, piece))
             if piece.rows is None:
                 self._batch_bytes += piece.nbytes
             else:  # others are not chosen by how long this takes
@@ -247,29 +250,28 @@ class VaultLink:
         if self._relay.is_on_trial(home.device):
             self._finish_all(in_flight)
         with self._group.lock:
-            taken = home.turns.take_for(self.device)
+            taken = home.turns.take_to_relay()
         if taken is None:
             return
         job, piece = taken
         try:
-            address = home._address(job.lent)
+            address = job.lent.address() + piece.lent_offset
         except Exception as error:
             with self._group.lock:
                 home.turns.fail(job, error)
                 job.in_flight -= 1
             self._end_if_over(home, job)
             return
-        if self.device not in (job.lent.peers or ()):  # somebody else has imported it meanwhile
-            self._give_back(home, job, piece)
-            return
-        stream: _core.CopyStream | None = None
+        streams: list[_core.CopyStream] = []
         try:
-            stream = self._stream(stack)
-            self._relay.begin(stream, piece, home.device, address + piece.lent_offset)
+            for device in (self.device, home.device):
+                streams.append(self._stream(device, stack))
+            link, peer = streams
+            self._relay.begin(link, peer, piece, address)
             job.relays.add(self.device)
-            in_flight.append(_InFlight(stream, home, job, piece))
+            in_flight.append(_InFlight(streams[::-1] if self._to_host else streams, home, job, piece))
         except Exception as error:
-            _close(stream)
+            _close(streams)
             self._relay.fail(home.device, error)
             self._give_back(home, job, piece)
 
@@ -278,22 +280,6 @@ class VaultLink:
             home.turns.give_back(job, piece)
             home._notify()
         self._end_if_over(home, job)
-
-    def _address(self, lent: BorrowedMemory) -> int:
-        """Where it is mapped, for this GPU and those whose links may help."""
-        peers = self._peers() if lent.is_large else []
-        try:
-            return lent.address(peers)
-        except DriverError as error:
-            if not peers:
-                raise
-            address = lent.address()
-            self._peers_refused = True
-            log.warning("nothing is relayed for GPU %d: others cannot access its memory: %s", self.device, error)
-            return address
-
-    def _peers(self) -> Sequence[int]:
-        return [device for device, refused in self.helpers().items() if not refused]
 
     def _use_kernel(self) -> None:
         """Make the context, if there is none yet, and load it, to be used from now on while the engine is slow."""
@@ -362,15 +348,16 @@ class VaultLink:
             self.relayed = self.relayed.plus(nbytes, seconds)
             self._relayed_until = now
 
-    def _stream(self, stack: ExitStack) -> _core.CopyStream:
-        return self._idle.pop() if self._idle else stack.enter_context(_core.CopyStream(self.device))
+    def _stream(self, device: int, stack: ExitStack) -> _core.CopyStream:
+        idle = self._idle.setdefault(device, [])
+        return idle.pop() if idle else stack.enter_context(_core.CopyStream(device))
 
     def _start(self, job: Job, piece: LinkPiece, stack: ExitStack) -> _core.CopyStream | None:
         """The stream that copies the piece; None if that failed: the job fails, too."""
         stream: _core.CopyStream | None = None
         try:
-            address = self._address(job.lent) + piece.lent_offset
-            stream = self._stream(stack)
+            address = job.lent.address() + piece.lent_offset
+            stream = self._stream(self.device, stack)
             if piece.rows is not None:
                 self._copy_rows(stream, piece.rows + np.array((address, 0, 0)), piece.block, stack)
             elif self._to_host:
@@ -379,7 +366,7 @@ class VaultLink:
                 self._to_device(stream, address, piece)
             return stream
         except Exception as error:
-            _close(stream)
+            _close([stream] if stream else [])
             with self._group.lock:
                 self.turns.fail(job, error)
                 job.in_flight -= 1
@@ -419,11 +406,11 @@ class VaultLink:
         stream.to_device(address, piece.block, piece.offset, piece.nbytes)
 
     def _finish(self, copy: _InFlight) -> None:
-        stream, home, job, piece = copy
+        streams, home, job, piece = copy
         try:
-            stream.synchronize()
+            streams[-1].synchronize()
         except Exception as error:
-            _close(stream)
+            _close(streams)
             if home is not self:
                 self._relay.fail(home.device, error)
                 self._give_back(home, job, piece)
@@ -432,7 +419,8 @@ class VaultLink:
                 self.turns.fail(job, error)
         else:
             self._count(piece.nbytes)  # before anybody hears of it
-            self._idle.append(stream)
+            for stream in streams:
+                self._idle[stream.device].append(stream)
         with self._group.lock:
             job.in_flight -= 1
         self._end_if_over(home, job)
@@ -444,9 +432,9 @@ class VaultLink:
         job.done(job.error)
 
 
-def _close(stream: _core.CopyStream | None) -> None:
-    """Wait for its copies, by other means if need be: nobody may unmap what is still being copied."""
-    if stream is not None:
+def _close(streams: Sequence[_core.CopyStream]) -> None:
+    """Wait for their copies, by other means if need be: nobody may unmap what is still being copied."""
+    for stream in streams:
         with stream:
             pass
 

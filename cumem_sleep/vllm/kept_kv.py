@@ -109,7 +109,7 @@ class KeptKv:
 
     def __init__(self, core: Any) -> None:
         self._core = core
-        self._refusal = _refusal(core)
+        self._refusal = refusal(core.vllm_config, core.scheduler.kv_cache_config)
         self._budget = Settings.from_environment().keep_kv_bytes
         self._is_wanted = True  # for the next sleep
         self._changed = ""  # what may have written weights since the prefix cache was last reset
@@ -311,30 +311,24 @@ def _first_reason(answers: Iterable[dict[str, Any]]) -> str:
     return next((answer["why"] for answer in answers if answer["why"]), "")
 
 
-def _refusal(core: Any) -> str:
-    """Why no sleep of this engine keeps blocks, or ""."""
-    scheduler, config = core.scheduler, core.vllm_config
-    manager = scheduler.kv_cache_manager
-    groups = scheduler.kv_cache_config.kv_cache_groups
-    specs = {type(spec).__name__ for group in groups for spec in _specs(group.kv_cache_spec)}
-    offload = getattr(config, "offload_config", None)
+def refusal(config: Any, kv_cache_config: Any) -> str:
+    """Why no engine that is configured so keeps blocks, or "". Both the engine core and its workers ask."""
+    groups, parallel, offload = kv_cache_config.kv_cache_groups, config.parallel_config, config.offload_config
+    kinds = {type(spec).__name__ for group in groups for spec in _specs(group.kv_cache_spec)} - set(_SPECS)
+    aux_outputs = getattr(config, "aux_output_config", None)  # not in vLLM 0.26
     reasons = {
-        "the scheduler is not vLLM's own": not type(scheduler).__module__.startswith("vllm."),
-        "prefix caching is off": not manager.enable_caching,
-        "there is a KV connector": scheduler.connector is not None,
-        "there is an auxiliary output connector": getattr(scheduler, "aux_output_connector", None) is not None,
+        "there is no KV cache": not groups,
+        "the scheduler is not vLLM's usual one": config.scheduler_config.scheduler_cls is not None,
+        "prefix caching is off": not config.cache_config.enable_prefix_caching,
+        "a KV connector reads and writes blocks, too": config.kv_transfer_config is not None,
+        "auxiliary outputs belong to cached prefixes, and are not kept": bool(aux_outputs and aux_outputs.enabled),
         "part of the KV cache is in host memory": any(getattr(group, "host_resident", False) for group in groups),
-        "there is more than one pool of blocks": any(
-            each.block_pool is not manager.block_pool for each in manager.coordinator.single_type_managers
-        ),
-        f"it has layers of unknown kind ({', '.join(sorted(specs - set(_SPECS)))})": bool(specs - set(_SPECS)),
-        "each worker has an engine of its own": config.parallel_config.distributed_executor_backend
-        == "external_launcher",
-        "weights are in host memory": offload is None
-        or offload.uva.cpu_offload_gb > 0
-        or offload.prefetch.offload_group_size > 0,
+        f"it has layers of a kind with which that was not tested ({', '.join(sorted(kinds))})": bool(kinds),
+        "each worker has an engine of its own": parallel.distributed_executor_backend == "external_launcher"
+        and parallel.world_size > 1,
+        "weights may be in host memory": offload.uva.cpu_offload_gb > 0 or offload.prefetch.offload_group_size > 0,
     }
-    return next((reason for reason, applies in reasons.items() if applies), "" if groups else "there is no KV cache")
+    return next((reason for reason, applies in reasons.items() if applies), "")
 
 
 def _specs(spec: Any) -> list[Any]:

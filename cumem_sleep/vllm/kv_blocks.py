@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..allocator import CuMemAllocator
-from .kept_kv import version_misfit
+from .kept_kv import refusal, version_misfit
 
 logger = logging.getLogger("cumem_sleep")
 
@@ -90,7 +90,7 @@ def _room(worker: Any, budget: int | str) -> dict[str, Any]:
 def bytes_to_prepare(worker: Any) -> int:
     """How much the engine core may have a sleep keep, as far as this worker knows: `CuMemAllocator.prepare` pins it."""
     budget = _allocator().settings.keep_kv_bytes
-    if not budget or version_misfit() or not worker.vllm_config.cache_config.enable_prefix_caching:
+    if not budget or version_misfit():
         return 0
     return int(answer(worker, "room", budget).get("room", 0))
 
@@ -193,8 +193,10 @@ def layout_of(worker: Any) -> BlockLayout:
         Unproven: that is not certain.
     """
     runner, config = worker.model_runner, worker.vllm_config
-    _refuse_what_wakes_empty(runner, config)
     caches, num_blocks = runner.kv_cache_config, runner.kv_cache_config.num_blocks
+    if why := refusal(config, caches):
+        raise Unproven(why)
+    _refuse_what_wakes_empty(runner, config)
     layers = config.compilation_config.static_forward_context
     sizes: dict[int, int] = {}
     regions: dict[int, set[tuple[int, int]]] = {}

@@ -54,6 +54,7 @@ class StubFleet:
         self.servers: dict[str, Address] = {}
         self.served: tuple[str, ...] = ()
         self.counters = Counters()
+        self.tracing: Any = None
         self.held: asyncio.Event | None = None
         self.refusal: Exception | None = None
         self.granted: list[ModelLease] = []
@@ -71,7 +72,7 @@ class StubFleet:
         return model
 
     @contextlib.asynccontextmanager
-    async def lease(self, model: str) -> AsyncIterator[ModelLease]:
+    async def lease(self, model: str, span: Any = None) -> AsyncIterator[ModelLease]:  # noqa: ARG002
         name = self.resolve(model)
         if self.refusal is not None:
             raise self.refusal

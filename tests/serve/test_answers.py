@@ -228,6 +228,7 @@ def test_metrics() -> None:
             assert samples["model_state", "asleep", "one"] == samples["model_state", "asleep", 'two"\n'] == 1
             assert samples["model_state", "awake", "one"] == 0
             assert samples["switches_total", "ok", "one", "wake"] == 3
+            assert samples["switches_total", "failed", "one", "wake"] == samples["requests_total", "failed", "one"] == 0
             assert samples["waited_seconds_total", "one", "room"] == 1.5
             assert samples["gpu_used_bytes", "0"] == 40
             assert samples["host_held_bytes",] == 5

@@ -115,6 +115,24 @@ def test_a_server_with_the_gate_sleeps_without_development_mode(
     run(scenario())
 
 
+def test_a_request_is_counted_by_what_it_found(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with running(config(tmp_path, a={"at_start": "stopped"})) as fleet:
+            async with fleet.lease("a"), fleet.lease("a"):
+                pass
+            await fleet.sleep("a")
+            async with fleet.lease("a") as lease:
+                assert lease.found == "asleep"
+            counted = {found: sum(seconds.counts) for (_, found), seconds in fleet.counters.actuation.items()}
+            assert counted == {"stopped": 1, "awake": 1, "asleep": 1}
+            switches = fleet.counters.switch_seconds
+            for found, kind in (("stopped", "start"), ("asleep", "wake")):
+                assert fleet.counters.actuation["a", found].total_s >= switches["a", kind]
+            assert 'cumem_sleep_serve_actuation_seconds_count{model="a",found="asleep"} 1' in exposition(fleet)
+
+    run(scenario())
+
+
 def test_many_requests_cause_one_wake(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with running(config(tmp_path, a={})) as fleet:

@@ -88,6 +88,36 @@ def test_a_stream_comes_piece_by_piece() -> None:
     run(scenario)
 
 
+def test_the_first_piece_of_a_stream_is_counted_and_no_other_answer() -> None:
+    async def scenario() -> None:
+        told = asyncio.Event()
+
+        async def serve(asked: Asked) -> None:
+            if "completions" not in asked.line:
+                return await asked.send(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
+            await asked.send(STREAM)
+            for number in range(2):
+                await told.wait()
+                told.clear()
+                await asked.send(chunk(b"data: %d\n\n" % number))
+            await asked.send(chunk(b""))
+
+        async with a_world() as world:
+            await world.server("one", serve)
+            counted = world.fleet.counters.first_token
+            assert (await world.ask(post("/v1/embeddings", b'{"model": "one"}'))).code == 200
+            client = await world.client()
+            await client.send(ask(stream=True))
+            await client.head()
+            assert not counted
+            for number in range(2):
+                told.set()
+                assert await client.chunk() == b"data: %d\n\n" % number
+            assert sum(counted["one", "awake"].counts) == 1
+
+    run(scenario)
+
+
 async def _ends(world: World) -> bool:
     await until(lambda: not world.fleet.granted)
     return True

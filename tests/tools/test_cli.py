@@ -107,7 +107,9 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
         cli.main(["--version"])
     assert exit_.value.code == 0
-    assert capsys.readouterr().out.strip() == f"cumem-sleep {cumem_sleep.__version__}"
+    said = capsys.readouterr().out.strip()
+    assert said.startswith(f"cumem-sleep {cumem_sleep.__version__} (")
+    assert re.search(r"\((a checkout|commit [0-9a-f]{40}(-dirty)?); (GCC|Clang) \d.*, CUDA 1\d\.\d\)$", said)
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["demo", "--help"], ["doctor", "--help"]])

@@ -23,6 +23,7 @@ from ways import (
 )
 
 from cumem_sleep import CuMemAllocator
+from cumem_sleep.core.extents import Transfers
 from cumem_sleep.transfer.copiers import Copiers
 from cumem_sleep.transfer.engine_or_kernel import BestRate, CopyChoice, Pace
 
@@ -38,7 +39,7 @@ class TestChoices:
         engine: Callable[[int], float],
         kernel: float = FAST_KERNEL,
         best: BestRate | None = None,
-        in_flight: int = CuMemAllocator.tuning.batches_in_flight,
+        in_flight: int = Transfers.most_lanes,
     ) -> list[CopyChoice]:
         """What is chosen for so many batches; `engine` is its rate by the number of the batch.
 
@@ -102,7 +103,7 @@ class TestChoices:
 
         def engine(number: int) -> float:
             place = (number - 3) % len(ENGINE_FOR_A_WHILE)
-            return rate if number >= 3 and place < CuMemAllocator.tuning.batches_in_flight else FREE
+            return rate if number >= 3 and place < Transfers.most_lanes else FREE
 
         assert self.choose(100, engine)[3:] == [ENGINE] * 97
 
@@ -120,9 +121,7 @@ class TestChoices:
     @pytest.mark.parametrize(("slow_batches", "is_busy"), [(1, False), (2, True)])
     def test_all_timed_batches_count_together(self, slow_batches: int, is_busy: bool) -> None:
         """Of four, one at 35 and three at 55 GB/s make 48; two at 25 make 34. The least that is enough is 38.5."""
-        slow = range(
-            3 + CuMemAllocator.tuning.batches_in_flight, 3 + CuMemAllocator.tuning.batches_in_flight + slow_batches
-        )
+        slow = range(3 + Transfers.most_lanes, 3 + Transfers.most_lanes + slow_batches)
         rate = {1: 35.0, 2: 25.0}[slow_batches]
         chosen = self.choose(4 + len(ENGINE_FOR_A_WHILE), lambda number: rate if number in slow else FREE)
         assert chosen[-1] == (KERNEL if is_busy else ENGINE)
@@ -132,7 +131,7 @@ class TestChoices:
         """A batch takes as long as the one whose slot it waits for, which may be much larger."""
         monkeypatch.setattr(CuMemAllocator.tuning, "least_timed_bytes", 100)
         tuning = CuMemAllocator.tuning
-        pace = Pace(BestRate(), 100 * BATCHES_TIMED, tuning.batches_in_flight, tuning)
+        pace = Pace(BestRate(), 100 * BATCHES_TIMED, Transfers.most_lanes, tuning)
         chosen = []
         for number in range(300):
             nbytes = small if number % 5 == 0 else 100
@@ -146,7 +145,7 @@ class TestChoices:
     @pytest.mark.parametrize("place", range(BATCHES_TIMED))
     def test_what_seems_to_take_no_time_is_not_the_best_rate(self, place: int) -> None:
         """After a stall of ours the batches in flight have finished already."""
-        number = 3 + CuMemAllocator.tuning.batches_in_flight + place
+        number = 3 + Transfers.most_lanes + place
         assert self.choose(200, lambda n: 1e9 if n == number else FREE)[3:] == [ENGINE] * 197
 
     def test_the_best_rate_is_also_the_engines(self) -> None:

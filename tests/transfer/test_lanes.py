@@ -10,7 +10,7 @@ from stand_ins import FakeStream, Log, Part, Store, parts_of
 from ways import BATCHES_TIMED, ENGINE, ENGINE_FOR_A_WHILE
 
 from cumem_sleep import CuMemAllocator, DriverError
-from cumem_sleep.core.extents import Piece
+from cumem_sleep.core.extents import Piece, Transfers
 from cumem_sleep.transfer import link as link_module
 from cumem_sleep.transfer.copiers import read_pieces
 from cumem_sleep.transfer.engine_or_kernel import BestRate, Pace
@@ -61,7 +61,7 @@ class TestLinkIn:
 
         streams = [FakeStream(number, log) for number in range(lanes)]
         tuning = CuMemAllocator.tuning
-        link = LinkIn(streams, pace(kernels, tuning.batches_in_flight), mapped, tuning)  # type: ignore[arg-type]
+        link = LinkIn(streams, pace(kernels, Transfers.most_lanes), mapped, tuning)  # type: ignore[arg-type]
         transfer = Transfer([link], FakeDigests(log).start if digests else list)  # type: ignore[arg-type]
         parts = parts_of(*[4] * count)
         return Store(parts, 4).add_all(transfer, parts), streams
@@ -179,8 +179,7 @@ class TestLinkIn:
         ways = [event for event, _ in log.events if event in ("engine", "kernel")]
         assert ways == [
             "kernel",
-            *["engine"]
-            * (2 + len(ENGINE_FOR_A_WHILE) + CuMemAllocator.tuning.batches_in_flight + 1),  # the last says enough
+            *["engine"] * (2 + len(ENGINE_FOR_A_WHILE) + Transfers.most_lanes + 1),  # the last says enough
             *["kernel", "kernel", "kernel", "engine"] * 4,  # of these trials the fourth finds it free
             *["engine"] * (50 - 1 - 15 - 16),
         ]

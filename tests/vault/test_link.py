@@ -5,7 +5,7 @@ from __future__ import annotations
 import pathlib
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from itertools import pairwise
 from types import SimpleNamespace
@@ -56,8 +56,7 @@ class BorrowedStub(BorrowedMemory):
         super().__init__(-1, 0, 1 << 20)
         self._address = address
 
-    def address(self, peers: Collection[int] = ()) -> int:
-        self.peers = peers
+    def address(self) -> int:
         return self._address
 
 

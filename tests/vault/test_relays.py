@@ -179,23 +179,31 @@ def test_peers_that_cannot_access_it_relay_nothing(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    imported = _core.ImportedMemory
+    def refuses(_device: int, _nbytes: int, peers: list[int]) -> _core.Scratch:
+        assert peers
+        raise DriverError("cuMemSetAccess", "CUDA_ERROR_INVALID_DEVICE")
 
-    def refuses(descriptor: int, device: int, nbytes: int, peers: list[int]) -> _core.ImportedMemory:
-        if peers:
-            raise DriverError("cuMemSetAccess", "CUDA_ERROR_INVALID_DEVICE")
-        return imported(descriptor, device, nbytes)
-
-    monkeypatch.setattr(_core, "ImportedMemory", refuses)
+    monkeypatch.setattr(_core, "Scratch", refuses)
     client = host.client()
     for _ in range(2):
         copies(client, allocator, memory)
     assert sum(host.relayed_bytes(to_host=True)) + sum(host.relayed_bytes(to_host=False)) == 0
-    assert sum("others cannot access its memory" in record.message for record in caplog.records) == 2
+    said = [record.message for record in caplog.records if "relays nothing" in record.message]
+    assert 0 < len(said) == len(set(said)) <= 4
     client.close()
 
 
-@pytest.mark.parametrize("call", ["cuMemCreate", "cuMemcpyDtoDAsync", "cuMemcpyHtoDAsync", "cuStreamSynchronize"])
+@pytest.mark.parametrize(
+    "call",
+    [
+        "cuMemCreate",
+        "cuEventCreate",
+        "cuStreamWaitEvent",
+        "cuMemcpyDtoDAsync",
+        "cuMemcpyHtoDAsync",
+        "cuStreamSynchronize",
+    ],
+)
 def test_a_relay_that_fails_leaves_its_pieces_to_others(
     host: Host,
     holding: Holding,
@@ -231,6 +239,9 @@ CALLS = [
     "cuMemSetAccess",
     "cuMemGetInfo",
     "cuStreamCreate",
+    "cuEventCreate",
+    "cuEventRecord",
+    "cuStreamWaitEvent",
     "cuMemcpyDtoHAsync",
     "cuMemcpyHtoDAsync",
     "cuMemcpyDtoDAsync",
@@ -257,7 +268,6 @@ def test_at_every_driver_call_that_fails_bytes_are_right_or_the_request_fails(
                 each._relay._rests.clear()
                 each._relay._failure = ""
                 each._relay._trials.clear()
-                each._peers_refused = False
         sim.fail(call, after=after, error="CUDA_ERROR_INVALID_VALUE")
         (backup,) = client.reserve(mine.gpu, [TOTAL])
         lent, offset = mine.lend()
@@ -338,7 +348,7 @@ class Carrying:
 
 class CarryingStream:
     def __init__(self, driver: Carrying, device: int) -> None:
-        self._driver, self._device = driver, device
+        self._driver, self.device = driver, device
         self._seconds = 0.0
 
     def __enter__(self) -> CarryingStream:
@@ -348,12 +358,15 @@ class CarryingStream:
         pass
 
     def to_host(self, *_: object) -> None:
-        self._driver.carried.append((self._device, "link"))
+        self._driver.carried.append((self.device, "link"))
         self._seconds += self._driver.link_s
 
     def within_devices(self, *_: object) -> None:
-        self._driver.carried.append((self._device, "peer"))
+        self._driver.carried.append((self.device, "peer"))
         self._seconds += self._driver.peer_s
+
+    def follow(self, other: CarryingStream) -> None:
+        self._seconds, other._seconds = self._seconds + other._seconds, 0.0
 
     def synchronize(self) -> None:
         assert self._driver.may_end.wait(30)
@@ -379,8 +392,7 @@ class Reached(BorrowedMemory):
     def __init__(self) -> None:
         super().__init__(-1, 0, TOTAL)
 
-    def address(self, peers: object = ()) -> int:
-        self.peers = self.peers or peers  # type: ignore[assignment]
+    def address(self) -> int:
         return 0
 
 
@@ -419,7 +431,7 @@ def test_a_relay_is_judged_by_its_rate(
         eventually(lambda: bool(helper._relay.rests(0)), "it was judged")
         may_copy.set()
         eventually(lambda ended=asked: ended == [None], "all is copied")  # type: ignore[misc]
-        assert [way for way in driver.carried if way[0] == 1] == [(1, "peer"), (1, "link")] * carried
+        assert [way for way in driver.carried if way != (0, "link")] == [(0, "peer"), (1, "link")] * carried
         driver.now += relay._AGAIN_S + 1
     assert sum("copies between them are slow" in record.message for record in caplog.records) == 1
     driver.peer_s = 0.00004
@@ -440,7 +452,7 @@ def test_a_link_helps_nobody_while_its_own_gpu_needs_it(
     eventually(lambda: len(driver.carried) == 8, "both have as much in flight as may be")
     driver.may_end.set()
     eventually(lambda: of_home == of_helper == [None], "all is copied")
-    assert (1, "peer") not in driver.carried[: 8 + 36]
+    assert (0, "peer") not in driver.carried[: 8 + 36]
     assert helper.copied.nbytes == 40 * (PAGE // 2)
 
 
@@ -472,7 +484,7 @@ def test_a_link_that_stops_ends_what_it_carries_for_others(driver: Carrying, gro
     home, helper = VaultLink(0, group), VaultLink(1, group)
     driver.may_end.clear()
     ended = ask(home, 40)
-    eventually(lambda: (1, "peer") in driver.carried, "it helps")
+    eventually(lambda: (0, "peer") in driver.carried, "it helps")
     stopping = threading.Thread(target=home.stop)
     stopping.start()
     eventually(lambda: not home.turns.waiting_bytes, "it is told to stop")
@@ -551,25 +563,25 @@ def test_helping_does_not_change_what_a_link_says_of_its_own_copies(
     assert helper.last == last
 
 
-def test_memory_stays_mapped_while_another_gpu_may_still_copy_to_it(host: Host, allocator: CuMemAllocator) -> None:
+def test_memory_stays_mapped_while_another_gpu_may_still_copy_from_it(host: Host, allocator: CuMemAllocator) -> None:
     """Its stream could not be waited for."""
     client = host.client()
     mine = Segment(client, allocator.malloc(PAGE, "weights"), PAGE)
     descriptor, _, nbytes = _core.export_memory(mine.address)
-    memory = _core.ImportedMemory(descriptor, 0, nbytes, [1])
+    memory = _core.ImportedMemory(descriptor, 0, nbytes)
     os.close(descriptor)
-    scratch = _core.Scratch(1, PAGE)
-    stream = _core.CopyStream(1)
-    stream.within_devices(memory.address, scratch.address, PAGE)
+    staging = _core.Scratch(1, PAGE, [0])
+    stream = _core.CopyStream(0)
+    stream.within_devices(memory.address, staging.address, PAGE)
     for call in ("cuStreamSynchronize", "cuMemAlloc", "cuCtxSynchronize"):
         sim.fail(call, error="CUDA_ERROR_UNKNOWN", times=1_000_000)
     with stream:
         pass
     mapped = sim.stats().mapped_bytes
-    memory.close()
+    staging.close()
     assert sim.stats().mapped_bytes == mapped
     sim.reset()
-    scratch.close()
+    memory.close()
     _core.reclaim()
     assert sim.stats().mapped_bytes == mapped - 2 * PAGE
     client.close()

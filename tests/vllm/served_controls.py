@@ -1,13 +1,12 @@
 """A real vLLM server without development mode, whose gate answers the calls for sleep: a program that checks it.
 
-    python tests/vllm/served_controls.py --servers 2        two API servers, and one listener for both
+    python tests/vllm/served_controls.py        with one API server, then with two, and one listener for both
 
 Only the worker is not vLLM's: `watched_worker` records each touch of memory that sleeps.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
@@ -203,17 +202,17 @@ async def check(world: World, servers: int, folder: pathlib.Path) -> None:
         assert not admin or not os.path.exists(admin)
 
 
-async def main(servers: int) -> None:
+async def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         import watched_server
 
         watched_server.prepare_process(pathlib.Path(name))
         os.environ["VLLM_SERVER_DEV_MODE"] = "0"
         async with AsyncExitStack() as stack:
-            await check(await World.make(pathlib.Path(name), stack), servers, pathlib.Path(name))
+            world = await World.make(pathlib.Path(name), stack)
+            for servers in (1, 2):
+                await check(world, servers, pathlib.Path(name))
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--servers", type=int, choices=(1, 2), default=1, help="API servers of one vLLM")
-    asyncio.run(main(parser.parse_args().servers))
+    asyncio.run(main())

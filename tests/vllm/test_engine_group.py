@@ -13,7 +13,7 @@ from environment import skip_unless_vllm
 from support import PAGE, two_free_ports
 
 skip_unless_vllm()
-SCRIPT = Path(__file__).with_name("engine_rank.py")
+SCRIPT = Path(__file__).with_name("engine_ranks.py")
 
 
 @pytest.mark.parametrize(
@@ -28,21 +28,18 @@ def test_all_workers_of_an_engine_or_none(tmp_path: Path, tensor: int, pipeline:
     size = tensor * pipeline
     cut = [str(each) for each in (tensor, pipeline, data, two_free_ports())]
     environment = {**os.environ, "CUMEM_SLEEP_DRIVER": "sim", "CUMEM_SLEEP_AGREEMENT_TIMEOUT_S": "120"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(rank), *cut],
-            stdout=subprocess.PIPE,
-            cwd=tmp_path,
-            env=environment,
-            text=True,
-        )
-        for rank in range(size * data)
-    ]
-    try:
-        said = [json.loads(process.communicate(timeout=600)[0].splitlines()[-1]) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
+    environment["CUDA_VISIBLE_DEVICES"] = ""  # else PyTorch begins CUDA before the fork
+    ranks = subprocess.run(
+        [sys.executable, str(SCRIPT), *cut],
+        stdout=subprocess.PIPE,
+        cwd=tmp_path,
+        env=environment,
+        text=True,
+        timeout=600,
+        check=True,
+    )
+    said = json.loads(ranks.stdout.splitlines()[-1])
+    assert len(said) == size * data
     for number, each in enumerate(said):
         engine, mine = divmod(number, size)
         assert each["engine"] == [mine, size]

@@ -1,6 +1,7 @@
 """Random traffic at the real server of this vLLM, which sleeps by itself: see `idle_episodes`.
 
-CUMEM_SLEEP_TEST_GATE_SECONDS says for how long new episodes begin, and CUMEM_SLEEP_TEST_GATE_SEED which is the first.
+An episode each, of some 15 s. CUMEM_SLEEP_TEST_GATE_SECONDS says for how long new ones begin, and
+CUMEM_SLEEP_TEST_GATE_SEED which is the first.
 """
 
 from __future__ import annotations
@@ -17,16 +18,17 @@ skip_unless_vllm()
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("servers", "engines"), [(1, 1), (2, 1), (2, 2)])
+# At level 1, 2 and 1.
+@pytest.mark.parametrize(("servers", "engines", "seed"), [(1, 1, 303), (2, 1, 302), (2, 2, 304)])
 def test_it_sleeps_in_time_and_under_no_request(
-    ready_process: ReadyProcess, servers: int, engines: int, tmp_path: pathlib.Path
+    ready_process: ReadyProcess, servers: int, engines: int, seed: int, tmp_path: pathlib.Path
 ) -> None:
     if tuple(map(int, importlib.metadata.version("vllm").split(".")[:2])) < (0, 18):
         pytest.skip("`WatchedWorker` is for vLLM from 0.18 on")
     program, log = pathlib.Path(__file__).with_name("idle_episodes.py"), tmp_path / "episodes.txt"
     options = ["--servers", str(servers), "--engines", str(engines)]
-    options += ["--seconds", os.environ.get("CUMEM_SLEEP_TEST_GATE_SECONDS", "20")]
-    options += ["--seed", os.environ.get("CUMEM_SLEEP_TEST_GATE_SEED", "300")]
+    options += ["--seconds", os.environ.get("CUMEM_SLEEP_TEST_GATE_SECONDS", "1")]
+    options += ["--seed", os.environ.get("CUMEM_SLEEP_TEST_GATE_SEED", str(seed))]
     episodes = ready_process.run(program, *options, log=log)
     try:
         assert episodes.wait(880) == 0, log.read_text()[-40_000:]

@@ -13,12 +13,12 @@ skip_unless_vllm()
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("servers", [1, 2])
-def test_it_sleeps_without_development_mode(ready_process: ReadyProcess, servers: int, tmp_path: pathlib.Path) -> None:
+def test_it_sleeps_without_development_mode(ready_process: ReadyProcess, tmp_path: pathlib.Path) -> None:
+    """With one API server and with two."""
     if tuple(map(int, importlib.metadata.version("vllm").split(".")[:2])) < (0, 18):
         pytest.skip("`WatchedWorker` is for vLLM from 0.18 on")
     program, log = pathlib.Path(__file__).with_name("served_controls.py"), tmp_path / "log.txt"
-    served = ready_process.run(program, "--servers", str(servers), log=log)
+    served = ready_process.run(program, log=log)
     try:
         assert served.wait(880) == 0, log.read_text()[-20_000:]
     finally:

@@ -92,6 +92,7 @@ class Engine(ABC):
         health: the path of its health check.
         has_layer: cumem-sleep is in it, as far as is known.
         kept_bytes: of its KV cache, what it keeps in host memory while it sleeps, as it has said last.
+        phases: seconds of all its sleeps and wakes, by operation and phase, likewise.
     """
 
     NAME: ClassVar[str]
@@ -173,6 +174,7 @@ class Engine(ABC):
         self.health = "/health"
         self.has_layer = False
         self.kept_bytes = 0
+        self.phases: dict[tuple[str, str], float] = {}
         self._within_s = within_s
         self._client = httpx.AsyncClient(
             transport=transport,

@@ -236,6 +236,7 @@ class VllmEngine(Engine):
             backed_up_bytes = sum(int(tag["backed_up_bytes"]) for tag in usage)
             vault = str(workers[0].get("place", {}).get("vault", ""))
             version = str(workers[0].get("version", "active"))
+            self.phases = _phases(workers)
             self.kept_bytes = sum(_kept_bytes(tag) for worker in workers for tag in worker["usage"].values())
             mapped_bytes, wake_bytes = _mapped_and_missing(worker["usage"].values() for worker in workers)
             pids = tuple(int(worker["pid"]) for worker in workers if "pid" in worker)
@@ -316,6 +317,16 @@ def _mapped_and_missing(workers: Iterable[Iterable[dict[str, Any]]]) -> tuple[in
     mapped = [sum(mapped for _, mapped in usage) for usage in sums]
     missing = [sum(total - mapped for total, mapped in usage) for usage in sums]
     return sum(mapped), max(missing)
+
+
+def _phases(workers: Iterable[dict[str, Any]]) -> dict[tuple[str, str], float]:
+    """Seconds by operation and phase, each of the worker that took longest; older layers say nothing."""
+    longest: dict[tuple[str, str], float] = {}
+    for worker in workers:
+        for operation, totals in worker.get("operations", {}).items():
+            for phase, seconds in totals["phases"].items():
+                longest[operation, phase] = max(float(seconds), longest.get((operation, phase), 0.0))
+    return longest
 
 
 def _kept_bytes(tag: dict[str, Any]) -> int:
