@@ -71,16 +71,16 @@ def file_rates(folder: Path, nbytes: int) -> dict[str, float]:
         os.close(descriptor)
 
 
-class Sleeper:
+class SpilledSleeper:
     """A process with weights; `steps` is what was measured of it."""
 
-    def __init__(self, bench: Bench, seed: int, layer: str = "cumem-sleep", **variables: str) -> None:
+    def __init__(self, bench: SpillBench, seed: int, layer: str = "cumem-sleep", **variables: str) -> None:
         self.steps: Steps = {}
         self._bench = bench
         self._process = Process(layer, bench.ends_at, **variables)
         self._process.ask("load", sizes=bench.sizes, kv_bytes=2 * MIB, seed=seed)
 
-    def __enter__(self) -> Sleeper:
+    def __enter__(self) -> SpilledSleeper:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -95,7 +95,7 @@ class Sleeper:
             raise WorkerFailed(f"{step}: bytes differ after it, in tensors {differing}")
 
 
-class Bench:
+class SpillBench:
     """What all ways have in common."""
 
     def __init__(self, arguments: argparse.Namespace, folder: Path) -> None:
@@ -117,13 +117,13 @@ class Bench:
             yield vault
 
 
-def memory(bench: Bench) -> Steps:
-    with bench.vault(spills=False) as vault, Sleeper(bench, 1, CUMEM_SLEEP_VAULT=vault.socket) as sleeper:
+def memory(bench: SpillBench) -> Steps:
+    with bench.vault(spills=False) as vault, SpilledSleeper(bench, 1, CUMEM_SLEEP_VAULT=vault.socket) as sleeper:
         turns(sleeper)
         return sleeper.steps
 
 
-def turns(sleeper: Sleeper) -> None:
+def turns(sleeper: SpilledSleeper) -> None:
     sleeper.sleep("first sleep")
     sleeper.wake("wake from memory")
     for _ in range(2):
@@ -131,10 +131,10 @@ def turns(sleeper: Sleeper) -> None:
         sleeper.wake("wake from memory")
 
 
-def files(bench: Bench, **variables: str) -> Steps:
+def files(bench: SpillBench, **variables: str) -> Steps:
     with bench.vault(spills=True) as vault:
         variables["CUMEM_SLEEP_VAULT"] = vault.socket
-        with Sleeper(bench, 1, **variables) as first, Sleeper(bench, 2, **variables) as second:
+        with SpilledSleeper(bench, 1, **variables) as first, SpilledSleeper(bench, 2, **variables) as second:
             turns(first)
             first.sleep("later sleep, nothing changed")
             second.sleep("first sleep that waits for the disk")
@@ -154,7 +154,7 @@ def files(bench: Bench, **variables: str) -> Steps:
             }
 
 
-def compressed(bench: Bench) -> Steps:
+def compressed(bench: SpillBench) -> Steps:
     return files(bench, CUMEM_SLEEP_COMPRESS="auto")
 
 
@@ -189,7 +189,7 @@ print(json.dumps(time.perf_counter() - begin))
 """
 
 
-def reload(bench: Bench) -> Steps:
+def reload(bench: SpillBench) -> Steps:
     if SIMULATED:
         raise NotInstalled("it needs a GPU")
     folder = bench.folder / "checkpoint"
@@ -206,12 +206,12 @@ def reload(bench: Bench) -> Steps:
     return {"reload": [float(done.stdout.splitlines()[-1])]}
 
 
-def saver(bench: Bench) -> Steps:
+def saver(bench: SpillBench) -> Steps:
     """At most two rounds: each writes all of it anew."""
     folder = bench.folder / "saver"
     folder.mkdir()
     try:
-        with Sleeper(bench, 1, "torch_memory_saver-disk", TMS_DISK_BACKUP_DIR=str(folder)) as sleeper:
+        with SpilledSleeper(bench, 1, "torch_memory_saver-disk", TMS_DISK_BACKUP_DIR=str(folder)) as sleeper:
             for _ in range(2 if bench.ends_at - time.monotonic() > 120 else 1):
                 sleeper.sleep("pause to disk")
                 sleeper.wake("resume from disk")
@@ -220,7 +220,7 @@ def saver(bench: Bench) -> Steps:
         shutil.rmtree(folder)
 
 
-WAYS: dict[str, Callable[[Bench], Steps]] = {
+WAYS: dict[str, Callable[[SpillBench], Steps]] = {
     "memory": memory,
     "files": files,
     "compressed": compressed,
@@ -263,7 +263,7 @@ def main() -> None:
     exit_on_sigterm()
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="spill-", dir=arguments.folder) as name:  # of mode 0700
-        bench = Bench(arguments, Path(name))
+        bench = SpillBench(arguments, Path(name))
         ceiling_bytes = min(CEILING_BYTES, bench.nbytes)
         result: dict[str, Any] = {"machine": machine(), "bytes": bench.nbytes, "ways": {}}
         result["direct I/O"] = SpillFolder(bench.folder).is_direct

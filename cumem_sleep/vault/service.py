@@ -389,7 +389,7 @@ class Service:
                 )
             copied = 0
             for file, start, nbytes in self._in_files(entry, offset, size):
-                in_files.append(FilePiece(file, start, lent_at + copied, nbytes))
+                in_files.append(FilePiece(number, file, start, lent_at + copied, nbytes))
                 copied += nbytes
             for slab, start, nbytes in entry.ranges(offset, size):
                 block = self._pool.slabs[slab].block

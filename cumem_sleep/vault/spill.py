@@ -75,6 +75,7 @@ class SpillPlan:
 class FilePiece(NamedTuple):
     """What is to be copied from a file to lent memory."""
 
+    number: int  # of the backup
     file: SpillFile
     offset: int
     lent_offset: int
@@ -190,8 +191,8 @@ class RingReader:
         most = self.slot_bytes - piece.offset % PAGE_BYTES
         read.under_way += 1
         if piece.nbytes > most:
-            file, offset, lent_offset, nbytes = piece
-            read.pieces.appendleft(FilePiece(file, offset + most, lent_offset + most, nbytes - most))
+            number, file, offset, lent_offset, nbytes = piece
+            read.pieces.appendleft(FilePiece(number, file, offset + most, lent_offset + most, nbytes - most))
             piece = piece._replace(nbytes=most)
         if not read.pieces:
             reads.popleft()
@@ -206,7 +207,7 @@ class RingReader:
         try:
             piece.file.read(memoryview(self._ring)[slot : slot + nbytes], start)
         except Exception as error:  # whatever it is: whoever asked waits for it
-            return error
+            return VaultError(f"backup {piece.number}: {error}")
         return None
 
     def _over(self, read: FileRead, slot: int, error: Exception | None) -> None:

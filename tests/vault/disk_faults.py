@@ -1,6 +1,6 @@
 """A disk that fails when it is told to, also in the middle of a vault that runs.
 
-`Faults` is the side of the test; `install` that of the process whose requests fail: those of `os.pwritev` and
+`DiskFaults` is the side of the test; `install` that of the process whose requests fail: those of `os.pwritev` and
 `os.preadv`, which only files that are spilled to use.
 """
 
@@ -18,7 +18,7 @@ _WAYS = ("write", "read")
 _Call = Callable[[int, Sequence[memoryview], int], int]
 
 
-class Faults:
+class DiskFaults:
     """What is to happen to the next requests, in a page that both processes map."""
 
     def __init__(self, path: pathlib.Path) -> None:
@@ -55,7 +55,7 @@ class Faults:
 
 def install(path: pathlib.Path) -> None:
     """In this process, and those that it forks."""
-    faults = Faults(path)
+    faults = DiskFaults(path)
 
     def failing(way: str, call: _Call) -> _Call:
         def do(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:

@@ -22,10 +22,10 @@ from cumem_sleep.backups import vault as tiers
 PAGES = (1, 2, 1)  # of its segments
 
 
-class Model:
+class SwitchedModel:
     def __init__(self, vault: pathlib.Path, seed: int) -> None:
         self.random = np.random.default_rng(seed)
-        self.is_compressed = seed % 5 == 1
+        self.is_compressed = seed % 10 == 1
         compress = "auto" if self.is_compressed else "off"
         self.allocator = CuMemAllocator(Settings(driver="sim", vault=str(vault), compress=compress))
         self.memory = Memory()
@@ -77,7 +77,7 @@ def run(vault: str, test: str, seed: int) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.connect(test)
         commands: TextIO = connection.makefile("rw")
-        model = Model(pathlib.Path(vault), seed)
+        model = SwitchedModel(pathlib.Path(vault), seed)
         for line in commands:
             print(model.ask(line.strip()), file=commands, flush=True)
         model.leave()

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 import pytest
-from disk_faults import Faults
+from disk_faults import DiskFaults
 from running import MIB, RunningVault, Segment, eventually, seal
 from support import PAGE, Memory
 from test_failures import descriptors_left
@@ -97,7 +97,7 @@ class TestFiles:
             SpillFolder(spill)
 
 
-class Disk:
+class ListedDisk:
     """Says what is written where, and what comes between."""
 
     def __init__(self) -> None:
@@ -112,7 +112,7 @@ class Disk:
 
 class TestWriteAhead:
     def test_it_stands_back_while_others_read(self) -> None:
-        disk, reading = Disk(), iter([True, True, False, True, False])
+        disk, reading = ListedDisk(), iter([True, True, False, True, False])
 
         def is_reading() -> bool:
             disk.done.append(is_so := next(reading))
@@ -124,7 +124,7 @@ class TestWriteAhead:
         assert disk.done == [("room", 0, 2), True, True, False, 0, True, False, 1]
 
     def test_not_when_somebody_waits_for_the_memory(self) -> None:
-        disk = Disk()
+        disk = ListedDisk()
         batch = _Batch([], is_awaited=False)
 
         def is_reading() -> bool:
@@ -135,7 +135,7 @@ class TestWriteAhead:
         assert sorted(disk.done) == [0, 1]  # type: ignore[type-var]
 
 
-class Sleeper(Segment):
+class SpillingSleeper(Segment):
     """A model of a process of its own, as far as the vault can see: it sleeps, or it is awake."""
 
     def __init__(self, vault: RunningVault, allocator: CuMemAllocator, memory: Memory, name: str) -> None:
@@ -181,15 +181,15 @@ def spilling(start_vault: StartVault, spill: pathlib.Path) -> RunningVault:
 
 
 @pytest.fixture
-def sleepers(spilling: RunningVault, allocator: CuMemAllocator, memory: Memory) -> Iterator[list[Sleeper]]:
+def sleepers(spilling: RunningVault, allocator: CuMemAllocator, memory: Memory) -> Iterator[list[SpillingSleeper]]:
     """Five, for two of which there is memory."""
-    made = [Sleeper(spilling, allocator, memory, f"model{number}") for number in range(5)]
+    made = [SpillingSleeper(spilling, allocator, memory, f"model{number}") for number in range(5)]
     yield made
     for each in made:
         each.close()
 
 
-def test_five_models_in_memory_for_two_take_turns(spilling: RunningVault, sleepers: list[Sleeper]) -> None:
+def test_five_models_in_memory_for_two_take_turns(spilling: RunningVault, sleepers: list[SpillingSleeper]) -> None:
     chance = random.Random(1)
     for each in sleepers:
         each.sleep()
@@ -205,7 +205,7 @@ def test_five_models_in_memory_for_two_take_turns(spilling: RunningVault, sleepe
 
 
 def test_what_is_about_to_wake_is_read_ahead_where_memory_is_free(
-    spilling: RunningVault, sleepers: list[Sleeper]
+    spilling: RunningVault, sleepers: list[SpillingSleeper]
 ) -> None:
     for each in sleepers[:4]:
         each.sleep()
@@ -222,7 +222,7 @@ def test_what_is_about_to_wake_is_read_ahead_where_memory_is_free(
     assert spilling.status()["files_read_bytes"] == read, "it has come from memory"
 
 
-def test_what_was_spilled_once_is_not_written_again(spilling: RunningVault, sleepers: list[Sleeper]) -> None:
+def test_what_was_spilled_once_is_not_written_again(spilling: RunningVault, sleepers: list[SpillingSleeper]) -> None:
     for each in sleepers:
         each.sleep()
     written = spilling.status()["files_written_bytes"]
@@ -233,7 +233,7 @@ def test_what_was_spilled_once_is_not_written_again(spilling: RunningVault, slee
 
 
 def test_owners_read_files_themselves_when_the_vault_is_killed(
-    spilling: RunningVault, sleepers: list[Sleeper], spill: pathlib.Path
+    spilling: RunningVault, sleepers: list[SpillingSleeper], spill: pathlib.Path
 ) -> None:
     for each in sleepers:
         each.sleep()
@@ -244,7 +244,9 @@ def test_owners_read_files_themselves_when_the_vault_is_killed(
     assert list(spill.iterdir()) == []
 
 
-def test_files_give_their_space_back_when_their_owners_go(spilling: RunningVault, sleepers: list[Sleeper]) -> None:
+def test_files_give_their_space_back_when_their_owners_go(
+    spilling: RunningVault, sleepers: list[SpillingSleeper]
+) -> None:
     for each in sleepers:
         each.sleep()
     for each in sleepers:
@@ -258,7 +260,7 @@ def test_what_fits_neither_in_memory_nor_in_files_is_refused(
 ) -> None:
     vault = start_vault("72MiB", "--slab-size", "16MiB", "--spill", str(spill), "--spill-size", "32MiB")
     vault.wait_until_ready()
-    made = [Sleeper(vault, allocator, memory, f"model{number}") for number in range(4)]
+    made = [SpillingSleeper(vault, allocator, memory, f"model{number}") for number in range(4)]
     for each in made[:3]:
         each.sleep()
     with pytest.raises(OutOfHostMemory, match="of files are free"):
@@ -277,7 +279,7 @@ def test_memory_is_kept_free_ahead(
     sizes = ("--spill-size", "256MiB", "--spill-free", "48MiB")
     vault = start_vault("72MiB", "--slab-size", "16MiB", "--spill", str(spill), *sizes)
     vault.wait_until_ready()
-    sleeper = Sleeper(vault, allocator, memory, "model")
+    sleeper = SpillingSleeper(vault, allocator, memory, "model")
     sleeper.sleep()
     eventually(lambda: vault.status()["left_bytes"] >= 48 * MIB, "it has spilled ahead")
     assert vault.status()["spilled_bytes"] == 0, "it is in memory as long as nobody wants that"
@@ -345,7 +347,7 @@ def test_what_a_stopped_vault_moves_when_it_goes_on_is_read_again(
 
 
 def test_a_descriptor_that_an_owner_could_not_take_is_sent_again(
-    spilling: RunningVault, sleepers: list[Sleeper]
+    spilling: RunningVault, sleepers: list[SpillingSleeper]
 ) -> None:
     first = sleepers[0]
     first.sleep()
@@ -361,31 +363,54 @@ def test_a_descriptor_that_an_owner_could_not_take_is_sent_again(
     other.close()
 
 
-def test_the_link_copies_while_the_disk_reads(
-    folder: pathlib.Path, spill: pathlib.Path, allocator: CuMemAllocator, memory: Memory
-) -> None:
+class FailingDisk:
+    """Of a vault, with sleepers of which the first is in its files."""
+
+    def __init__(self, folder: pathlib.Path, spill: pathlib.Path, allocator: CuMemAllocator, memory: Memory) -> None:
+        self.faults = DiskFaults(folder / "disk")
+        options = ("--spill", str(spill), "--spill-size", "256MiB")
+        self.vault = Vaults(folder, "72MiB", "16MiB", *options, CUMEM_SLEEP_TEST_DISK=str(folder / "disk"))
+        self.sleepers = [SpillingSleeper(self.vault, allocator, memory, f"model{number}") for number in range(4)]
+        for each in self.sleepers:
+            each.sleep()
+
+    def close(self) -> None:
+        for each in self.sleepers:
+            each.close()
+        self.vault.close()
+
+
+@pytest.fixture
+def disk(folder: pathlib.Path, spill: pathlib.Path, allocator: CuMemAllocator, memory: Memory) -> Iterator[FailingDisk]:
+    made = FailingDisk(folder, spill, allocator, memory)
+    yield made
+    made.close()
+
+
+def test_the_link_copies_while_the_disk_reads(disk: FailingDisk) -> None:
     """The first pieces arrive before the last ones are read."""
-    faults = Faults(folder / "disk")
-    options = ("--spill", str(spill), "--spill-size", "256MiB")
-    vault = Vaults(folder, "72MiB", "16MiB", *options, CUMEM_SLEEP_TEST_DISK=str(folder / "disk"))
-    sleepers = [Sleeper(vault, allocator, memory, f"model{number}") for number in range(4)]
-    for each in sleepers:
-        each.sleep()
-    before = vault.status()
-    faults.throttle("read", 8)  # MiB a second for each of four requests, of 2 MiB
-    waking = threading.Thread(target=sleepers[0].wake)
+    before = disk.vault.status()
+    disk.faults.throttle("read", 8)  # MiB a second for each of four requests, of 2 MiB
+    waking = threading.Thread(target=disk.sleepers[0].wake)
     waking.start()
 
     def copied() -> int:
-        return int(vault.status()["gpus"][0]["copied_in_bytes"] - before["gpus"][0]["copied_in_bytes"])
+        return int(disk.vault.status()["gpus"][0]["copied_in_bytes"] - before["gpus"][0]["copied_in_bytes"])
 
     eventually(lambda: copied() > 0, "something has arrived")
-    assert vault.status()["files_read_bytes"] - before["files_read_bytes"] < SIZE
-    faults.throttle("read", 0)
+    assert disk.vault.status()["files_read_bytes"] - before["files_read_bytes"] < SIZE
+    disk.faults.throttle("read", 0)
     waking.join()
-    for each in sleepers:
-        each.close()
-    vault.close()
+
+
+@pytest.mark.parametrize(("kind", "why"), [("EIO", "Input/output error"), ("short", "only [0-9]+ bytes were")])
+def test_what_cannot_be_read_says_where_it_is_and_can_be_read_later(
+    kind: str, why: str, disk: FailingDisk, spill: pathlib.Path
+) -> None:
+    disk.faults.set("read", kind)
+    with pytest.raises(VaultError, match=rf"backup \d+: reading \d+ bytes at \d+ of a spill file in {spill}: {why}"):
+        disk.sleepers[0].wake()
+    disk.sleepers[0].wake()
 
 
 @pytest.mark.parametrize(

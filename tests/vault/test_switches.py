@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from typing import TextIO
 
 import pytest
-from disk_faults import Faults
+from disk_faults import DiskFaults
 from model import PAGES
 from running import eventually
 from support import PAGE
@@ -34,7 +34,7 @@ FAULTS = (*[("", "")] * 8, ("write", "EIO"), ("write", "ENOSPC"), ("write", "sho
 FAULTS += (("read", "EIO"), ("read", "short"), ("read", "torn"))
 
 
-class Model:
+class ModelProcess:
     """The test's side of one."""
 
     def __init__(self, nursery: subprocess.Popen[str], vault: pathlib.Path, folder: pathlib.Path, seed: int) -> None:
@@ -68,19 +68,19 @@ class Model:
         self._connection.close()
 
 
-class World:
+class SwitchingWorld:
     """A vault that spills, and the models, of which any may sleep."""
 
     def __init__(self, folder: pathlib.Path) -> None:
         self.chance = random.Random(1)
         self.folder, self.spill = folder, folder / "files"
         self.spill.mkdir(mode=0o700)
-        self.faults = Faults(folder / "disk")
+        self.faults = DiskFaults(folder / "disk")
         # Of the memory an eighth is the ring.
         memory, options = f"{2 * MODEL_MIB + 4}MiB", ("--spill", str(self.spill), "--spill-size", "256MiB")
         self.vault = Vaults(folder, memory, "4MiB", *options, CUMEM_SLEEP_TEST_DISK=str(folder / "disk"))
         self.nursery = start_python("model.py", errors=subprocess.DEVNULL)
-        self.models: list[Model] = []
+        self.models: list[ModelProcess] = []
         self.started = self.refused = 0
         self.failed_before = False
         self.begin_models()
@@ -88,7 +88,7 @@ class World:
     def begin_models(self) -> None:
         while len(self.models) < MODELS:
             self.started += 1
-            self.models.append(Model(self.nursery, self.vault.socket, self.folder, self.started))
+            self.models.append(ModelProcess(self.nursery, self.vault.socket, self.folder, self.started))
 
     def switch(self) -> None:
         """One falls asleep while another wakes, on a disk that fails at times."""
@@ -117,7 +117,7 @@ class World:
             model.is_awake = command == "wake"
         self.failed_before = way == "write"  # for a while the vault writes nothing then
 
-    def insist(self, model: Model, command: str) -> None:
+    def insist(self, model: ModelProcess, command: str) -> None:
         """Soon it succeeds."""
         said = [""]
 
@@ -156,17 +156,17 @@ class World:
 
 
 @pytest.fixture
-def world(tmp_path: pathlib.Path) -> Iterator[World]:
+def world(tmp_path: pathlib.Path) -> Iterator[SwitchingWorld]:
     folder = tmp_path / "w"
     folder.mkdir(mode=0o700)
     if files.filesystem_of(folder) in files._IN_MEMORY:
         pytest.skip("pytest's folder is in memory")
-    made = World(folder)
+    made = SwitchingWorld(folder)
     yield made
     made.close()
 
 
-def test_models_take_turns_while_everything_fails(world: World) -> None:
+def test_models_take_turns_while_everything_fails(world: SwitchingWorld) -> None:
     for model in world.models[1:]:
         assert model.ask("sleep") == "ok"
         model.is_awake = False
