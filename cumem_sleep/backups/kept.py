@@ -2,6 +2,7 @@
 
 Unlike a backup it is expendable. What cannot be kept, is lost or has to give way fails no sleep and no wake. But then
 nothing else is kept either: whoever asked for it (vLLM's prefix cache) would have to look at every range otherwise.
+A vault copies it to its own memory: what a sleeping process has pinned could not be taken back.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
 """Which model is awake, starts, sleeps or waits: a state machine. No I/O, no clock, no asyncio.
 
+So what must never happen, such as a request on a model that sleeps, does not depend on how tasks interleave.
 Events go in with their time, actions come out; `next_time` says when `TimePassed` is wanted. What may be decided in
 more than one way is decided in `policy`.
 

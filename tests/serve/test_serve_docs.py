@@ -45,6 +45,7 @@ def test_every_key_of_the_front_is_on_the_page() -> None:
 @pytest.mark.parametrize("text", re.findall(r"^```yaml\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL))
 def test_the_front_takes_each_file(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ADMIN_TOKEN", "secret")
+    monkeypatch.setenv("CUMEM_SLEEP_ADMIN_TOKEN", "secret")
     assert parse(text, "models.yaml").models
 
 
