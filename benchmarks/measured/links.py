@@ -7,7 +7,7 @@ from typing import Any
 
 from .bars import Bars, draw_bars
 from .results import ROOT, machine
-from .written import GIB, digits, header, row, spread
+from .written import GIB, header, row, spread
 
 RESULT = "vault_links.json"
 PLOT = ROOT / "docs" / "links.svg"
@@ -48,8 +48,8 @@ def table(result: dict[str, Any]) -> list[str]:
     )
     lines = [
         f"{nbytes / GIB:.2f} GiB of bf16 weights on one GPU of several, every byte checked after every wake."
-        f" {result['machine']['gpus']} × {machine(result)}. The ceiling, copies without a vault in the same run, in GB/s:"
-        f" {', '.join(rates)}. Seconds; in parentheses, times the uncompressed bytes over the ceiling:",
+        f" {result['machine']['gpus']} × {machine(result)}. The ceiling, copies without a vault in the same run, in"
+        f" GB/s: {', '.join(rates)}. Seconds; in parentheses, times the uncompressed bytes over the ceiling:",
         "",
         *header(_links(number) for number in numbers),
     ]
