@@ -16,6 +16,7 @@ from typing import Any
 
 from measured import (
     compressed,
+    links,
     peers,
     prepare_cost,
     results,
@@ -61,7 +62,7 @@ BLOCKS: dict[str, dict[str, Callable[[], Sequence[str]]]] = {
     },
     "docs/vllm.md": {"kept KV cache": lambda: vllm_kept_kv.table(load("vllm_kept_kv.json"))},
     "docs/vllm-scenarios.md": {"scenarios": of_vllm},
-    "docs/vault.md": {"vault": of_the_vault},
+    "docs/vault.md": {"links": lambda: links.table(load(links.RESULT)), "vault": of_the_vault},
     "docs/torch-memory-saver.md": {"saver": lambda: torch_memory_saver.table(load("saver.json"))},
 }
 
@@ -92,7 +93,7 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if something is not up to date")
     check = parser.parse_args().check
     new = {results.ROOT / page: with_blocks((results.ROOT / page).read_text(), made) for page, made in BLOCKS.items()}
-    plots = {"peers.json": (peers.PLOT, peers.draw)}
+    plots = {"peers.json": (peers.PLOT, peers.draw), links.RESULT: (links.PLOT, links.draw)}
     if is_there(switching.RESULT):
         plots[switching.RESULT] = (switching.PLOT, switching.draw)
     if not check:

@@ -252,6 +252,7 @@ def main() -> None:
     if arguments.one:
         one(arguments.one, arguments)
     arguments.work.mkdir(parents=True, exist_ok=True)
+    gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]  # of several, all would train
     ways = [
         Way(
             name,
@@ -260,6 +261,7 @@ def main() -> None:
             {
                 "VLLM_LOGGING_STREAM": "ext://sys.stderr",
                 "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # TRL reaches into the engine's worker
+                "CUDA_VISIBLE_DEVICES": gpu,
                 **({"CUMEM_SLEEP_DISABLE": "1"} if WAYS[name][0] else {}),
             },
         )
@@ -268,9 +270,10 @@ def main() -> None:
     result: Facts = {"machine": {}, "layers": arguments.layers, "width": arguments.width, "ways": {}, "summary": {}}
     failures = result["failures"] = {}
     try:
-        write_model(arguments.work / "model", arguments.layers, arguments.width)
-        has_gpu = Path("/dev/nvidia0").exists()
+        has_gpu = any(Path("/dev").glob("nvidia[0-9]*"))
         result["machine"] = machine_apart() if has_gpu else machine_without_gpu(simulated=True)
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a context of this process would count as the engine's memory
+        write_model(arguments.work / "model", arguments.layers, arguments.width)
         waits_until = begun + min(IMPORTS_S, arguments.deadline)
         while time.monotonic() < waits_until and not all(way.has_begun() for way in ways):
             time.sleep(0.1)

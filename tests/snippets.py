@@ -30,7 +30,7 @@ PAGES = [
     *(ROOT / f"{name}.md" for name in ("CONTRIBUTING", "CHANGELOG", "SECURITY")),
     *ROOT.glob("docs/**/*.md"),
 ]
-PAGES.append(ROOT / "examples" / "README.md")
+PAGES += [ROOT / "examples" / "README.md", ROOT / "examples" / "deploy" / "README.md"]
 
 SHELL_OPTIONS = ["-e", "-u", "-o", "pipefail", "-c"]
 TOOLS = ("cp", "grep", "mkdir", "sleep")  # of the system, for setups and for waiting

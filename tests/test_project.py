@@ -112,10 +112,12 @@ def prepare_release() -> types.ModuleType:
 
 
 def test_a_release_has_absolute_links_and_urls(prepare_release: types.ModuleType, tmp_path: pathlib.Path) -> None:
+    (tmp_path / "cumem_sleep").mkdir()
     for name in ("README.md", "pyproject.toml"):
         (tmp_path / name).write_bytes((ROOT / name).read_bytes())
     repository, tag = "https://github.com/someone/something", f"v{cumem_sleep.__version__}"
-    prepare_release.main(repository, tag, tmp_path)
+    prepare_release.main(repository, tag, "0f" * 20, tmp_path)
+    assert (tmp_path / "cumem_sleep" / "commit.txt").read_text() == "0f" * 20 + "\n"
     readme = (tmp_path / "README.md").read_text()
     links = re.findall(r"\]\(([^)\s]+)\)", readme)
     assert links
@@ -130,7 +132,7 @@ def test_a_release_has_absolute_links_and_urls(prepare_release: types.ModuleType
 def test_a_release_of_another_version_is_refused(prepare_release: types.ModuleType, tmp_path: pathlib.Path) -> None:
     (tmp_path / "pyproject.toml").write_text(PROJECT)
     with pytest.raises(SystemExit, match=r"v999: pyproject\.toml says version"):
-        prepare_release.main("https://github.com/someone/something", "v999", tmp_path)
+        prepare_release.main("https://github.com/someone/something", "v999", "0f" * 20, tmp_path)
     assert (tmp_path / "pyproject.toml").read_text() == PROJECT
 
 

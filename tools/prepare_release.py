@@ -1,9 +1,9 @@
-"""Makes a checkout ready to be packaged: its repository and its tag are known only then.
+"""Makes a checkout ready to be packaged: its repository, its tag and its commit are known only then.
 
-python tools/prepare_release.py https://github.com/OWNER/NAME v1.2.3
+python tools/prepare_release.py https://github.com/OWNER/NAME v1.2.3 COMMIT
 
 Links and images of README.md become absolute, so that a package page shows them too; pyproject.toml gets the project's
-URLs. The tag has to be the version.
+URLs, and the package the commit. The tag has to be the version.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def with_urls(project: str, repository: str, tag: str) -> str:
     return project.replace("\n[project.scripts]", f"\n[project.urls]\n{table}\n[project.scripts]")
 
 
-def main(repository: str, tag: str, root: Path = Path()) -> None:
-    """Rewrite both files below `root`."""
+def main(repository: str, tag: str, commit: str, root: Path = Path()) -> None:
+    """Rewrite these three files below `root`."""
     readme, project = root / "README.md", root / "pyproject.toml"
     text = project.read_text()
     version = re.search(r'^version = "(.+)"$', text, re.MULTILINE)
@@ -40,7 +40,8 @@ def main(repository: str, tag: str, root: Path = Path()) -> None:
         raise SystemExit(f"{tag}: pyproject.toml says version {version and version[1]}")
     readme.write_text(absolute(readme.read_text(), repository, tag))
     project.write_text(with_urls(text, repository, tag))
+    (root / "cumem_sleep" / "commit.txt").write_text(f"{commit}\n")  # the build would call it changed
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:3])
+    main(*sys.argv[1:4])

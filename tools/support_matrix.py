@@ -168,7 +168,9 @@ WITH_VLLM = (
         Tested("vllm/test_random_gate.py", "test_nothing_runs_on_memory_that_is_not_there"),
     ),
     WithVllm(
-        "no development mode", test=Tested("vllm/test_served_controls.py", "test_it_sleeps_without_development_mode")
+        "no development mode",
+        (Ran("serve_models.json"),),
+        Tested("vllm/test_served_controls.py", "test_it_sleeps_without_development_mode"),
     ),
     WithVllm("idle sleep", test=Tested("vllm/test_idle_episodes.py", "test_it_sleeps_in_time_and_under_no_request")),
     WithVllm("`cumem-sleep serve`", (Ran("serve_models.json"),)),

@@ -27,7 +27,6 @@ RULES = DEPLOY / "prometheus" / "cumem-sleep.rules.yml"
 TESTS = Path(__file__).parent / "rules_tests.yml"
 DASHBOARD = json.loads((DEPLOY / "grafana" / "cumem-sleep.json").read_text())
 AT = r"http://(127.0.0.1:\d+)"
-SAID_BY_NOBODY_HERE = ("cumem_sleep_vault_files_written_bytes_total",)
 QUERIES = [(panel["title"], each["expr"]) for panel in DASHBOARD["panels"] for each in panel.get("targets", ())]
 
 
@@ -142,8 +141,7 @@ def test_each_query_of_the_dashboard_finds_something(prometheus: Prometheus) -> 
     for title, expression in QUERIES:
         query = re.sub(r"\$(?:front|model|vault|engine)\b", ".*", expression.replace("$__rate_interval", "1m"))
         assert "$" not in query
-        found = prometheus.ask("query", query=query) if SAID_BY_NOBODY_HERE[0] in query else prometheus.result(query)
-        assert found, (title, query)
+        assert prometheus.result(query), (title, query)
 
 
 def test_each_variable_of_the_dashboard_has_values(prometheus: Prometheus) -> None:

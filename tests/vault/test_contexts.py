@@ -58,8 +58,9 @@ def test_the_first_client_of_a_gpu_keeps_nobody_else_waiting(start_vault: StartV
         ended = []
 
         def back_up_on_the_second_gpu(client):
-            Segment(client, allocator.malloc(PAGE, "weights", 1), PAGE, 1).back_up()
-            ended.append(client)
+            with contextlib.suppress(VaultError):  # of the one that has gone, if it looks again before the end
+                Segment(client, allocator.malloc(PAGE, "weights", 1), PAGE, 1).back_up()
+                ended.append(client)
 
         def is_copying(name):
             return any(each["lent_bytes"] for each in first.status()["clients"] if each["name"] == name)
@@ -81,4 +82,4 @@ def test_the_first_client_of_a_gpu_keeps_nobody_else_waiting(start_vault: StartV
         assert not ended
         os._exit(0)
         """
-    assert_clean_exit(run_script("import os, pathlib, sys, threading", script, **TWO_GPUS))
+    assert_clean_exit(run_script("import contextlib, os, pathlib, sys, threading", script, **TWO_GPUS))

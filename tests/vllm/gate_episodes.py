@@ -660,7 +660,7 @@ async def run(seeds: Callable[[], int | None], servers: int, report: Callable[[s
                     events = "\n".join(f"    {line}" for line in sorted(episode.log))
                     report(f"seed {seed}:\n" + "\n".join(f"  FOUND {each}" for each in found) + f"\n{plan}\n{events}\n")
                 codes += episode.codes
-            if not bad and not await _sees(world):
+            if not bad and servers == 1 and not await _sees(world):
                 report("the oracle is blind: it finds nothing without the gate, either")
                 bad = 1
     report(f"{number} episodes, {bad} with findings; {dict(sorted(codes.items()))}")

@@ -25,7 +25,7 @@ def test_nothing_runs_on_memory_that_is_not_there(
     if tuple(map(int, importlib.metadata.version("vllm").split(".")[:2])) < (0, 18):
         pytest.skip("the episodes need sleep modes, which vLLM has from 0.18 on")
     program = pathlib.Path(__file__).with_name("gate_episodes.py")
-    options = ["--servers", str(servers), "--seconds", os.environ.get("CUMEM_SLEEP_TEST_GATE_SECONDS", "20")]
+    options = ["--servers", str(servers), "--seconds", os.environ.get("CUMEM_SLEEP_TEST_GATE_SECONDS", "10")]
     options += ["--seed", os.environ.get("CUMEM_SLEEP_TEST_GATE_SEED", "300")]
     log = tmp_path / "episodes.txt"
     episodes = ready_process.run(program, *options, log=log)

@@ -16,12 +16,14 @@ LINK = "#D55E00"
 
 _BY_LABEL = {
     "cumem-sleep, level 2": OURS_LEVEL_2,
+    "cumem-sleep, compressed": OURS_LEVEL_2,
     "cumem-sleep, the vault": OURS_VAULT,
     "cumem-sleep": OURS,
     "vLLM": VLLM,
     "torch_memory_saver, backups retained": TORCH_MEMORY_SAVER_RETAINED,
     "torch_memory_saver": TORCH_MEMORY_SAVER,
     "restart": RESTART,
+    "the links alone": LINK,
 }
 
 

@@ -113,7 +113,7 @@ def cluster_pods(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     for name in ("vault", "front"):
         pod = as_podman_knows(name, folder / "socket")
         (folder / f"{name}.yaml").write_text(yaml.safe_dump_all([*played, pod]))
-    podman("secret", "create", "cumem-sleep", folder / "secret.json")
+    podman("secret", "create", "keys", folder / "secret.json")
     try:
         prepare_socket_folder(folder / "socket")
         for name in ("vault", "front"):
@@ -122,7 +122,7 @@ def cluster_pods(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         print(*(podman("logs", f"{name}-{name}") for name in ("vault", "front")))
     finally:
         podman("pod", "rm", "--force", "--all", "--time=3")
-        podman("secret", "rm", "cumem-sleep")
+        podman("secret", "rm", "keys")
 
 
 @pytest.mark.usefixtures("cluster_pods")
