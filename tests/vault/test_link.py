@@ -31,6 +31,8 @@ pytestmark = pytest.mark.sim
 class Streams:
     """Stands in for the driver: copies end when the test says so."""
 
+    device = 0
+
     def __init__(self) -> None:
         self.started: list[int] = []
         self.may_end = threading.Semaphore(0)
