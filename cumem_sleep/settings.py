@@ -501,7 +501,7 @@ _OTHERS: dict[Reader, tuple[tuple[str, str, str], ...]] = {
             "`1`: ranks fail at every position of every driver call, and are killed at every step.",
         ),
         ("TEST_VAULT_KILLS", "`6`", "How often a vault at work is killed."),
-        ("TEST_GATE_SECONDS", "`20`", "How long new random episodes at the gate are started, in seconds."),
+        ("TEST_GATE_SECONDS", "`10`", "How long new random episodes at the gate are started, in seconds."),
         ("TEST_GATE_SEED", "`300`", "The number of the first of them."),
     ),
 }
