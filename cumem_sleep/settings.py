@@ -502,7 +502,7 @@ _OTHERS: dict[Reader, tuple[tuple[str, str, str], ...]] = {
         ),
         ("TEST_SWITCHES", "`150`", "How often models take turns in a vault that spills, while everything fails."),
         ("TEST_VAULT_KILLS", "`6`", "How often a vault at work is killed."),
-        ("TEST_GATE_SECONDS", "`20`", "How long new random episodes at the gate are started, in seconds."),
+        ("TEST_GATE_SECONDS", "`10`", "How long new random episodes at the gate are started, in seconds."),
         ("TEST_GATE_SEED", "`300`", "The number of the first of them."),
     ),
 }

@@ -15,6 +15,7 @@ from environment import skip_unless_vllm
 from ready_process import ReadyProcess
 
 skip_unless_vllm()
+SECONDS = "1"  # one episode begins, and lasts longer
 
 
 @pytest.mark.timeout(900)
@@ -27,7 +28,7 @@ def test_it_sleeps_in_time_and_under_no_request(
         pytest.skip("`WatchedWorker` is for vLLM from 0.18 on")
     program, log = pathlib.Path(__file__).with_name("idle_episodes.py"), tmp_path / "episodes.txt"
     options = ["--servers", str(servers), "--engines", str(engines)]
-    options += ["--seconds", os.environ.get("CUMEM_SLEEP_TEST_GATE_SECONDS", "1")]
+    options += ["--seconds", os.environ.get("CUMEM_SLEEP_TEST_GATE_SECONDS", SECONDS)]
     options += ["--seed", os.environ.get("CUMEM_SLEEP_TEST_GATE_SEED", str(seed))]
     episodes = ready_process.run(program, *options, log=log)
     try:
