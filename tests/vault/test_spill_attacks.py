@@ -1,0 +1,41 @@
+"""Who spills is attacked: what came late, who takes no messages, what nobody may lose, and what comes back."""
+
+from __future__ import annotations
+
+import pytest
+from running import RunningVault
+from test_spill import Sleeper, sleepers, spill, spilling
+
+from cumem_sleep.vault import moves
+
+__all__ = ["sleepers", "spill", "spilling"]
+pytestmark = [pytest.mark.sim]
+
+
+def take_all(vault: RunningVault, gpu: str) -> None:
+    """Of its memory, for a moment: all that sleeps has to go to files."""
+    other = vault.client("takes all")
+    other.reserve(gpu, [vault.status()["memory_bytes"]])
+    other.close()
+
+
+def test_who_hears_of_a_file_has_it_at_once(
+    spilling: RunningVault, sleepers: list[Sleeper], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The vault moves it while its owner looks."""
+    first = sleepers[0]
+    first.sleep()
+    real, reads = moves.MoveReader.read, []
+
+    def late(reader: moves.MoveReader) -> list[moves.Move]:
+        if not reads:
+            reads.append(reader)
+            take_all(spilling, first.gpu)
+        return real(reader)
+
+    monkeypatch.setattr(moves.MoveReader, "read", late)
+    first.client.hear()
+    assert first.backup is not None
+    places = {extent.slab for extent in first.backup.extents}
+    assert min(places) > 1 << 40, "it has heard of the move"
+    assert places <= first.client.slabs.by_number.keys()
