@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import mmap
+import os
+import pathlib
+
 import pytest
 from running import RunningVault
 from test_spill import Sleeper, sleepers, spill, spilling
 
 from cumem_sleep.vault import moves
+from cumem_sleep.vault.files import SpillFiles, SpillFolder
+from cumem_sleep.vault.ledger import FILES, SlabRange
 
 __all__ = ["sleepers", "spill", "spilling"]
 pytestmark = [pytest.mark.sim]
@@ -39,3 +45,17 @@ def test_who_hears_of_a_file_has_it_at_once(
     places = {extent.slab for extent in first.backup.extents}
     assert min(places) > 1 << 40, "it has heard of the move"
     assert places <= first.client.slabs.by_number.keys()
+
+
+def test_what_is_free_in_files_takes_no_space_while_owners_have_them_open(spill: pathlib.Path) -> None:
+    made = SpillFiles(SpillFolder(spill), 1 << 20)
+    extents = [SlabRange(FILES, 0, 1 << 20)]
+    made.take(extents)
+    ((file, offset, nbytes),) = made.parts(extents)
+    file.allocate(offset, nbytes)
+    file.write(memoryview(mmap.mmap(-1, nbytes)), offset)
+    owners = os.dup(file.read_only)
+    made.freed(extents)
+    made.close()
+    assert os.fstat(owners).st_blocks == 0
+    os.close(owners)
