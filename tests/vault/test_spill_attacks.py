@@ -59,3 +59,14 @@ def test_what_is_free_in_files_takes_no_space_while_owners_have_them_open(spill:
     made.close()
     assert os.fstat(owners).st_blocks == 0
     os.close(owners)
+
+
+def test_who_takes_no_messages_keeps_nobody_from_spilling(spilling: RunningVault, sleepers: list[Sleeper]) -> None:
+    first, second, third = sleepers[:3]
+    first.sleep()
+    for number in range(1000):  # whose answers are more than its socket takes
+        first.client._channel.send({"id": (1 << 40) + number, "do": "status"})
+    second.sleep()
+    third.sleep()
+    third.wake()
+    second.wake()
