@@ -264,8 +264,8 @@ class VaultClient:
     @_in_turn
     def hear(self) -> None:
         """Of backups that lie elsewhere by now: before this process reads them by itself, and once more afterwards."""
-        self._take_in_all()
         self.slabs.hear()
+        self._take_in_all()  # descriptors of the files that it has just heard of came before
 
     def _take_in_all(self) -> None:
         """What has come. Descriptors come one by one."""

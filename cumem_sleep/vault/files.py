@@ -128,7 +128,7 @@ class SpillFile:
         read_into(self._descriptor, content, offset, self._folder.path)
 
     def close(self) -> None:
-        """Give its space back, as soon as no owner has it open."""
+        """It is not needed any more, and nothing is left in it."""
         close_all([self._descriptor, self.read_only])
         self._descriptor = self.read_only = -1
 
@@ -168,9 +168,8 @@ class SpillFiles:
             if self._is_closed:  # owners may read on
                 return
             self._used[at] -= nbytes
-            if self._used[at]:
-                self.worker.submit(self._files[at].free, offset, nbytes)
-            else:
+            self.worker.submit(self._files[at].free, offset, nbytes)  # of what is closed, too: owners may have it open
+            if not self._used[at]:
                 self.worker.submit(self._files.pop(at).close)
 
     def close(self) -> None:

@@ -129,7 +129,7 @@ class Service:
                 plan,
                 ring_bytes,
                 post,
-                may_tell=lambda entry: all(owner.is_served for owner in self._owners_of(entry)),
+                may_tell=lambda entry: all(owner.may_be_told for owner in self._owners_of(entry)),
                 tell=self._tell_of_files,
                 changed=self.serve_waiting,
             )

@@ -72,6 +72,11 @@ class Session:
         """Whether it is there, and was not cut off."""
         return self.channel.fileno() >= 0 and not self.is_cut_off
 
+    @property
+    def may_be_told(self) -> bool:
+        """Whether it can hear now that something has moved to files."""
+        return self.is_served and self.moves is not None and not self.channel.unsent_bytes
+
     def send(self, body: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
         """Say it, if there is still somebody. That the connection has ended is found by who reads it."""
         if not self.is_served:
