@@ -28,7 +28,11 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--out", type=Path, required=True, help="where the raw result goes (JSON)")
-    add("--layers", default=",".join(LAYERS), help="which, separated by commas (default: %(default)s)")
+    add(
+        "--layers",
+        default=",".join(name for name in LAYERS if not name.endswith("-disk")),
+        help="which, separated by commas (default: %(default)s)",
+    )
     add("--decoder-layers", type=int, default=64, help="of the 32B model (default: %(default)s)")
     add("--scale", type=int, default=1, help="divide every tensor's size and the KV cache's by this")
     add("--processes", type=int, default=3, help="first sleeps per layer, at most (default: %(default)s)")
