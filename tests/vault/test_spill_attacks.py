@@ -8,7 +8,7 @@ import pathlib
 
 import pytest
 from running import RunningVault
-from test_spill import Sleeper, sleepers, spill, spilling
+from test_spill import SpillingSleeper, sleepers, spill, spilling
 
 from cumem_sleep.vault import moves
 from cumem_sleep.vault.files import SpillFiles, SpillFolder
@@ -26,7 +26,7 @@ def take_all(vault: RunningVault, gpu: str) -> None:
 
 
 def test_who_hears_of_a_file_has_it_at_once(
-    spilling: RunningVault, sleepers: list[Sleeper], monkeypatch: pytest.MonkeyPatch
+    spilling: RunningVault, sleepers: list[SpillingSleeper], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The vault moves it while its owner looks."""
     first = sleepers[0]
@@ -61,7 +61,7 @@ def test_what_is_free_in_files_takes_no_space_while_owners_have_them_open(spill:
     os.close(owners)
 
 
-def test_who_takes_no_messages_keeps_nobody_from_spilling(spilling: RunningVault, sleepers: list[Sleeper]) -> None:
+def test_who_takes_no_messages_keeps_nobody_from_spilling(spilling: RunningVault, sleepers: list[SpillingSleeper]) -> None:
     first, second, third = sleepers[:3]
     first.sleep()
     for number in range(1000):  # whose answers are more than its socket takes
