@@ -8,6 +8,7 @@ import pathlib
 
 import pytest
 from running import RunningVault
+from test_failures import descriptors_left
 from test_spill import Sleeper, sleepers, spill, spilling
 
 from cumem_sleep.vault import moves
@@ -18,10 +19,11 @@ __all__ = ["sleepers", "spill", "spilling"]
 pytestmark = [pytest.mark.sim]
 
 
-def take_all(vault: RunningVault, gpu: str) -> None:
-    """Of its memory, for a moment: all that sleeps has to go to files."""
-    other = vault.client("takes all")
-    other.reserve(gpu, [vault.status()["memory_bytes"]])
+def take_memory(vault: RunningVault, nbytes: int = 0) -> None:
+    """For a moment, so that what sleeps has to go to files; all of it by default."""
+    other = vault.client("takes memory")
+    status = vault.status()
+    other.reserve(status["gpus"][0]["uuid"], [nbytes or status["memory_bytes"]])
     other.close()
 
 
@@ -36,7 +38,7 @@ def test_who_hears_of_a_file_has_it_at_once(
     def late(reader: moves.MoveReader) -> list[moves.Move]:
         if not reads:
             reads.append(reader)
-            take_all(spilling, first.gpu)
+            take_memory(spilling)
         return real(reader)
 
     monkeypatch.setattr(moves.MoveReader, "read", late)
@@ -70,3 +72,19 @@ def test_who_takes_no_messages_keeps_nobody_from_spilling(spilling: RunningVault
     third.sleep()
     third.wake()
     second.wake()
+
+
+def test_a_descriptor_that_could_not_be_taken_twice_is_sent_again(
+    spilling: RunningVault, sleepers: list[Sleeper]
+) -> None:
+    first = sleepers[0]
+    first.sleep()
+    take_memory(spilling)
+    with descriptors_left(os.getpid(), 0):
+        first.client.hear()
+    first.client._closed_slabs += first.client.slabs.close_unused()
+    with descriptors_left(os.getpid(), 0):
+        first.client.release([])
+    first.client.release([])
+    spilling.kill()
+    first.read_itself()
