@@ -5,12 +5,18 @@ from __future__ import annotations
 import mmap
 import os
 import pathlib
+from collections.abc import Callable
+from contextlib import suppress
 
 import pytest
 from running import RunningVault
+from support import Memory
 from test_failures import descriptors_left
-from test_spill import Sleeper, sleepers, spill, spilling
+from test_sleeping import leave
+from test_spill import SIZE, Sleeper, sleepers, spill, spilling
 
+from cumem_sleep import CuMemAllocator
+from cumem_sleep.errors import VaultLost
 from cumem_sleep.vault import moves
 from cumem_sleep.vault.files import SpillFiles, SpillFolder
 from cumem_sleep.vault.ledger import FILES, SlabRange
@@ -88,3 +94,31 @@ def test_a_descriptor_that_could_not_be_taken_twice_is_sent_again(
     first.client.release([])
     spilling.kill()
     first.read_itself()
+
+
+def test_a_file_that_an_owner_has_no_descriptor_of_is_not_shown_to_another_vault(
+    spilling: RunningVault,
+    make_allocator: Callable[..., CuMemAllocator],
+    memory: Memory,
+    start_vault: Callable[..., RunningVault],
+) -> None:
+    """Only what lies there cannot be woken."""
+    allocator = make_allocator(vault=str(spilling.socket))
+    addresses = {tag: allocator.malloc(SIZE, tag) for tag in ("weights", "kv_cache")}
+    contents = {tag: memory.fill_random(address, SIZE) for tag, address in addresses.items()}
+    allocator.sleep(list(addresses))
+    take_memory(spilling, SIZE)
+    with descriptors_left(os.getpid(), 0):
+        allocator.usage()
+    spilling.kill()
+    start_vault("72MiB", "--slab-size", "16MiB").wait_until_ready()
+    woken = []
+    for tag in addresses:
+        with suppress(VaultLost):
+            allocator.wake_up(tag)
+            woken.append(tag)
+    (tag,) = woken
+    assert memory.read(addresses[tag], SIZE) == contents[tag]
+    for address in addresses.values():
+        allocator.free(address)
+    leave()
