@@ -9,11 +9,13 @@ from collections.abc import Callable
 from contextlib import suppress
 
 import pytest
+from disk_faults import Faults
 from running import RunningVault
 from support import Memory
 from test_failures import descriptors_left
 from test_sleeping import leave
 from test_spill import SIZE, Sleeper, sleepers, spill, spilling
+from test_storm import Vaults
 
 from cumem_sleep import CuMemAllocator
 from cumem_sleep.errors import VaultLost
@@ -122,3 +124,23 @@ def test_a_file_that_an_owner_has_no_descriptor_of_is_not_shown_to_another_vault
     for address in addresses.values():
         allocator.free(address)
     leave()
+
+
+def test_who_needs_the_memory_of_what_is_being_read_ahead_waits_for_it(
+    folder: pathlib.Path, spill: pathlib.Path, allocator: CuMemAllocator, memory: Memory
+) -> None:
+    faults = Faults(folder / "disk")
+    options = ("--spill", str(spill), "--spill-size", "256MiB")
+    vault = Vaults(folder, "72MiB", "16MiB", *options, CUMEM_SLEEP_TEST_DISK=str(folder / "disk"))
+    sleeper = Sleeper(vault, allocator, memory, "model")
+    sleeper.sleep()
+    nbytes = vault.status()["memory_bytes"]
+    other = vault.client("other")
+    other.release(other.reserve(sleeper.gpu, [nbytes]))
+    faults.throttle("read", 16)
+    assert sleeper.client.read_ahead() >= SIZE
+    other.release(other.reserve(sleeper.gpu, [nbytes]))
+    sleeper.wake()
+    sleeper.close()
+    other.close()
+    vault.close()
