@@ -301,9 +301,11 @@ class Spiller:
         self._ahead = ThreadPoolExecutor(1, "vault-read-ahead")
 
     def begin(self, node: int, device: int) -> None:
-        """Take the ring. Raises OutOfHostMemory."""
+        """Take the ring, and threads. Raises OutOfHostMemory; RuntimeError: they cannot be started."""
         self._ring = memory.take(self.ring_bytes, node, device, _AT_ONCE, lambda _: None)
         self._reader = RingReader(self._ring.block)
+        for threads in (self._ahead, self._files.worker):
+            threads.submit(int)  # have them now: when none can be started, who spills would wait for ever
 
     def close(self) -> None:
         """Wait for what is being written; nobody hears of it any more. No copy from the ring is in flight."""

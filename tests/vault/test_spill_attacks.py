@@ -5,8 +5,11 @@ from __future__ import annotations
 import mmap
 import os
 import pathlib
+import threading
 from collections.abc import Callable
 from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from disk_faults import Faults
@@ -21,7 +24,8 @@ from cumem_sleep import CuMemAllocator
 from cumem_sleep.errors import VaultLost
 from cumem_sleep.vault import moves
 from cumem_sleep.vault.files import SpillFiles, SpillFolder
-from cumem_sleep.vault.ledger import FILES, SlabRange
+from cumem_sleep.vault.ledger import FILES, Ledger, SlabRange
+from cumem_sleep.vault.spill import Spiller, SpillPlan
 
 __all__ = ["sleepers", "spill", "spilling"]
 pytestmark = [pytest.mark.sim]
@@ -144,3 +148,22 @@ def test_who_needs_the_memory_of_what_is_being_read_ahead_waits_for_it(
     sleeper.close()
     other.close()
     vault.close()
+
+
+def test_when_no_thread_can_be_started_those_who_spill_have_theirs(
+    spill: pathlib.Path, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise what has begun never ends, and its memory never comes back."""
+    allocator.free(allocator.malloc(SIZE))  # with the driver
+    plan, pool = SpillPlan(spill, 1 << 20), cast(Any, SimpleNamespace(ledger=Ledger(lambda _: None)))
+    made = SpillFiles(SpillFolder(spill), plan.nbytes)
+    spiller = Spiller(pool, made, plan, 2 << 20, print, bool, print, print)
+    spiller.begin(-1, 0)
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert made.worker.submit(int).result() == 0
+    assert spiller._ahead.submit(int).result() == 0
+    spiller.close()
