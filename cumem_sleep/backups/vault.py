@@ -72,8 +72,9 @@ class VaultExtent:
 
     @property
     def is_in_files(self) -> bool:
-        """No other vault adopts these: this process reads them when the vault has ended."""
-        return any(extent.slab in self.slabs.folders for extent in self.backup.extents)
+        """No other vault adopts these: this process reads them when the vault has ended, if it has all descriptors."""
+        memory = self.slabs.by_number.keys() - self.slabs.folders.keys()
+        return any(extent.slab not in memory for extent in self.backup.extents)
 
     def descriptor(self, slab: int) -> int:
         """Of that slab, for reading. Raises VaultLost: this process could open no more files when it was sent."""

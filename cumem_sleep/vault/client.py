@@ -436,13 +436,11 @@ class VaultClient:
         self._closed_slabs += self.slabs.close_unused()
         with suppress(VaultLost):
             self._wait_until(lambda: not any(self._given_up.values()))  # these may have handed out more
-            while self._unclaimed or self._closed_slabs:
-                numbers, heard = (
-                    self._unclaimed[: protocol.MAX_BACKUPS],
-                    self.slabs.moves[-1].position if self.slabs.moves else 0,
-                )
-                self._ask("release", numbers=numbers, slabs=self._closed_slabs, heard=heard)
-                self._unclaimed, self._closed_slabs = self._unclaimed[protocol.MAX_BACKUPS :], []
+            closed, self._closed_slabs = self._closed_slabs, []  # what is lost again meanwhile, is asked for next time
+            while self._unclaimed or closed:
+                heard = self.slabs.moves[-1].position if self.slabs.moves else 0
+                self._ask("release", numbers=self._unclaimed[: protocol.MAX_BACKUPS], slabs=closed, heard=heard)
+                self._unclaimed, closed = self._unclaimed[protocol.MAX_BACKUPS :], []
 
     @_in_turn
     def show(self, gpu: str, shown: Sequence[Shown]) -> list[VaultBackup]:

@@ -296,14 +296,17 @@ class Spiller:
         self.failure, self._try_again = "", 0.0
         self._ring: memory.Slab | None = None
         self._batch: _Batch | None = None
-        self._is_closed = self._is_reading_ahead = False
+        self._is_closed = False
+        self._ahead_bytes = 0  # of what is being read ahead
         self._wanted: deque[Entry] = deque()  # to be read ahead
         self._ahead = ThreadPoolExecutor(1, "vault-read-ahead")
 
     def begin(self, node: int, device: int) -> None:
-        """Take the ring. Raises OutOfHostMemory."""
+        """Take the ring, and threads. Raises OutOfHostMemory; RuntimeError: they cannot be started."""
         self._ring = memory.take(self.ring_bytes, node, device, _AT_ONCE, lambda _: None)
         self._reader = RingReader(self._ring.block)
+        for threads in (self._ahead, self._files.worker):
+            threads.submit(int)  # have them now: when none can be started, who spills would wait for ever
 
     def close(self) -> None:
         """Wait for what is being written; nobody hears of it any more. No copy from the ring is in flight."""
@@ -349,25 +352,25 @@ class Spiller:
 
     def _read_next(self) -> None:
         """One after the other, so that little memory is in nobody's hands."""
-        while self._wanted and not self._is_reading_ahead and not self._pool.is_stopped:
+        while self._wanted and not self._ahead_bytes and not self._pool.is_stopped:
             entry = self._wanted.popleft()
             if entry.holds and (extents := self._ledger.begin_read_ahead(entry, -1)):
                 self._begin_read(entry, extents)
 
     def _begin_read(self, entry: Entry, extents: list[SlabRange]) -> None:
-        self._is_reading_ahead = True
+        self._ahead_bytes = entry.taken_bytes
         future = self._ahead.submit(_read_ahead, list(self._requests(entry, extents)), self._is_reading)
         future.add_done_callback(lambda future: self._post(partial(self._was_read, entry, extents, future)))
 
     def _was_read(self, entry: Entry, extents: list[SlabRange], future: Future[None]) -> None:
-        self._is_reading_ahead = False
+        self._ahead_bytes = 0
         if self._is_closed:
             return
         self._ledger.end_read_ahead(entry, extents, is_read=future.exception() is None)
         if future.exception() is not None:  # who wakes reads it again, and hears why that fails
             self._wanted.clear()
+        self._changed()  # who waits for memory goes first
         self._read_next()
-        self._changed()
 
     # Writing
 
@@ -375,7 +378,7 @@ class Spiller:
         """Begin to spill, if that is not under way; returns whether so much more can be dropped from memory then."""
         if self._batch is not None:
             self._batch.is_awaited = True
-        missing = nbytes - self.writing_bytes
+        missing = nbytes - self.writing_bytes - self._ahead_bytes
         if missing <= 0:
             return True
         if self._pool.is_stopped or time.monotonic() < self._try_again:

@@ -5,23 +5,41 @@ from __future__ import annotations
 import mmap
 import os
 import pathlib
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+from disk_faults import Faults
 from running import RunningVault
+<<<<<<< HEAD
 from test_spill import SpillingSleeper, sleepers, spill, spilling
+=======
+from support import Memory
+from test_failures import descriptors_left
+from test_sleeping import leave
+from test_spill import SIZE, Sleeper, sleepers, spill, spilling
+from test_storm import Vaults
+>>>>>>> brk
 
+from cumem_sleep import CuMemAllocator
+from cumem_sleep.errors import VaultLost
 from cumem_sleep.vault import moves
 from cumem_sleep.vault.files import SpillFiles, SpillFolder
-from cumem_sleep.vault.ledger import FILES, SlabRange
+from cumem_sleep.vault.ledger import FILES, Ledger, SlabRange
+from cumem_sleep.vault.spill import Spiller, SpillPlan
 
 __all__ = ["sleepers", "spill", "spilling"]
 pytestmark = [pytest.mark.sim]
 
 
-def take_all(vault: RunningVault, gpu: str) -> None:
-    """Of its memory, for a moment: all that sleeps has to go to files."""
-    other = vault.client("takes all")
-    other.reserve(gpu, [vault.status()["memory_bytes"]])
+def take_memory(vault: RunningVault, nbytes: int = 0) -> None:
+    """For a moment, so that what sleeps has to go to files; all of it by default."""
+    other = vault.client("takes memory")
+    status = vault.status()
+    other.reserve(status["gpus"][0]["uuid"], [nbytes or status["memory_bytes"]])
     other.close()
 
 
@@ -36,7 +54,7 @@ def test_who_hears_of_a_file_has_it_at_once(
     def late(reader: moves.MoveReader) -> list[moves.Move]:
         if not reads:
             reads.append(reader)
-            take_all(spilling, first.gpu)
+            take_memory(spilling)
         return real(reader)
 
     monkeypatch.setattr(moves.MoveReader, "read", late)
@@ -70,3 +88,86 @@ def test_who_takes_no_messages_keeps_nobody_from_spilling(spilling: RunningVault
     third.sleep()
     third.wake()
     second.wake()
+
+
+def test_a_descriptor_that_could_not_be_taken_twice_is_sent_again(
+    spilling: RunningVault, sleepers: list[Sleeper]
+) -> None:
+    first = sleepers[0]
+    first.sleep()
+    take_memory(spilling)
+    with descriptors_left(os.getpid(), 0):
+        first.client.hear()
+    first.client._closed_slabs += first.client.slabs.close_unused()
+    with descriptors_left(os.getpid(), 0):
+        first.client.release([])
+    first.client.release([])
+    spilling.kill()
+    first.read_itself()
+
+
+def test_a_file_that_an_owner_has_no_descriptor_of_is_not_shown_to_another_vault(
+    spilling: RunningVault,
+    make_allocator: Callable[..., CuMemAllocator],
+    memory: Memory,
+    start_vault: Callable[..., RunningVault],
+) -> None:
+    """Only what lies there cannot be woken."""
+    allocator = make_allocator(vault=str(spilling.socket))
+    addresses = {tag: allocator.malloc(SIZE, tag) for tag in ("weights", "kv_cache")}
+    contents = {tag: memory.fill_random(address, SIZE) for tag, address in addresses.items()}
+    allocator.sleep(list(addresses))
+    take_memory(spilling, SIZE)
+    with descriptors_left(os.getpid(), 0):
+        allocator.usage()
+    spilling.kill()
+    start_vault("72MiB", "--slab-size", "16MiB").wait_until_ready()
+    woken = []
+    for tag in addresses:
+        with suppress(VaultLost):
+            allocator.wake_up(tag)
+            woken.append(tag)
+    (tag,) = woken
+    assert memory.read(addresses[tag], SIZE) == contents[tag]
+    for address in addresses.values():
+        allocator.free(address)
+    leave()
+
+
+def test_who_needs_the_memory_of_what_is_being_read_ahead_waits_for_it(
+    folder: pathlib.Path, spill: pathlib.Path, allocator: CuMemAllocator, memory: Memory
+) -> None:
+    faults = Faults(folder / "disk")
+    options = ("--spill", str(spill), "--spill-size", "256MiB")
+    vault = Vaults(folder, "72MiB", "16MiB", *options, CUMEM_SLEEP_TEST_DISK=str(folder / "disk"))
+    sleeper = Sleeper(vault, allocator, memory, "model")
+    sleeper.sleep()
+    nbytes = vault.status()["memory_bytes"]
+    other = vault.client("other")
+    other.release(other.reserve(sleeper.gpu, [nbytes]))
+    faults.throttle("read", 16)
+    assert sleeper.client.read_ahead() >= SIZE
+    other.release(other.reserve(sleeper.gpu, [nbytes]))
+    sleeper.wake()
+    sleeper.close()
+    other.close()
+    vault.close()
+
+
+def test_when_no_thread_can_be_started_those_who_spill_have_theirs(
+    spill: pathlib.Path, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise what has begun never ends, and its memory never comes back."""
+    allocator.free(allocator.malloc(SIZE))  # with the driver
+    plan, pool = SpillPlan(spill, 1 << 20), cast(Any, SimpleNamespace(ledger=Ledger(lambda _: None)))
+    made = SpillFiles(SpillFolder(spill), plan.nbytes)
+    spiller = Spiller(pool, made, plan, 2 << 20, print, bool, print, print)
+    spiller.begin(-1, 0)
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert made.worker.submit(int).result() == 0
+    assert spiller._ahead.submit(int).result() == 0
+    spiller.close()
