@@ -14,15 +14,11 @@ from typing import Any, cast
 import pytest
 from disk_faults import Faults
 from running import RunningVault
-<<<<<<< HEAD
-from test_spill import SpillingSleeper, sleepers, spill, spilling
-=======
 from support import Memory
 from test_failures import descriptors_left
 from test_sleeping import leave
-from test_spill import SIZE, Sleeper, sleepers, spill, spilling
+from test_spill import SIZE, SpillingSleeper, sleepers, spill, spilling
 from test_storm import Vaults
->>>>>>> brk
 
 from cumem_sleep import CuMemAllocator
 from cumem_sleep.errors import VaultLost
@@ -79,7 +75,9 @@ def test_what_is_free_in_files_takes_no_space_while_owners_have_them_open(spill:
     os.close(owners)
 
 
-def test_who_takes_no_messages_keeps_nobody_from_spilling(spilling: RunningVault, sleepers: list[SpillingSleeper]) -> None:
+def test_who_takes_no_messages_keeps_nobody_from_spilling(
+    spilling: RunningVault, sleepers: list[SpillingSleeper]
+) -> None:
     first, second, third = sleepers[:3]
     first.sleep()
     for number in range(1000):  # whose answers are more than its socket takes
@@ -91,7 +89,7 @@ def test_who_takes_no_messages_keeps_nobody_from_spilling(spilling: RunningVault
 
 
 def test_a_descriptor_that_could_not_be_taken_twice_is_sent_again(
-    spilling: RunningVault, sleepers: list[Sleeper]
+    spilling: RunningVault, sleepers: list[SpillingSleeper]
 ) -> None:
     first = sleepers[0]
     first.sleep()
@@ -140,7 +138,7 @@ def test_who_needs_the_memory_of_what_is_being_read_ahead_waits_for_it(
     faults = Faults(folder / "disk")
     options = ("--spill", str(spill), "--spill-size", "256MiB")
     vault = Vaults(folder, "72MiB", "16MiB", *options, CUMEM_SLEEP_TEST_DISK=str(folder / "disk"))
-    sleeper = Sleeper(vault, allocator, memory, "model")
+    sleeper = SpillingSleeper(vault, allocator, memory, "model")
     sleeper.sleep()
     nbytes = vault.status()["memory_bytes"]
     other = vault.client("other")
