@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from disk_faults import Faults
+from disk_faults import DiskFaults
 from running import RunningVault
 from support import Memory
 from test_failures import descriptors_left
@@ -135,7 +135,7 @@ def test_a_file_that_an_owner_has_no_descriptor_of_is_not_shown_to_another_vault
 def test_who_needs_the_memory_of_what_is_being_read_ahead_waits_for_it(
     folder: pathlib.Path, spill: pathlib.Path, allocator: CuMemAllocator, memory: Memory
 ) -> None:
-    faults = Faults(folder / "disk")
+    faults = DiskFaults(folder / "disk")
     options = ("--spill", str(spill), "--spill-size", "256MiB")
     vault = Vaults(folder, "72MiB", "16MiB", *options, CUMEM_SLEEP_TEST_DISK=str(folder / "disk"))
     sleeper = SpillingSleeper(vault, allocator, memory, "model")
