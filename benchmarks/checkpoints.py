@@ -40,6 +40,7 @@ class Shape:
     vocabulary: int = VOCABULARY
     experts: int = 0
     experts_per_token: int = 0
+    window: int = 0
 
     def shards(self) -> dict[str, Shard]:
         """What each file holds."""
@@ -80,6 +81,7 @@ class Shape:
             "use_cache": True,
             "vocab_size": self.vocabulary,
             **(self._config_of_experts() if self.experts else {}),
+            **(self._config_of_windows() if self.window else {}),
         }
 
     def _config_of_experts(self) -> dict[str, Any]:
@@ -92,6 +94,19 @@ class Shape:
             "num_experts_per_tok": self.experts_per_token,
             "output_router_logits": False,
             "router_aux_loss_coef": 0.001,
+        }
+
+    def _config_of_windows(self) -> dict[str, Any]:
+        """Gemma 3's: five layers of six attend to a window. For dummy weights, since those of `shards` are Qwen3's."""
+        kinds = ["full_attention" if number % 6 == 5 else "sliding_attention" for number in range(self.layers)]
+        return {
+            "architectures": ["Gemma3ForCausalLM"],
+            "model_type": "gemma3_text",
+            "hidden_activation": "gelu_pytorch_tanh",
+            "layer_types": kinds,
+            "query_pre_attn_scalar": HEAD_DIM,
+            "rope_local_base_freq": 10000.0,
+            "sliding_window": self.window,
         }
 
     def _layer(self, number: int) -> Shard:
@@ -127,6 +142,7 @@ SHAPES = {
     "8B": Shape(4096, 36, 32, 8, 12288),
     "14B": Shape(5120, 40, 40, 8, 17408),
     "32B": Shape(5120, 64, 64, 8, 25600),
+    "windows": Shape(2560, 36, 8, 4, 10240, tied=True, window=1024),  # about Gemma 3 4B's
     "MoE": Shape(1024, 12, 16, 8, 768, tied=True, experts=16, experts_per_token=4),  # no Qwen3's; as small as 0.6B
 }
 

@@ -4,7 +4,9 @@
 
 In each round the prefix is computed once, and asked for again while it is cached; then the model sleeps and wakes at
 level 1, and is asked once more, in turns with the cache kept and not. Each answer's tokens are compared with those of
-the first time. Needs vLLM; the 32B model with 40,000 tokens takes 76 GiB of the GPU and 72 GiB of host memory.
+the first time. At the end the weights are changed between the halves of a wake: then nothing may be found. Needs vLLM;
+the 32B model with 40,000 tokens takes 76 GiB of the GPU and 72 GiB of host memory. `--shape windows` has two kinds of
+layers, each with a KV cache of its own.
 """
 
 from __future__ import annotations
@@ -83,6 +85,7 @@ def one(shape: str, tokens: int, rounds: int, dtype: str, ranks: dict[str, int],
         enable_prefix_caching=True,
         skip_tokenizer_init=True,
         disable_log_stats=True,
+        worker_extension_cls="worker_extension.Extension",
         seed=0,
         **ranks,
     )
@@ -130,7 +133,21 @@ def one(shape: str, tokens: int, rounds: int, dtype: str, ranks: dict[str, int],
             shown = {name: round(value, 3) if isinstance(value, float) else value for name, value in rows[-1].items()}
             print(shown, file=sys.stderr, flush=True)
             longest_s = max(longest_s, time.perf_counter() - round_begun)
-    return {"ours": is_ours, "prefix_bytes": kept, "link_s": link, "rows": rows}
+    changed = None
+    if is_ours:
+        llm.reset_prefix_cache()
+        ask(prompt, 1)
+        llm.sleep(level=1)
+        status = llm.collective_rpc("cumem_sleep_status")
+        llm.wake_up(tags=["weights"])
+        llm.collective_rpc("fill_with_normal_values")
+        llm.wake_up(tags=["kv_cache"])
+        changed = {
+            "kept_bytes": [sum(tag["kept_bytes"] for tag in each["usage"].values()) for each in status],
+            "cached_tokens": ask(prompt, 1)[1],
+        }
+        print({"weights changed while it slept": changed}, file=sys.stderr, flush=True)
+    return {"ours": is_ours, "prefix_bytes": kept, "link_s": link, "rows": rows, "weights_changed": changed}
 
 
 def timed(call: Callable[[], object]) -> float:
