@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import pathlib
@@ -23,9 +24,9 @@ from test_storm import Vaults
 from cumem_sleep import CuMemAllocator
 from cumem_sleep.errors import VaultLost
 from cumem_sleep.vault import moves
-from cumem_sleep.vault.files import SpillFiles, SpillFolder
+from cumem_sleep.vault.files import SpillError, SpillFiles, SpillFolder
 from cumem_sleep.vault.ledger import FILES, Ledger, SlabRange
-from cumem_sleep.vault.spill import Spiller, SpillPlan
+from cumem_sleep.vault.spill import Spiller, SpillPlan, _Batch, _write
 
 __all__ = ["sleepers", "spill", "spilling"]
 pytestmark = [pytest.mark.sim]
@@ -167,3 +168,22 @@ def test_when_no_thread_can_be_started_those_who_spill_have_theirs(
     assert made.worker.submit(int).result() == 0
     assert spiller._ahead.submit(int).result() == 0
     spiller.close()
+
+
+def test_what_the_disk_refuses_after_the_page_cache_took_it_is_not_written(
+    spill: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where requests are not direct: read again, it would be other bytes, and no error."""
+    made = SpillFiles(SpillFolder(spill), 1 << 20)
+    extents = [SlabRange(FILES, 0, 1 << 20)]
+    made.take(extents)
+    parts = list(made.parts(extents))
+    requests = [(file, offset, memoryview(mmap.mmap(-1, nbytes))) for file, offset, nbytes in parts]
+
+    def fail(_: int) -> None:
+        raise OSError(errno.EIO, "injected")
+
+    monkeypatch.setattr(os, "fdatasync", fail)
+    with pytest.raises(SpillError, match="syncing"):
+        _write(_Batch([], is_awaited=True), parts, requests, bool)
+    made.close()
