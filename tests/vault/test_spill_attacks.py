@@ -22,7 +22,7 @@ from test_spill import SIZE, Sleeper, sleepers, spill, spilling
 from test_storm import Vaults
 
 from cumem_sleep import CuMemAllocator
-from cumem_sleep.errors import VaultLost
+from cumem_sleep.errors import VaultError, VaultLost
 from cumem_sleep.vault import moves
 from cumem_sleep.vault.files import SpillError, SpillFiles, SpillFolder
 from cumem_sleep.vault.ledger import FILES, Ledger, SlabRange
@@ -187,3 +187,31 @@ def test_what_the_disk_refuses_after_the_page_cache_took_it_is_not_written(
     with pytest.raises(SpillError, match="syncing"):
         _write(_Batch([], is_awaited=True), parts, requests, bool)
     made.close()
+
+
+def test_bytes_that_come_in_several_parts_are_all_read(
+    spilling: RunningVault,
+    make_allocator: Callable[..., CuMemAllocator],
+    memory: Memory,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The kernel gives 2 GiB at once, and files have larger extents; a disk may fail, too."""
+    allocator = make_allocator(vault=str(spilling.socket))
+    address = allocator.malloc(SIZE, "weights")
+    content = memory.fill_random(address, SIZE)
+    allocator.sleep()
+    take_memory(spilling)
+    real = os.pread
+    monkeypatch.setattr(os, "pread", lambda descriptor, nbytes, offset: real(descriptor, min(nbytes, 1 << 20), offset))
+    assert allocator.read_backup(address, SIZE).tobytes() == content
+
+    def fail(*_: int) -> bytes:
+        raise OSError(errno.EIO, "injected")
+
+    with monkeypatch.context() as failing:
+        failing.setattr(os, "pread", fail)
+        with pytest.raises(VaultError, match="injected"):
+            allocator.read_backup(address, SIZE)
+    allocator.wake_up()
+    allocator.free(address)
+    leave()
