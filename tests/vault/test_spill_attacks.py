@@ -6,6 +6,7 @@ import errno
 import mmap
 import os
 import pathlib
+import socket
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -26,6 +27,9 @@ from cumem_sleep.errors import VaultError, VaultLost
 from cumem_sleep.vault import moves
 from cumem_sleep.vault.files import SpillError, SpillFiles, SpillFolder
 from cumem_sleep.vault.ledger import FILES, Ledger, SlabRange
+from cumem_sleep.vault.protocol import Channel
+from cumem_sleep.vault.service import Service
+from cumem_sleep.vault.session import Session
 from cumem_sleep.vault.spill import Spiller, SpillPlan, _Batch, _write
 
 __all__ = ["sleepers", "spill", "spilling"]
@@ -215,3 +219,19 @@ def test_bytes_that_come_in_several_parts_are_all_read(
     allocator.wake_up()
     allocator.free(address)
     leave()
+
+
+def test_a_descriptor_that_the_kernel_does_not_send_is_not_known_to_its_owner(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So many may be on their way to those who sleep, and so read nothing."""
+    vault, client = socket.socketpair()
+    session = Session(vault, 0, 0.0, print)
+
+    def refuse(_: Channel) -> None:
+        raise OSError(errno.ETOOMANYREFS, "injected")
+
+    monkeypatch.setattr(Channel, "flush", refuse)
+    with pytest.raises(VaultError, match="open no more files"):
+        Service._send_descriptor(cast(Any, None), session, client.fileno(), {"slab": 1 << 40, "bytes": 1})
+    assert not session.known_slabs
+    session.close()
+    client.close()
