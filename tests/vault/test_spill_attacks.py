@@ -8,7 +8,7 @@ import os
 import pathlib
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any, cast
@@ -26,7 +26,7 @@ from cumem_sleep import CuMemAllocator
 from cumem_sleep.errors import VaultError, VaultLost
 from cumem_sleep.vault import moves
 from cumem_sleep.vault.files import SpillError, SpillFiles, SpillFolder
-from cumem_sleep.vault.ledger import FILES, Ledger, SlabRange
+from cumem_sleep.vault.ledger import FILES, UNIT_BYTES, Entry, Ledger, SlabRange
 from cumem_sleep.vault.protocol import Channel
 from cumem_sleep.vault.service import Service
 from cumem_sleep.vault.session import Session
@@ -235,3 +235,22 @@ def test_a_descriptor_that_the_kernel_does_not_send_is_not_known_to_its_owner(mo
     assert not session.known_slabs
     session.close()
     client.close()
+
+
+def test_a_small_range_of_many_fragments_in_files_is_found_without_a_look_at_all() -> None:
+    """A request has thousands of ranges, and everybody waits while the vault looks."""
+    looked_at: list[SlabRange] = []
+
+    class Files:
+        def parts(self, extents: Iterable[SlabRange]) -> list[tuple[str, int, int]]:
+            looked_at.extend(extents)
+            return [("file", start, nbytes) for _, start, nbytes in looked_at]
+
+    entry = Entry(8 * UNIT_BYTES, 8 * UNIT_BYTES)
+    entry.spilled = [SlabRange(FILES, 2 * at * UNIT_BYTES, UNIT_BYTES) for at in range(8)]
+    service = cast(Any, SimpleNamespace(_files=Files()))
+    assert list(Service._in_files(service, entry, 6 * UNIT_BYTES - 1, 3)) == [
+        ("file", 11 * UNIT_BYTES - 1, 1),
+        ("file", 12 * UNIT_BYTES, 2),
+    ]
+    assert len(looked_at) == 2
