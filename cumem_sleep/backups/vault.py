@@ -265,7 +265,7 @@ class VaultTier(Tier):
         while True:
             place = mine.backup.extents
             ranges = mine.ranges(offset, nbytes)
-            content = b"".join(os.pread(mine.descriptor(slab), size, start) for slab, start, size in ranges)
+            content = b"".join(_read_all(mine.descriptor(slab), size, start) for slab, start, size in ranges)
             self.hear()
             if mine.backup.extents == place:
                 return np.frombuffer(content, np.uint8)
@@ -693,6 +693,20 @@ class VaultLane(Lane):
 
 def _mine(extents: Iterable[Extent]) -> list[VaultExtent]:
     return [cast(VaultExtent, extent) for extent in extents]
+
+
+def _read_all(descriptor: int, nbytes: int, offset: int) -> bytes:
+    """One request reads 2 GiB at most. Raises VaultError: the disk failed."""
+    parts = []
+    while nbytes:
+        try:
+            parts.append(os.pread(descriptor, nbytes, offset))
+        except OSError as error:
+            raise VaultError(f"reading {nbytes} bytes of a backup at {offset}: {error.strerror}") from None
+        if not parts[-1]:
+            raise VaultError(f"reading {nbytes} bytes of a backup at {offset}: there are none")
+        nbytes, offset = nbytes - len(parts[-1]), offset + len(parts[-1])
+    return b"".join(parts)
 
 
 def _process_name() -> str:

@@ -123,6 +123,18 @@ class SpillFile:
         """Write all of it there. Raises SpillError."""
         _do(os.pwritev, "writing", self._descriptor, content, offset, self._folder.path)
 
+    def sync(self) -> None:
+        """Return when what was written is on the disk: without direct requests failures show here, and once only.
+
+        Raises:
+            SpillError: it is not.
+        """
+        try:
+            os.fdatasync(self._descriptor)
+        except OSError as error:
+            nbytes = os.fstat(self._descriptor).st_size
+            raise SpillError("syncing", self._folder.path, 0, nbytes, error.errno or errno.EIO) from None
+
     def read(self, content: memoryview, offset: int) -> None:
         """Fill it from there. Raises SpillError."""
         read_into(self._descriptor, content, offset, self._folder.path)

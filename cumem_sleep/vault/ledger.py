@@ -28,6 +28,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate, islice
 from typing import NamedTuple
 
@@ -120,6 +121,11 @@ class Entry:
     def is_given_up(self) -> bool:
         """Nobody has it any more, and it is about to be zeroed."""
         return self.is_expendable and not self.holds
+
+    @cached_property
+    def in_files(self) -> Entry:
+        """The same bytes, where they lie once they are in files only."""
+        return Entry(self.nbytes, self.taken_bytes, self.spilled)
 
     def ranges(self, offset: int, nbytes: int) -> Iterator[SlabRange]:
         """Where `nbytes` of the backup, from `offset` on, lie, in order."""

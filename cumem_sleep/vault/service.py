@@ -402,13 +402,8 @@ class Service:
 
     def _in_files(self, entry: Entry, offset: int, nbytes: int) -> Iterator[tuple[SpillFile, int, int]]:
         """Where so many bytes of a backup that is not in memory lie, from `offset` on, in order."""
-        if entry.extents or self._files is None:
-            return
-        for file, start, size in self._files.parts(entry.spilled):
-            if nbytes > 0 and offset < size:
-                yield file, start + offset, min(nbytes, size - offset)
-                nbytes -= size - offset
-            offset = max(0, offset - size)
+        if not entry.extents and self._files is not None:
+            yield from self._files.parts(entry.in_files.ranges(offset, nbytes))
 
     def _copy_table(self, asked: _Request) -> _Answer | None:
         """As `_copy`, of many small ranges of one backup."""

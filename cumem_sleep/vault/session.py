@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from . import protocol
+from ..errors import VaultError
+from . import memory, protocol
 from .jobs import BorrowedMemory
 from .moves import MoveLog
 from .protocol import Channel
@@ -78,12 +80,19 @@ class Session:
         return self.is_served and self.moves is not None and not self.channel.unsent_bytes
 
     def send(self, body: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
-        """Say it, if there is still somebody. That the connection has ended is found by who reads it."""
+        """Say it, if there is still somebody. That the connection has ended is found by who reads it.
+
+        Raises:
+            VaultError: the kernel sends no more descriptors, as long as those that were sent are not taken.
+        """
         if not self.is_served:
             protocol.close_all(descriptors)
             return
-        with suppress(OSError):
+        try:
             self.channel.send(body, descriptors)
+        except OSError as error:
+            if descriptors and error.errno == errno.ETOOMANYREFS:
+                raise VaultError(memory.NO_MORE_FILES) from None
 
     def answer(self, request: int, result: Mapping[str, Any] | Exception) -> None:
         """The one answer to a request. With it the client may ask on."""

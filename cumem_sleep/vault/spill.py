@@ -483,10 +483,11 @@ def _write(
             continue
         file, offset, content = left.popleft()
         file.write(content, offset)
-    if not left:
-        return
-    with ThreadPoolExecutor(_AT_ONCE, "vault-write") as threads:
-        writes = [threads.submit(file.write, content, offset) for file, offset, content in left]
-        wait(writes)
-    for each in writes:
-        each.result()
+    if left:
+        with ThreadPoolExecutor(_AT_ONCE, "vault-write") as threads:
+            writes = [threads.submit(file.write, content, offset) for file, offset, content in left]
+            wait(writes)
+        for each in writes:
+            each.result()
+    for file in dict.fromkeys(file for file, _, _ in parts):
+        file.sync()

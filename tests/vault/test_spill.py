@@ -109,6 +109,9 @@ class ListedDisk:
     def write(self, content: memoryview, offset: int) -> None:
         self.done.append(offset)
 
+    def sync(self) -> None:
+        self.done.append("sync")
+
 
 class TestWriteAhead:
     def test_it_stands_back_while_others_read(self) -> None:
@@ -121,7 +124,7 @@ class TestWriteAhead:
         _write(
             _Batch([], is_awaited=False), [(disk, 0, 2)], [(disk, at, memoryview(b"x")) for at in (0, 1)], is_reading
         )  # type: ignore[list-item]
-        assert disk.done == [("room", 0, 2), True, True, False, 0, True, False, 1]
+        assert disk.done == [("room", 0, 2), True, True, False, 0, True, False, 1, "sync"]
 
     def test_not_when_somebody_waits_for_the_memory(self) -> None:
         disk = ListedDisk()

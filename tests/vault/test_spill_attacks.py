@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import pathlib
+import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any, cast
@@ -21,11 +23,14 @@ from test_spill import SIZE, SpillingSleeper, sleepers, spill, spilling
 from test_storm import Vaults
 
 from cumem_sleep import CuMemAllocator
-from cumem_sleep.errors import VaultLost
+from cumem_sleep.errors import VaultError, VaultLost
 from cumem_sleep.vault import moves
-from cumem_sleep.vault.files import SpillFiles, SpillFolder
-from cumem_sleep.vault.ledger import FILES, Ledger, SlabRange
-from cumem_sleep.vault.spill import Spiller, SpillPlan
+from cumem_sleep.vault.files import SpillError, SpillFiles, SpillFolder
+from cumem_sleep.vault.ledger import FILES, UNIT_BYTES, Entry, Ledger, SlabRange
+from cumem_sleep.vault.protocol import Channel
+from cumem_sleep.vault.service import Service
+from cumem_sleep.vault.session import Session
+from cumem_sleep.vault.spill import Spiller, SpillPlan, _Batch, _write
 
 __all__ = ["sleepers", "spill", "spilling"]
 pytestmark = [pytest.mark.sim]
@@ -169,3 +174,85 @@ def test_when_no_thread_can_be_started_those_who_spill_have_theirs(
     assert made.worker.submit(int).result() == 0
     assert spiller._ahead.submit(int).result() == 0
     spiller.close()
+
+
+def test_what_the_disk_refuses_after_the_page_cache_took_it_is_not_written(
+    spill: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where requests are not direct: read again, it would be other bytes, and no error."""
+    made = SpillFiles(SpillFolder(spill), 1 << 20)
+    extents = [SlabRange(FILES, 0, 1 << 20)]
+    made.take(extents)
+    parts = list(made.parts(extents))
+    requests = [(file, offset, memoryview(mmap.mmap(-1, nbytes))) for file, offset, nbytes in parts]
+
+    def fail(_: int) -> None:
+        raise OSError(errno.EIO, "injected")
+
+    monkeypatch.setattr(os, "fdatasync", fail)
+    with pytest.raises(SpillError, match="syncing"):
+        _write(_Batch([], is_awaited=True), parts, requests, bool)
+    made.close()
+
+
+def test_bytes_that_come_in_several_parts_are_all_read(
+    spilling: RunningVault,
+    make_allocator: Callable[..., CuMemAllocator],
+    memory: Memory,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The kernel gives 2 GiB at once, and files have larger extents; a disk may fail, too."""
+    allocator = make_allocator(vault=str(spilling.socket))
+    address = allocator.malloc(SIZE, "weights")
+    content = memory.fill_random(address, SIZE)
+    allocator.sleep()
+    take_memory(spilling)
+    real = os.pread
+    monkeypatch.setattr(os, "pread", lambda descriptor, nbytes, offset: real(descriptor, min(nbytes, 1 << 20), offset))
+    assert allocator.read_backup(address, SIZE).tobytes() == content
+
+    def fail(*_: int) -> bytes:
+        raise OSError(errno.EIO, "injected")
+
+    with monkeypatch.context() as failing:
+        failing.setattr(os, "pread", fail)
+        with pytest.raises(VaultError, match="injected"):
+            allocator.read_backup(address, SIZE)
+    allocator.wake_up()
+    allocator.free(address)
+    leave()
+
+
+def test_a_descriptor_that_the_kernel_does_not_send_is_not_known_to_its_owner(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So many may be on their way to those who sleep, and so read nothing."""
+    vault, client = socket.socketpair()
+    session = Session(vault, 0, 0.0, print)
+
+    def refuse(_: Channel) -> None:
+        raise OSError(errno.ETOOMANYREFS, "injected")
+
+    monkeypatch.setattr(Channel, "flush", refuse)
+    with pytest.raises(VaultError, match="open no more files"):
+        Service._send_descriptor(cast(Any, None), session, client.fileno(), {"slab": 1 << 40, "bytes": 1})
+    assert not session.known_slabs
+    session.close()
+    client.close()
+
+
+def test_a_small_range_of_many_fragments_in_files_is_found_without_a_look_at_all() -> None:
+    """A request has thousands of ranges, and everybody waits while the vault looks."""
+    looked_at: list[SlabRange] = []
+
+    class Files:
+        def parts(self, extents: Iterable[SlabRange]) -> list[tuple[str, int, int]]:
+            looked_at.extend(extents)
+            return [("file", start, nbytes) for _, start, nbytes in looked_at]
+
+    entry = Entry(8 * UNIT_BYTES, 8 * UNIT_BYTES)
+    entry.spilled = [SlabRange(FILES, 2 * at * UNIT_BYTES, UNIT_BYTES) for at in range(8)]
+    service = cast(Any, SimpleNamespace(_files=Files()))
+    assert list(Service._in_files(service, entry, 6 * UNIT_BYTES - 1, 3)) == [
+        ("file", 11 * UNIT_BYTES - 1, 1),
+        ("file", 12 * UNIT_BYTES, 2),
+    ]
+    assert len(looked_at) == 2
