@@ -169,7 +169,7 @@ WITH_VLLM = (
     ),
     WithVllm(
         "no development mode",
-        (Ran("serve_models.json"),),
+        (Ran("serve_models_usual_options.json"),),
         Tested("vllm/test_served_controls.py", "test_it_sleeps_without_development_mode"),
     ),
     WithVllm("idle sleep", test=Tested("vllm/test_idle_episodes.py", "test_it_sleeps_in_time_and_under_no_request")),

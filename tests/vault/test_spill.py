@@ -372,7 +372,7 @@ class FailingDisk:
     def __init__(self, folder: pathlib.Path, spill: pathlib.Path, allocator: CuMemAllocator, memory: Memory) -> None:
         self.faults = DiskFaults(folder / "disk")
         options = ("--spill", str(spill), "--spill-size", "256MiB")
-        self.vault = Vaults(folder, "72MiB", "16MiB", *options, CUMEM_SLEEP_TEST_DISK=str(folder / "disk"))
+        self.vault = Vaults(folder, "72MiB", "16MiB", *options, FAULTS_OF_THE_DISK=str(folder / "disk"))
         self.sleepers = [SpillingSleeper(self.vault, allocator, memory, f"model{number}") for number in range(4)]
         for each in self.sleepers:
             each.sleep()

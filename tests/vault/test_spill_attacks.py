@@ -142,7 +142,7 @@ def test_who_needs_the_memory_of_what_is_being_read_ahead_waits_for_it(
 ) -> None:
     faults = DiskFaults(folder / "disk")
     options = ("--spill", str(spill), "--spill-size", "256MiB")
-    vault = Vaults(folder, "72MiB", "16MiB", *options, CUMEM_SLEEP_TEST_DISK=str(folder / "disk"))
+    vault = Vaults(folder, "72MiB", "16MiB", *options, FAULTS_OF_THE_DISK=str(folder / "disk"))
     sleeper = SpillingSleeper(vault, allocator, memory, "model")
     sleeper.sleep()
     nbytes = vault.status()["memory_bytes"]

@@ -78,7 +78,7 @@ class SwitchingWorld:
         self.faults = DiskFaults(folder / "disk")
         # Of the memory an eighth is the ring.
         memory, options = f"{2 * MODEL_MIB + 4}MiB", ("--spill", str(self.spill), "--spill-size", "256MiB")
-        self.vault = Vaults(folder, memory, "4MiB", *options, CUMEM_SLEEP_TEST_DISK=str(folder / "disk"))
+        self.vault = Vaults(folder, memory, "4MiB", *options, FAULTS_OF_THE_DISK=str(folder / "disk"))
         self.nursery = start_python("model.py", errors=subprocess.DEVNULL)
         self.models: list[ModelProcess] = []
         self.started = self.refused = 0
