@@ -439,7 +439,12 @@ class VaultClient:
             closed, self._closed_slabs = self._closed_slabs, []  # what is lost again meanwhile, is asked for next time
             while self._unclaimed or closed:
                 heard = self.slabs.moves[-1].position if self.slabs.moves else 0
-                self._ask("release", numbers=self._unclaimed[: protocol.MAX_BACKUPS], slabs=closed, heard=heard)
+                try:
+                    self._ask("release", numbers=self._unclaimed[: protocol.MAX_BACKUPS], slabs=closed, heard=heard)
+                except VaultLost:
+                    raise
+                except VaultError:  # it can open no more files, and has sent some of these anew at most
+                    self._closed_slabs += [slab for slab in closed if slab not in self.slabs.by_number]
                 self._unclaimed, closed = self._unclaimed[protocol.MAX_BACKUPS :], []
 
     @_in_turn

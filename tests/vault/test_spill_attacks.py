@@ -256,3 +256,19 @@ def test_a_small_range_of_many_fragments_in_files_is_found_without_a_look_at_all
         ("file", 12 * UNIT_BYTES, 2),
     ]
     assert len(looked_at) == 2
+
+
+def test_what_the_vault_could_not_send_anew_is_asked_for_with_the_next_release(
+    spilling: RunningVault, sleepers: list[Sleeper]
+) -> None:
+    """A release does not fail for that."""
+    first = sleepers[0]
+    first.sleep()
+    take_memory(spilling)
+    with descriptors_left(os.getpid(), 0):
+        first.client.hear()
+    with descriptors_left(spilling.process.pid, 0):
+        first.client.release([])
+    first.client.release([])
+    spilling.kill()
+    first.read_itself()
