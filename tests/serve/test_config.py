@@ -284,7 +284,8 @@ def test_a_file_that_is_not_there_is_named() -> None:
 
 
 def test_what_the_documentation_shows_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ADMIN_TOKEN", "secret")
+    for variable in ("ADMIN_TOKEN", "CUMEM_SLEEP_ADMIN_TOKEN"):
+        monkeypatch.setenv(variable, "secret")
     page = (Path(__file__).parents[2] / "docs" / "several-models.md").read_text()
     shown = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
     assert shown
