@@ -259,7 +259,7 @@ def test_a_small_range_of_many_fragments_in_files_is_found_without_a_look_at_all
 
 
 def test_what_the_vault_could_not_send_anew_is_asked_for_with_the_next_release(
-    spilling: RunningVault, sleepers: list[Sleeper]
+    spilling: RunningVault, sleepers: list[SpillingSleeper]
 ) -> None:
     """A release does not fail for that."""
     first = sleepers[0]
