@@ -124,7 +124,7 @@ def sglang(work: Path, root: Path) -> None:
 
 
 def leave_out(root: Path, patterns: Sequence[str]) -> None:
-    for path in [path for pattern in patterns for path in root.glob(pattern)]:
+    for path in {path for pattern in patterns for path in root.glob(pattern)}:
         if path.is_dir():
             shutil.rmtree(path)
         else:
