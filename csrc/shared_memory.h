@@ -35,9 +35,9 @@ Loan lend_memory(CUdeviceptr address, bool filled);
 // Physical memory of another process (or this one), mapped at a new address. The bytes are shared, not copied.
 class ImportedMemory {
   public:
-    // Leaves `fd` open. `bytes` is the full size of the export. Throws InvalidState for invalid
-    // arguments (a closed descriptor, a size that is not a multiple of the granularity, memory of another device),
-    // DriverError if the driver refuses; nothing is left behind then.
+    // Leaves `fd` open. `bytes` is the full size of the export. Throws InvalidState for invalid arguments (a
+    // closed descriptor, a size that is not a multiple of the granularity, memory of another device), DriverError if
+    // the driver refuses; nothing is left behind then.
     ImportedMemory(int fd, int device, size_t bytes);
     ~ImportedMemory() { close(); }
     ImportedMemory(const ImportedMemory&) = delete;

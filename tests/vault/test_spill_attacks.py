@@ -93,14 +93,19 @@ def test_who_takes_no_messages_keeps_nobody_from_spilling(
     second.wake()
 
 
+def spill_unheard(vault: RunningVault, owner: SpillingSleeper) -> None:
+    """Its owner has no descriptors left when it hears of its files."""
+    owner.sleep()
+    take_memory(vault)
+    with descriptors_left(os.getpid(), 0):
+        owner.client.hear()
+
+
 def test_a_descriptor_that_could_not_be_taken_twice_is_sent_again(
     spilling: RunningVault, sleepers: list[SpillingSleeper]
 ) -> None:
     first = sleepers[0]
-    first.sleep()
-    take_memory(spilling)
-    with descriptors_left(os.getpid(), 0):
-        first.client.hear()
+    spill_unheard(spilling, first)
     first.client._closed_slabs += first.client.slabs.close_unused()
     with descriptors_left(os.getpid(), 0):
         first.client.release([])
@@ -263,10 +268,7 @@ def test_what_the_vault_could_not_send_anew_is_asked_for_with_the_next_release(
 ) -> None:
     """A release does not fail for that."""
     first = sleepers[0]
-    first.sleep()
-    take_memory(spilling)
-    with descriptors_left(os.getpid(), 0):
-        first.client.hear()
+    spill_unheard(spilling, first)
     with descriptors_left(spilling.process.pid, 0):
         first.client.release([])
     first.client.release([])
