@@ -56,6 +56,7 @@ from .errors import (
 )
 from .operations.agreement import Agreement, RankCall
 from .operations.deepen import deepen, why_not_for_ranks
+from .operations.digests import digests
 from .operations.first_allocation import FirstAllocation
 from .operations.forget import forget
 from .operations.layer import Layer
@@ -712,6 +713,20 @@ class CuMemAllocator:
         check_bool("copy", copy)
         check_integer("nbytes", nbytes, minimum=1)
         return self._operations.look("read_backup", read_backup, self._layer, address, nbytes, copy)
+
+    def digests(self, tags: str | Iterable[str]) -> dict[int, str]:
+        """The 128-bit digest of each segment of these tags, by its address: of its bytes if it is awake, else of those
+        that its backup holds. The same bytes have the same digest, in any process. Let nothing write to it meanwhile.
+
+        Segments without bytes are left out, and those that fell asleep with `verify` `off` and nothing retained.
+
+        Raises:
+            InvalidArgument: a tag that is neither `weights` nor `kv_cache` and was never used.
+            DriverError, OutOfHostMemory: the memory could not be read.
+        """
+        meant = in_pools(self._used_tags.checked(tags))
+        uses_cuda = CudaUse.LEASE_UNLESS_AWAY
+        return Operation(self._operations, "digests", digests, (self._layer, meant), uses_cuda=uses_cuda).run()
 
     def kept_room(self) -> int:
         """How many bytes a sleep at level 1 could keep of what it drops (`sleep(keep=...)`): what the limits on host

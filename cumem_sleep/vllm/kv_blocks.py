@@ -64,6 +64,8 @@ class _Plan:
     keep: dict[int, Any] = field(default_factory=dict)
     is_due: bool = False  # the sleep is still to come
     slept: Any = None  # the report of the sleep that kept it
+    weights: dict[int, str] = field(default_factory=dict)  # their digests then
+    wakes: int = 0
     woken_bytes: int = 0
     lost: str = ""
 
@@ -103,7 +105,16 @@ def _take_plan(worker: Any, generation: int, blocks: list[int]) -> dict[str, Any
 
 
 def _kept(_: Any, generation: int) -> dict[str, Any]:
-    """Whether the sleep kept all; `slept`: whether memory slept at all, also if a driver did not let it come back."""
+    """Whether the sleep, which has just ended, kept all; `slept`: whether memory slept at all, also if a driver did not
+    let it come back.
+    """
+    found = _kept_still(generation)
+    if not found["why"] and _allocator().settings.verify == "wake":
+        _plan.weights = _allocator().digests("weights")
+    return found
+
+
+def _kept_still(generation: int) -> dict[str, Any]:
     plan, slept = _plan, _plan.slept
     if plan.generation != generation or plan.is_due or slept is None:
         is_asleep = any(usage.asleep_segments for usage in _allocator().usage().values())
@@ -113,9 +124,12 @@ def _kept(_: Any, generation: int) -> dict[str, Any]:
 
 def _whole(_: Any, generation: int) -> dict[str, Any]:
     """Whether all that the sleep kept is back."""
-    why = _kept(_, generation)["why"]
+    why = _kept_still(generation)["why"]
     if not why and _plan.woken_bytes != _plan.slept.kept_bytes:
         why = f"{_plan.woken_bytes} of {_plan.slept.kept_bytes} bytes came back"
+    # A single wake has proven the weights; between several of them, somebody could write.
+    if not why and _plan.wakes > 1 and _plan.weights and _plan.weights != _allocator().digests("weights"):
+        why = "the weights are not those that it was computed with"
     return {"why": why}
 
 
@@ -168,6 +182,7 @@ def restoring() -> Iterator[None]:
 
     def wake_up(*args: Any, **kwargs: Any) -> Any:
         report = own(*args, **kwargs)
+        plan.wakes += 1
         plan.woken_bytes += report.kept_bytes
         plan.lost = plan.lost or report.not_kept
         return report

@@ -418,6 +418,7 @@ class TestMeanwhile:
             lambda allocator, _: allocator.totals(),
             lambda allocator, _: allocator.get_current_usage(),
             lambda allocator, weights: allocator.read_backup(weights, PAGE),
+            lambda allocator, _: allocator.digests("weights"),
         ],
     )
     def test_looks_leave_it_there(

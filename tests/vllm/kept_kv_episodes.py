@@ -41,6 +41,7 @@ MUTANTS = {
         "[manager.evict_blocks(hashed.difference(blocks)), manager.take_events()]",
     ),
     "no-change": (kept_kv, "self._changed = what", "pass"),
+    "no-digests": (kv_blocks, "_plan.wakes > 1 and", "False and"),
     "one-worker": (kept_kv, "        return answers\n", "        return answers[:1]\n"),  # the others are not heard
 }
 BLOCK_BYTES = 2 * 32 << 10  # in both layers
@@ -322,6 +323,9 @@ class KeptEpisode:
     def _update(self) -> None:
         self.core.collective_rpc("change_weights")
 
+    def _write_unseen(self) -> None:
+        self.core.model_executor.collective_rpc("write_unseen")
+
     def _reload_adapter(self) -> None:
         self.core.add_lora(adapter(1))
 
@@ -363,7 +367,7 @@ class KeptEpisode:
         if chance.random() < 0.4:
             self._wake(["weights"])
             if chance.random() < 0.4:
-                chance.choice([self._update, self._sleep_again])()
+                chance.choice([self._update, self._sleep_again, self._write_unseen])()
             if core.model_executor.is_sleeping:
                 self._wake(sorted(core.model_executor.sleeping_tags))
         else:

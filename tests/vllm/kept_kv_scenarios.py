@@ -46,6 +46,13 @@ def _update_asleep(core: Any) -> None:
     core.wake_up(["kv_cache"])
 
 
+def _written_unseen_asleep(core: Any) -> None:
+    sleep(core)
+    core.wake_up(["weights"])
+    core.worker.write_unseen()
+    core.wake_up(["kv_cache"])
+
+
 def _forget(core: Any) -> None:
     sleep(core)
     assert kept_bytes(core) > 0
@@ -246,6 +253,7 @@ SCENARIOS: dict[str, tuple[Callable[[Any], None], bool, str]] = {
     "calls that write nothing": (_look, True, KEPT),
     "an update awake": (_update_awake, False, "change_weights may have changed weights since the last reset"),
     "an update asleep": (_update_asleep, False, "change_weights may have changed weights while the model slept"),
+    "a write asleep that no call tells of": (_written_unseen_asleep, False, "the weights are not those that it was"),
     "a forget": (_forget, False, "cumem_sleep_forget may have changed weights while the model slept"),
     "a function for the workers": (_function_for_workers, False, "<lambda> may have changed weights"),
     "a reset asleep": (_reset_asleep, False, ""),
