@@ -1,6 +1,7 @@
-"""Random requests, sleeps and updates at two API servers over one engine core that keeps its KV cache over sleeps.
+"""Random requests, sleeps and updates at two API servers over engine cores that keep their KV cache over sleeps.
 
     python tests/vllm/kept_kv_servers.py --seed 7 --rounds 100
+    python tests/vllm/kept_kv_servers.py --engines 2       data-parallel ones: all of them sleep, each keeps its own
 
 All is as `vllm serve --api-server-count 2` starts it, each server in a process of its own, but for the worker, which
 looks at every place of the KV cache that is read (`RecordingHashingWorker`). A round ends with a sleep of a known kind,
@@ -49,8 +50,8 @@ class Named:
 
 
 class KeptTraffic:
-    def __init__(self, port: int, seed: int) -> None:
-        self.port, self.chance = port, random.Random(seed)
+    def __init__(self, port: int, seed: int, engines: int) -> None:
+        self.port, self.chance, self.engines = port, random.Random(seed), engines
         self.processes: set[str] = set()
         self.counts: Counter[str] = Counter()
         self._prefixes = [self._tokens(200) for _ in range(3)]
@@ -58,9 +59,9 @@ class KeptTraffic:
     def _tokens(self, count: int) -> list[int]:
         return [self.chance.randrange(7, 107) for _ in range(count)]
 
-    async def _send(self, method: str, target: str, body: Any) -> raw_http.Answer:
+    async def _send(self, method: str, target: str, body: Any, **headers: str) -> raw_http.Answer:
         content = json.dumps(body).encode() if body else b""
-        request = Request(method, target, content, {"Content-Type": "application/json"})
+        request = Request(method, target, content, {"Content-Type": "application/json", **headers})
         answer = await asyncio.wait_for(raw_http.send(self.port, request), BOUND_S)
         self.processes.add(answer.headers.get("x-process", ""))
         return answer
@@ -79,9 +80,10 @@ class KeptTraffic:
             assert answer.code == 200, (target, answer)
             return
 
-    async def complete(self, prompt: list[int], most: int) -> Any:
+    async def complete(self, prompt: list[int], most: int, engine: int | None = None) -> Any:
         body = {"model": "model", "prompt": prompt, "max_tokens": most, "temperature": 0, "ignore_eos": True}
-        answer = await self._send("POST", "/v1/completions", body)
+        chosen = {} if engine is None else {"X-data-parallel-rank": str(engine)}
+        answer = await self._send("POST", "/v1/completions", body, **chosen)
         assert answer.code == 200, answer
         return answer.json
 
@@ -114,7 +116,8 @@ class KeptTraffic:
 
     async def _check_a_sleep(self) -> None:
         kind = self.chance.choice(["kept", "kept", "not wanted", "updated", "level 2"])
-        before = await self.complete(PROMPT, 3)
+        engines = range(self.engines)
+        before = [await self.complete(PROMPT, 3, engine) for engine in engines]
         if kind == "updated":
             await self.control("/collective_rpc", method="change_weights")
         level, mode = (2, "abort") if kind == "level 2" else (1, self.chance.choice(MODES))
@@ -123,16 +126,16 @@ class KeptTraffic:
             await self.control("/wake_up?tags=weights")
             await self.control("/reload_weights")
             await self.control("/wake_up")
-        after = await self.complete(PROMPT, 3)
-        found = (after["usage"]["prompt_tokens_details"] or {}).get("cached_tokens") or 0
-        assert found == (96 if kind == "kept" else 0), (kind, mode, found)
-        assert after["choices"][0]["text"] == before["choices"][0]["text"], kind
+        after = [await self.complete(PROMPT, 3, engine) for engine in engines]
+        found = [(each["usage"]["prompt_tokens_details"] or {}).get("cached_tokens") or 0 for each in after]
+        assert found == [96 if kind == "kept" else 0] * self.engines, (kind, mode, found)
+        assert [each["choices"][0]["text"] for each in after] == [each["choices"][0]["text"] for each in before], kind
         self.counts[kind] += 1
 
 
-async def attend(server: Any, port: int, seed: int, rounds: int) -> None:
+async def attend(server: Any, port: int, seed: int, rounds: int, engines: int) -> None:
     """All rounds, once the server answers."""
-    traffic, end = KeptTraffic(port, seed), time.monotonic() + BOUND_S
+    traffic, end = KeptTraffic(port, seed, engines), time.monotonic() + BOUND_S
     while True:
         assert server.is_alive()
         assert time.monotonic() < end
@@ -157,6 +160,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--engines", type=int, default=1)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         import watched_server
@@ -168,6 +172,7 @@ def main() -> None:
         line += watched_server.options("recording_hashing_worker.RecordingHashingWorker")
         line += ["--enable-sleep-mode", "--block-size", "16", "--num-gpu-blocks-override", "61"]
         line += ["--api-server-count", "2", "--enable-prompt-tokens-details"]
+        line += ["--data-parallel-size", str(options.engines)]
         line += ["--middleware", "cumem_sleep.vllm.SleepGate", "--middleware", "kept_kv_servers.Named"]
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
@@ -180,7 +185,7 @@ def main() -> None:
         server = fork.Process(target=run_multi_api_server, args=(watched_server.parsed(line),))
         server.start()
         try:
-            asyncio.run(attend(server, port, options.seed, options.rounds))
+            asyncio.run(attend(server, port, options.seed, options.rounds, options.engines))
         finally:
             server.terminate()
             server.join(60)

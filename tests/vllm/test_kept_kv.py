@@ -71,9 +71,12 @@ def test_the_example_of_a_conversation(ready_process: ReadyProcess, tmp_path: pa
 
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(not _is_served(), reason="this version resets its prefix cache")
-def test_two_api_servers_over_one_engine(ready_process: ReadyProcess, tmp_path: pathlib.Path) -> None:
-    """A gate in each decides with the other's when the one engine core sleeps: here these are processes of vLLM's."""
-    code, log = _run(ready_process, "kept_kv_servers.py", tmp_path)
+@pytest.mark.parametrize("engines", [1, 2])
+def test_two_api_servers_over_one_engine_and_over_data_parallel_ones(
+    ready_process: ReadyProcess, engines: int, tmp_path: pathlib.Path
+) -> None:
+    """A gate in each decides with the other's when the engine cores sleep: here these are processes of vLLM's."""
+    code, log = _run(ready_process, "kept_kv_servers.py", tmp_path, "--engines", str(engines))
     assert code == 0, log[-40_000:]
     print(log)
 
