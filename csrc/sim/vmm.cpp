@@ -14,6 +14,7 @@
 #include <array>
 #include <cerrno>
 #include <cstdio>
+#include <set>
 #include <string>
 
 #include "driver_call.h"
@@ -360,7 +361,11 @@ CUresult CUDAAPI cuMemUnmap(CUdeviceptr ptr, std::size_t size) {
 CUresult CUDAAPI cuMemSetAccess(CUdeviceptr ptr, std::size_t size, const CUmemAccessDesc* desc, std::size_t count) {
     return driver_call("cuMemSetAccess", Needs::kInit, [&](Call& call) {
         require(desc && count > 0, CUDA_ERROR_INVALID_VALUE);
-        for (std::size_t i = 0; i < count; ++i) check_access(call.sim, desc[i]);
+        std::set<int> devices;  // CUDA does not say what it does with one that is named twice
+        for (std::size_t i = 0; i < count; ++i) {
+            check_access(call.sim, desc[i]);
+            require(devices.insert(desc[i].location.id).second, CUDA_ERROR_INVALID_VALUE);
+        }
         auto mappings = whole_mappings_of(call.sim, ptr, size);
         while (any_in_use(mappings)) {
             call.wait([&] { return !any_in_use(mappings); });

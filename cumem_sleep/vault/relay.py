@@ -101,7 +101,7 @@ class Relay:
                 if free_bytes < SLOTS * RELAYED_BYTES + _LEFT_BYTES:
                     self.rest(target, "it has too little memory left")
                     return False
-                self._staging = _core.Scratch(self.device, SLOTS * RELAYED_BYTES, [*self._reached_by, target])
+                self._staging = _core.Scratch(self.device, SLOTS * RELAYED_BYTES, list({*self._reached_by, target}))
                 self._reached_by.add(target)
             except Exception as error:  # whatever it is: the thread goes on without
                 self.rest(target, error)
