@@ -54,7 +54,6 @@ from .errors import (
     check_integer,
     shown,
 )
-from .operations.agreement import Agreement, RankCall
 from .operations.deepen import deepen, why_not_for_ranks
 from .operations.digests import digests
 from .operations.first_allocation import FirstAllocation
@@ -64,6 +63,7 @@ from .operations.look import read_backup, usage
 from .operations.prepare import Preparation, wanted_ahead
 from .operations.sleep import sleep
 from .operations.wake import wake, waking
+from .ranks.agreement import Agreement, RankCall
 from .ranks.group import as_group
 from .ranks.mesh import connect
 from .regions import Regions

@@ -77,10 +77,11 @@ def answer(worker: Any, question: str, *args: Any) -> dict[str, Any]:
     """One worker's answer to `collective_rpc("cumem_sleep_kept_kv")`: `why` says what is not as it should be."""
     try:
         return {"why": "", **_QUESTIONS[question](worker, *args)}
+    except Unproven as error:
+        return {"why": str(error)}
     except Exception as error:
-        if not isinstance(error, Unproven):
-            logger.exception("the KV cache cannot be kept")
-        return {"why": f"{error}" if isinstance(error, Unproven) else f"{type(error).__name__}: {error}"}
+        logger.exception("the KV cache cannot be kept")
+        return {"why": f"{type(error).__name__}: {error}"}
 
 
 def _room(worker: Any, budget: int | str) -> dict[str, Any]:
@@ -99,7 +100,7 @@ def bytes_to_prepare(worker: Any) -> int:
 
 def _take_plan(worker: Any, generation: int, blocks: list[int]) -> dict[str, Any]:
     global _plan
-    _plan = _Plan(generation)
+    _plan = _Plan(generation)  # also if the next line raises
     _plan.keep, _plan.is_due = layout_of(worker).ranges(blocks), True
     return {}
 

@@ -12,7 +12,7 @@ import pytest
 from support import HANGS_S, PAGE, run_script
 
 from cumem_sleep import CuMemAllocator, InvalidArgument, InvalidState, OutOfDeviceMemory, _core
-from cumem_sleep.operations.agreement import Agreement, RankCall
+from cumem_sleep.ranks.agreement import Agreement, RankCall
 from cumem_sleep.ranks.decisions import Record, RecordPlace
 from cumem_sleep.ranks.mesh import Mesh, connect
 from cumem_sleep.report import PhaseTimer

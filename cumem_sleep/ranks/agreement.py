@@ -21,9 +21,9 @@ from .. import _core
 from ..core import log
 from ..core.operation import Call
 from ..errors import CumemSleepError, InvalidState, RankFailed
-from ..ranks.decisions import GO, Decision, Why
-from ..ranks.mesh import Mesh, MessageKind, RankMessage
 from ..report import PhaseTimer
+from .decisions import GO, Decision, Why
+from .mesh import Mesh, MessageKind, RankMessage
 
 LOOK_S = 0.02  # between looks for a wish to stop
 # For how long a rank that missed a round waits for the others to begin the next. As a rule nobody comes: its call is
