@@ -226,8 +226,9 @@ def test_files_are_measured_beside_their_ceiling(tmp_path: pathlib.Path) -> None
 
 def test_links_of_other_gpus_are_measured_beside_their_ceiling(tmp_path: pathlib.Path) -> None:
     out = tmp_path / "links.json"
+    options = [*SMALL, "--rounds=1", "--compress", "--slots", "3"]
     process = subprocess.run(
-        [sys.executable, str(BENCHMARKS / "vault_links.py"), "--out", str(out), *SMALL, "--rounds=1", "--compress"],
+        [sys.executable, str(BENCHMARKS / "vault_links.py"), "--out", str(out), *options],
         cwd=tmp_path,
         env={
             **os.environ,
@@ -244,10 +245,10 @@ def test_links_of_other_gpus_are_measured_beside_their_ceiling(tmp_path: pathlib
     result: dict[str, Any] = json.loads(out.read_text())
     assert list(result["ceilings"]) == list(result["ways"]) == ["1", "2"]
     for ways in result["ways"].values():
-        assert list(ways) == ["plain", "compressed"]
+        assert list(ways) == ["plain", "compressed", "compressed, 3 slots"]
         assert len(ways["plain"]["links"]) == 2
         assert ways["plain"]["links"][0]["copied_in_bytes"] > 0
-    assert process.stdout.count("x the ceiling)") == 16
+    assert process.stdout.count("x the ceiling)") == 24
     assert min(result["decoder"]["steps_per_s"].values()) > 0
     assert result["decoder"]["steps"]["sleep"]
     for seconds in result["together"].values():
