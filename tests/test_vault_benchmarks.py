@@ -212,7 +212,7 @@ def test_files_are_measured_beside_their_ceiling(tmp_path: pathlib.Path) -> None
     process = run("vault_spill.py", out, "--decoder-layers=3", "--scale=192", f"--folder={tmp_path}")
     assert process.returncode == 0, process.stdout + process.stderr
     result: dict[str, Any] = json.loads(out.read_text())
-    assert [rate > 0 for each in result["ceilings"] for rate in each.values()] == [True] * 4
+    assert [rate > 0 for each in result["ceilings"] for rate in each.values()] == [True] * 6
     assert len(result["ways"]["memory"]["wake from memory"]) == 3
     for way in ("files", "compressed"):
         found = result["ways"][way]
