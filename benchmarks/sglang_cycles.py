@@ -31,7 +31,7 @@ from statistics import median
 from typing import Any
 
 from checkpoints import HEAD_DIM, SHAPES, write_config
-from model_server import gpu_memory_in_use_bytes
+from model_server import exit_on_sigterm, gpu_memory_in_use_bytes
 from record import GIB, command, machine, machine_without_gpu
 from vault_process import Vault
 from ways import Facts, Notes, Way
@@ -323,6 +323,7 @@ def main() -> None:
     if arguments.one:
         one(arguments.one, arguments)
         return
+    exit_on_sigterm()
     names = checked(arguments.ways)
     arguments.work.mkdir(parents=True, exist_ok=True)
     has_gpu = any(Path("/dev").glob("nvidia[0-9]*"))

@@ -27,6 +27,7 @@ from statistics import fmean, median
 from typing import Any
 
 from checkpoints import Shape, write_checkpoint
+from model_server import exit_on_sigterm
 from record import machine_apart, machine_without_gpu
 from ways import Facts, Notes, Way
 
@@ -251,6 +252,7 @@ def main() -> None:
     begun = time.monotonic()
     if arguments.one:
         one(arguments.one, arguments)
+    exit_on_sigterm()
     arguments.work.mkdir(parents=True, exist_ok=True)
     gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]  # of several, all would train
     ways = [
