@@ -211,6 +211,8 @@ PARTS = {
     "first_clients": "benchmarks/vault_first_clients.py",
     "links": "benchmarks/vault_links.py",
     "spill": "benchmarks/vault_spill.py",
+    "kept_kv": "benchmarks/vllm_kept_kv.py",
+    "kept_kv_windows": "benchmarks/vllm_kept_kv.py",
     "serve": "benchmarks/vllm_serve.py",
     "serve_vault": "benchmarks/vllm_serve.py",
     "serve_level_3": "benchmarks/vllm_level_3.py",
@@ -228,6 +230,8 @@ PARTS = {
 GIVEN = {
     "ranks": ("ONLY", "data_parallel_2"),
     "serve_level_3": ("LEVEL_3_OPTIONS", "--deadline 330"),
+    "spill": ("SPILL_OPTIONS", "--ways files --decoder-layers 9"),
+    "kept_kv": ("KEPT_KV_OPTIONS", "--shape 8B --tokens 16000 --rounds 1"),
     "trl": ("TRL_OPTIONS", "--steps 10 --graphs"),
     "sglang": ("SGLANG_OPTIONS", "--shape 0.6B --ways ours-graphs"),
     "models": ("MODELS_OPTIONS", "--requests 100 --restart-seconds 60"),
