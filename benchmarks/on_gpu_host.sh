@@ -188,7 +188,7 @@ print(maps[0].rpartition("/")[0] if maps else "")')
     PATH=$PATH:$(python3 -c 'import sys; print(sys.prefix)')/bin # ninja
     export PATH PYTHONPATH=$plain_path LD_LIBRARY_PATH=$runtime:$folder/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
     # shellcheck disable=SC2086 # several words
-    measure 270 sglang_cycles sglang_cycles --sglang "$folder" --deadline "$(left 240)" ${SGLANG_OPTIONS:-}
+    measure 360 sglang_cycles sglang_cycles --sglang "$folder" --deadline "$(left 320)" ${SGLANG_OPTIONS:-}
 }
 
 # Its own tests, unchanged, on this layer; those that look into its C library cannot pass (docs/torch-memory-saver.md).
@@ -317,7 +317,7 @@ part() {
     vault_servers) with_vllm && measure 200 vllm_scenarios vllm_scenarios --only two_servers_through_the_vault --limit 150 ;;
     trl)
         # shellcheck disable=SC2086 # several words
-        with_vllm && measure 170 trl_colocated trl_colocated --deadline "$(left 150)" ${TRL_OPTIONS:-}
+        with_vllm && measure 260 trl_colocated trl_colocated --deadline "$(left 220)" ${TRL_OPTIONS:-}
         ;;
     serve) with_vllm && measure 570 vllm_serve vllm_serve --deadline "$(left 550)" ;;
     serve_vault) with_vllm && measure 300 vllm_serve vllm_serve --ways vault,vault_compressed --deadline "$(left 290)" ;;

@@ -156,7 +156,7 @@ def one(way: str, arguments: argparse.Namespace) -> None:
     notes.wait_for_turn()
     if way == KERNELS:
         compile_kernels(arguments.shape)
-        notes.note("done", machine={**machine(), "command": command()[:-2]})
+        notes.note("done", machine={**machine(), "command": " ".join(command()[:-2])})
         return
     import sglang
     import torch
