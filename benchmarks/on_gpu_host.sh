@@ -8,14 +8,14 @@
 #   bench [100]  small [60]  beside [50 a turn; $TURNS (2)]  level_3 [25]  decoder [100]  compressed [280]  codec [200]
 #   decode_after_wake [~60]  host_memory [120]  kept_ranges [~60]  forget [~20]  vault [~300]  vault_small [~80]  vault_kills [140]
 #   spill [~270; with vLLM and .gpu/saver beside, if they are there; $SPILL_OPTIONS, as --ways memory,files]
-#   first_clients [~180, several GPUs]  links [~240, several GPUs; $LINKS_OPTIONS, as --compress]
+#   first_clients [~180, several GPUs]  links [~240, several GPUs; $LINKS_OPTIONS, as --compress]  manners [~200; these]
 #   peers [500]  saver [~420]  saver_30 [~150]  saver_tests [~240]
 # With vLLM, from .gpu/1/*.tar.xz and .gpu/2/*.tar.xz, unless it is installed:
 #   serve [240]  serve_vault [~180]  switching [540]  switching_fp8 [300]  switching_vault [~200]
 #   models [~330; $MODELS_OPTIONS, as --restart-seconds 120]
 #   serve_level_3 [~240; $LEVEL_3_OPTIONS, as --deadline 330]
 #   serve_level_3_own [~240, at once with it on a second GPU]
-#   kept_kv [~280; $KEPT_KV_OPTIONS, as --shape 8B --tokens 16000]  kept_kv_windows [~80; with these, too]
+#   kept_kv [~280; $KEPT_KV_OPTIONS, as --shape 8B --tokens 16000]  kept_kv_windows [~80]
 #   serve_kept_kv [~240]  vault_servers [~70]  scenarios [300]  two_gpus [400]
 #   ranks [~400, two GPUs; with Ray from .gpu/3/*.tar.xz, if it is there]
 #   trl [~140; $TRL_OPTIONS, as --ways ours-2,own-2; with .gpu/3/trl.tar.xz from gpu_host_archives.py]
@@ -251,9 +251,9 @@ part() {
     forget) measure 100 forget forget ;;
     kept_kv | kept_kv_windows)
         local shape=()
-        if [ "$1" = kept_kv_windows ]; then shape=(--shape windows --tokens 16000 --own-rounds 0); fi
+        if [ "$1" = kept_kv_windows ]; then shape=(--shape windows --own-rounds 0); fi
         # shellcheck disable=SC2086 # several words
-        with_vllm && measure 420 vllm_kept_kv "vllm_$1" --deadline "$(left 170)" "${shape[@]}" ${KEPT_KV_OPTIONS:-}
+        with_vllm && measure 420 vllm_kept_kv "vllm_$1" --deadline "$(left 170)" ${KEPT_KV_OPTIONS:-} "${shape[@]}"
         ;;
     serve_kept_kv) with_vllm && measure 330 serve_kept_kv serve_kept_kv --limit-s "$(left 290)" ;;
     bench) timeout 280 python3 -m cumem_sleep bench --weights 62488MiB --kv 54.63GiB --json >"$out/bench.json" ;;
@@ -283,9 +283,9 @@ part() {
         ;;
     vault_small) measure 150 vault vault_small --scale 8 --deadline "$(left 140)" ;;
     vault_kills) measure 240 vault_kills vault_kills --deadline "$(left 220)" ;;
-    links)
+    links | manners)
         # shellcheck disable=SC2086 # several words
-        measure 560 vault_links vault_links --deadline "$(left 540)" ${LINKS_OPTIONS:-}
+        measure 560 vault_links "vault_$1" --only "$1" --deadline "$(left 540)" ${LINKS_OPTIONS:-}
         ;;
     spill)
         with_vllm || echo "vLLM's loader is not measured"

@@ -210,6 +210,7 @@ PARTS = {
     "ranks": "benchmarks/vllm_scenarios.py",
     "first_clients": "benchmarks/vault_first_clients.py",
     "links": "benchmarks/vault_links.py",
+    "manners": "benchmarks/vault_links.py",
     "spill": "benchmarks/vault_spill.py",
     "kept_kv": "benchmarks/vllm_kept_kv.py",
     "kept_kv_windows": "benchmarks/vllm_kept_kv.py",
