@@ -326,7 +326,7 @@ def main() -> None:
     parser.add_argument("--links", help="numbers of links, separated by commas (default: 1 to all)")
     parser.add_argument("--compress", action="store_true", help="compressed backups, too")
     parser.add_argument(
-        "--slots", type=int, nargs="+", default=[], help="with --compress, over several links also with so many slots"
+        "--slots", type=int, nargs="+", default=[], help="with --compress, also with so many slots of the codec"
     )
     parser.add_argument("--rounds", type=int, default=5, help="of wakes 3 s after sleeping (default: %(default)s)")
     parser.add_argument("--decoder-layers", type=int, default=64, help="of the 32B model (default: %(default)s)")
@@ -353,12 +353,12 @@ def main() -> None:
     numbers = numbers if arguments.only != "manners" else []
     for number in numbers:
         result["ceilings"][str(number)] = ceilings(number, CEILING_BYTES // arguments.scale)
+    ways: dict[str, dict[str, str]] = {"plain": {}}
+    if arguments.compress:
+        ways["compressed"] = {"CUMEM_SLEEP_COMPRESS": "auto"}
+        for slots in arguments.slots:
+            ways[f"compressed, {slots} slots"] = {**ways["compressed"], TUNING: json.dumps({"most_slots": slots})}
     for number in numbers:
-        ways: dict[str, dict[str, str]] = {"plain": {}}
-        if arguments.compress:
-            ways["compressed"] = {"CUMEM_SLEEP_COMPRESS": "auto"}
-            for slots in arguments.slots if number > 1 else []:
-                ways[f"compressed, {slots} slots"] = {**ways["compressed"], TUNING: json.dumps({"most_slots": slots})}
         relays = " ".join(map(str, range(1, number))) or "off"
         options = f"--gpus {' '.join(map(str, range(max(numbers))))} --relay {relays}"
         bench = new_bench(arguments, ends_at, options)
