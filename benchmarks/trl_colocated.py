@@ -273,7 +273,7 @@ def main() -> None:
     failures = result["failures"] = {}
     try:
         has_gpu = any(Path("/dev").glob("nvidia[0-9]*"))
-        result["machine"] = machine_apart() if has_gpu else machine_without_gpu(simulated=True)
+        result["machine"] = machine_apart("vllm") if has_gpu else machine_without_gpu(simulated=True)
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a context of this process would count as the engine's memory
         write_model(arguments.work / "model", arguments.layers, arguments.width)
         waits_until = begun + min(IMPORTS_S, arguments.deadline)

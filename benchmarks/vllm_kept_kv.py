@@ -215,7 +215,7 @@ def main() -> None:
         one(**json.loads(arguments.one))
         return
     exit_on_sigterm()
-    facts = machine_apart()
+    facts = machine_apart("vllm")
     shape = SHAPES[arguments.shape]
     touch_host_memory(shape.weights_bytes + kv_bytes(arguments.shape, arguments.tokens, arguments.kv_dtype) + 4 * GIB)
     parallel = {
