@@ -238,7 +238,7 @@ def main() -> None:
         environment["VLLM_LOGGING_STREAM"] = "ext://sys.stderr"  # standard output has the result
         # A group of its own: vLLM's processes outlive the one that has started them.
         process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True)
-        output, limit_s = "", arguments.deadline + 60
+        output, error, limit_s = "", "it was told to end", arguments.deadline + 60
         try:
             output, _ = process.communicate(timeout=limit_s)
             error = f"it ended with status {process.returncode}"
@@ -248,11 +248,11 @@ def main() -> None:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-        runs.append(last_line(output or process.communicate()[0], ours=not disabled))
-        if not runs[-1].pop("is_whole", False):
-            runs[-1]["error"] = error
-        result = {"machine": facts, **given, "summary": summary(runs), "runs": runs}
-        arguments.out.write_text(json.dumps(result, indent=2) + "\n")
+            runs.append(last_line(output or process.communicate()[0], ours=not disabled))
+            if not runs[-1].pop("is_whole", False):
+                runs[-1]["error"] = error
+            result = {"machine": facts, **given, "summary": summary(runs), "runs": runs}
+            arguments.out.write_text(json.dumps(result, indent=2) + "\n")
         print(f"weights changed: {runs[-1].get('weights_changed')}; {runs[-1].get('error', 'no error')}", flush=True)
     for row in summary(runs):
         print({name: round(value, 3) if isinstance(value, float) else value for name, value in row.items()})
