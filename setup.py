@@ -68,7 +68,8 @@ def require_compiler() -> None:
 
 def name_commit(copy: Path) -> None:
     """Write the commit of this checkout into a copy of it, if `git archive` has not."""
-    if not (ROOT / COMMIT).read_text().startswith("$") or not (ROOT / ".git").exists():
+    is_named = not (ROOT / COMMIT).read_text().startswith("$")
+    if is_named or not (ROOT / ".git").exists() or shutil.which("git") is None:
         return
     git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     found = subprocess.run(git, stdout=subprocess.PIPE, text=True, check=False)

@@ -7,15 +7,16 @@
 #   tests_1_of_2+tests_2_of_2 two_gpu_tests [~250]  the same on two GPUs at once; so for any number
 #   bench [100]  small [60]  beside [50 a turn; $TURNS (2)]  level_3 [25]  decoder [100]  compressed [280]  codec [200]
 #   decode_after_wake [~60]  host_memory [120]  kept_ranges [~60]  forget [~20]  vault [~300]  vault_small [~80]  vault_kills [140]
-#   spill [~220; with vLLM and .gpu/saver beside, if they are there]
-#   first_clients [~180, several GPUs]  links [~240, several GPUs; $LINKS_OPTIONS, as --compress]
+#   spill [~270; with vLLM and .gpu/saver beside, if they are there; $SPILL_OPTIONS, as --ways memory,files]
+#   first_clients [~180, several GPUs]  links [~240, several GPUs; $LINKS_OPTIONS, as --compress]  manners [~200; these]
 #   peers [500]  saver [~420]  saver_30 [~150]  saver_tests [~240]
 # With vLLM, from .gpu/1/*.tar.xz and .gpu/2/*.tar.xz, unless it is installed:
 #   serve [240]  serve_vault [~180]  switching [540]  switching_fp8 [300]  switching_vault [~200]
 #   models [~330; $MODELS_OPTIONS, as --restart-seconds 120]
 #   serve_level_3 [~240; $LEVEL_3_OPTIONS, as --deadline 330]
 #   serve_level_3_own [~240, at once with it on a second GPU]
-#   kept_kv [~280]  serve_kept_kv [~240]  vault_servers [~70]  scenarios [300]  two_gpus [400]
+#   kept_kv [~280; $KEPT_KV_OPTIONS, as --shape 8B --tokens 16000]  kept_kv_windows [~80]
+#   serve_kept_kv [~240]  vault_servers [~70]  scenarios [300]  two_gpus [400]
 #   ranks [~400, two GPUs; with Ray from .gpu/3/*.tar.xz, if it is there]
 #   trl [~140; $TRL_OPTIONS, as --ways ours-2,own-2; with .gpu/3/trl.tar.xz from gpu_host_archives.py]
 #
@@ -187,7 +188,7 @@ print(maps[0].rpartition("/")[0] if maps else "")')
     PATH=$PATH:$(python3 -c 'import sys; print(sys.prefix)')/bin # ninja
     export PATH PYTHONPATH=$plain_path LD_LIBRARY_PATH=$runtime:$folder/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
     # shellcheck disable=SC2086 # several words
-    measure 270 sglang_cycles sglang_cycles --sglang "$folder" --deadline "$(left 240)" ${SGLANG_OPTIONS:-}
+    measure 360 sglang_cycles sglang_cycles --sglang "$folder" --deadline "$(left 320)" ${SGLANG_OPTIONS:-}
 }
 
 # Its own tests, unchanged, on this layer; those that look into its C library cannot pass (docs/torch-memory-saver.md).
@@ -248,7 +249,12 @@ part() {
     host_memory) measure 200 host_memory host_memory ;;
     kept_ranges) measure 200 kept_ranges kept_ranges ;;
     forget) measure 100 forget forget ;;
-    kept_kv) with_vllm && measure 420 vllm_kept_kv vllm_kept_kv --deadline 170 ;;
+    kept_kv | kept_kv_windows)
+        local shape=()
+        if [ "$1" = kept_kv_windows ]; then shape=(--shape windows --own-rounds 0); fi
+        # shellcheck disable=SC2086 # several words
+        with_vllm && measure 420 vllm_kept_kv "vllm_$1" --deadline "$(left 170)" ${KEPT_KV_OPTIONS:-} "${shape[@]}"
+        ;;
     serve_kept_kv) with_vllm && measure 330 serve_kept_kv serve_kept_kv --limit-s "$(left 290)" ;;
     bench) timeout 280 python3 -m cumem_sleep bench --weights 62488MiB --kv 54.63GiB --json >"$out/bench.json" ;;
     small)
@@ -277,14 +283,15 @@ part() {
         ;;
     vault_small) measure 150 vault vault_small --scale 8 --deadline "$(left 140)" ;;
     vault_kills) measure 240 vault_kills vault_kills --deadline "$(left 220)" ;;
-    links)
+    links | manners)
         # shellcheck disable=SC2086 # several words
-        measure 560 vault_links vault_links --deadline "$(left 540)" ${LINKS_OPTIONS:-}
+        measure 560 vault_links "vault_$1" --only "$1" --deadline "$(left 540)" ${LINKS_OPTIONS:-}
         ;;
     spill)
         with_vllm || echo "vLLM's loader is not measured"
         with_saver || echo "torch_memory_saver is not measured"
-        PYTHONPATH=$PYTHONPATH:$theirs measure 300 vault_spill vault_spill --deadline "$(left 240)"
+        # shellcheck disable=SC2086 # several words
+        PYTHONPATH=$PYTHONPATH:$theirs measure 360 vault_spill vault_spill --deadline "$(left 300)" ${SPILL_OPTIONS:-}
         ;;
     first_clients) measure 300 vault_first_clients vault_first_clients ;;
     saver) with_saver && measure 570 torch_memory_saver_beside saver --theirs "$theirs" --deadline "$(left 550)" ;;
@@ -310,7 +317,7 @@ part() {
     vault_servers) with_vllm && measure 200 vllm_scenarios vllm_scenarios --only two_servers_through_the_vault --limit 150 ;;
     trl)
         # shellcheck disable=SC2086 # several words
-        with_vllm && measure 170 trl_colocated trl_colocated --deadline "$(left 150)" ${TRL_OPTIONS:-}
+        with_vllm && measure 260 trl_colocated trl_colocated --deadline "$(left 220)" ${TRL_OPTIONS:-}
         ;;
     serve) with_vllm && measure 570 vllm_serve vllm_serve --deadline "$(left 550)" ;;
     serve_vault) with_vllm && measure 300 vllm_serve vllm_serve --ways vault,vault_compressed --deadline "$(left 290)" ;;

@@ -53,11 +53,12 @@ def machine() -> dict[str, Any]:
     }
 
 
-def machine_apart() -> dict[str, Any]:
-    """The same, and vLLM's version, by a process that ends at once: its CUDA context would take memory of the GPU."""
+def machine_apart(*packages: str) -> dict[str, Any]:
+    """The same, and versions, by a process that ends at once: its CUDA context would take memory of the GPU."""
     program = (
         "import importlib.metadata, json, sys; sys.argv = sys.argv[1:]; import record;"
-        "print(json.dumps({**record.machine(), 'vllm': importlib.metadata.version('vllm')}))"
+        f"versions = {{name: importlib.metadata.version(name) for name in {packages}}};"
+        "print(json.dumps({**record.machine(), **versions}))"
     )
     folder = str(Path(__file__).parent)
     path = os.pathsep.join([folder, *filter(None, [os.environ.get("PYTHONPATH")])])

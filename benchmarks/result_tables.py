@@ -22,8 +22,11 @@ from measured import (
     results,
     scenarios,
     serve_models,
+    sglang,
+    spill,
     switching,
     torch_memory_saver,
+    trl,
     vault,
     vllm_kept_kv,
     vllm_level_3,
@@ -32,9 +35,9 @@ from measured import (
 from measured.results import digest_of, is_there, load
 
 
-def _if_switched(lines: Callable[[dict[str, Any]], list[str]]) -> list[str]:
-    """Of the switching benchmark, if it has been run."""
-    return lines(load(switching.RESULT)) if is_there(switching.RESULT) else []
+def if_there(name: str, lines: Callable[[dict[str, Any]], list[str]]) -> Callable[[], list[str]]:
+    """Of a benchmark, if it has been run."""
+    return lambda: lines(load(name)) if is_there(name) else []
 
 
 def of_the_vault() -> list[str]:
@@ -50,27 +53,35 @@ def of_vllm() -> list[str]:
 
 # The blocks of each page, by the name in their marks.
 BLOCKS: dict[str, dict[str, Callable[[], Sequence[str]]]] = {
-    "README.md": {"headline": lambda: _if_switched(switching.headline)},
+    "README.md": {"headline": if_there(switching.RESULT, switching.headline)},
     "docs/benchmarks.md": {
-        "switching": lambda: _if_switched(switching.table),
+        "switching": if_there(switching.RESULT, switching.table),
         "serve": lambda: vllm_serve.table(load("vllm_serve.json")),
         "peers": lambda: peers.table(load("peers.json"), "Compared with its peers", peers.BELOW),
         "compressed": lambda: compressed.table(load("compressed.json")),
         "prepare": lambda: prepare_cost.table(load("prepare_cost.json")),
         "vLLM at level 3": lambda: vllm_level_3.table(load("vllm_level_3_own.json"), load("vllm_level_3.json")),
         "models": lambda: serve_models.table(load("serve_models.json")),
+        "TRL": if_there(trl.RESULT, trl.table),
     },
     "docs/vllm.md": {"kept KV cache": lambda: vllm_kept_kv.table(load("vllm_kept_kv.json"))},
     "docs/vllm-scenarios.md": {"scenarios": of_vllm},
-    "docs/vault.md": {"links": lambda: links.table(load(links.RESULT)), "vault": of_the_vault},
-    "docs/torch-memory-saver.md": {"saver": lambda: torch_memory_saver.table(load("saver.json"))},
+    "docs/vault.md": {
+        "links": lambda: links.table(load(links.RESULT)),
+        "manners": if_there(links.MANNERS, links.manners),
+        "files": if_there(spill.RESULT, spill.table),
+        "vault": of_the_vault,
+    },
+    "docs/torch-memory-saver.md": {
+        "saver": lambda: torch_memory_saver.table(load("saver.json")),
+        "SGLang": sglang.tables,
+    },
 }
 
 
 def marks(name: str) -> tuple[str, str]:
     """What stands in a page before a block, and after it."""
-    made = "made by benchmarks/result_tables.py from benchmarks/results, do not edit"
-    return f"<!-- {name}: {made} -->", f"<!-- /{name} -->"
+    return f"<!-- {name}: made by benchmarks/result_tables.py -->", f"<!-- /{name} -->"
 
 
 def with_blocks(text: str, blocks: dict[str, Callable[[], Sequence[str]]]) -> str:

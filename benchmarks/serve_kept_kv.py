@@ -193,7 +193,7 @@ def main() -> None:
         folder.mkdir(parents=True, exist_ok=True)
     keep_bytes = kv_bytes(arguments.shape, arguments.first + arguments.grow * arguments.turns, "auto")
     facts: Facts = {
-        "machine": {"simulated": True, "command": command()} if is_simulated else machine_apart(),
+        "machine": {"simulated": True, "command": command()} if is_simulated else machine_apart("vllm"),
         "shape": arguments.shape,
         "keep_bytes": keep_bytes,
         "ways": {},

@@ -492,7 +492,7 @@ def main() -> None:
     exit_on_sigterm()
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     facts: Facts = {
-        "machine": {"simulated": True} if SIMULATED or arguments.server_command else machine_apart(),
+        "machine": {"simulated": True} if SIMULATED or arguments.server_command else machine_apart("vllm"),
         "models": {name: [shape, *options] for name, (shape, options) in MODELS.items()},
         "execution": arguments.execution,
         "failed": {},

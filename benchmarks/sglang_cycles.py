@@ -31,8 +31,8 @@ from statistics import median
 from typing import Any
 
 from checkpoints import HEAD_DIM, SHAPES, write_config
-from model_server import gpu_memory_in_use_bytes
-from record import GIB, command, machine, machine_without_gpu
+from model_server import exit_on_sigterm, gpu_memory_in_use_bytes
+from record import GIB, machine_apart, machine_without_gpu
 from vault_process import Vault
 from ways import Facts, Notes, Way
 
@@ -156,7 +156,7 @@ def one(way: str, arguments: argparse.Namespace) -> None:
     notes.wait_for_turn()
     if way == KERNELS:
         compile_kernels(arguments.shape)
-        notes.note("done", machine={**machine(), "command": command()[:-2]})
+        notes.note("done")
         return
     import sglang
     import torch
@@ -323,11 +323,12 @@ def main() -> None:
     if arguments.one:
         one(arguments.one, arguments)
         return
+    exit_on_sigterm()
     names = checked(arguments.ways)
     arguments.work.mkdir(parents=True, exist_ok=True)
     has_gpu = any(Path("/dev").glob("nvidia[0-9]*"))
     result: Facts = {
-        "machine": {} if has_gpu else machine_without_gpu(simulated=True),
+        "machine": machine_apart() if has_gpu else machine_without_gpu(simulated=True),
         "shape": arguments.shape,
         "ways": {},
         "summary": {},
@@ -352,7 +353,6 @@ def main() -> None:
                 failures[name] = failed
                 facts["log"] = way.last_words()
                 print(f"FAILED {name}: {failed}", *facts["log"], sep="\n    | ", flush=True)
-            result["machine"] = facts.pop("machine", result["machine"])
             result["ways"][name] = facts
             result["summary"][name] = found = summary(facts)
             print(name, {key: round(value, 3) if value else value for key, value in found.items()}, flush=True)

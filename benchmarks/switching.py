@@ -258,7 +258,7 @@ class Bench:
             Model(name, shape, seed, folder / f"{shape}-{seed}")
             for seed, (name, shape) in enumerate(zip("AB", names, strict=True), start=1)
         ]
-        machine = {"simulated": True} if arguments.server_command else machine_apart()
+        machine = {"simulated": True} if arguments.server_command else machine_apart("vllm")
         self.results = Results(arguments.out, self._workload(), machine)
         self.machine = machine
         vocabulary = min(model.shape.vocabulary for model in self.models)

@@ -27,6 +27,7 @@ from statistics import fmean, median
 from typing import Any
 
 from checkpoints import Shape, write_checkpoint
+from model_server import exit_on_sigterm
 from record import machine_apart, machine_without_gpu
 from ways import Facts, Notes, Way
 
@@ -251,6 +252,7 @@ def main() -> None:
     begun = time.monotonic()
     if arguments.one:
         one(arguments.one, arguments)
+    exit_on_sigterm()
     arguments.work.mkdir(parents=True, exist_ok=True)
     gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]  # of several, all would train
     ways = [
@@ -271,7 +273,7 @@ def main() -> None:
     failures = result["failures"] = {}
     try:
         has_gpu = any(Path("/dev").glob("nvidia[0-9]*"))
-        result["machine"] = machine_apart() if has_gpu else machine_without_gpu(simulated=True)
+        result["machine"] = machine_apart("vllm") if has_gpu else machine_without_gpu(simulated=True)
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a context of this process would count as the engine's memory
         write_model(arguments.work / "model", arguments.layers, arguments.width)
         waits_until = begun + min(IMPORTS_S, arguments.deadline)

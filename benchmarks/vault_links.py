@@ -7,9 +7,10 @@ For each number of links a vault of its own, and a client on GPU 0 with 61.02 Gi
 `vault.py`); every byte is checked after every wake. Beside it the ceiling: as many bytes in pieces of 16 MiB from and
 to one block, over as many links, by copy engines and no vault. `--compress` measures compressed backups, too.
 
-With more than one GPU also two questions of manners: what a decoder on GPU 1 (8B's shape, in a CUDA graph) loses while
-its link relays for GPU 0, and what clients of all GPUs lose that sleep and wake at once, each with a quarter of the
-bytes, when links may help each other.
+With more than one GPU also two questions of manners, with a quarter of the bytes for each client: what a decoder on
+GPU 1 (8B's shape, in a CUDA graph) loses while its link relays for GPU 0, and what clients of all GPUs lose that sleep
+and wake at once, when links may help each other. What fails says why, and the rest is measured. Results are written
+after each.
 """
 
 from __future__ import annotations
@@ -23,15 +24,17 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from layers import SIMULATED
+import numpy as np
+from layers import SIMULATED, TUNING
 from model_server import exit_on_sigterm
-from record import machine, write
-from recording import GIB, MIB, segment_bytes
+from record import machine, touch_host_memory, write
+from recording import GIB, MIB, qwen3_32b_bytes, segment_bytes
 from vault import ROOM, Bench, Sleeper
 
 from cumem_sleep import _core
@@ -41,6 +44,7 @@ from cumem_sleep.settings import Settings
 CEILING_BYTES = 4 * GIB
 PIECE_BYTES = 16 * MIB
 STREAMS = 4
+LEFT_BYTES = 10 * GIB  # of a GPU, for contexts, checksums and the codec
 
 
 class Ceiling:
@@ -134,13 +138,13 @@ class Decoding:
     ended: list[float] = field(default_factory=list)
 
     def steps_per_s(self, spans: list[tuple[float, float]]) -> float:
-        return sum(begin <= at < end for at in self.ended for begin, end in spans) / sum(
-            end - begin for begin, end in spans
-        )
+        """Parts of steps count: of a fifth of a second they are a percent."""
+        done = np.interp(spans, self.ended, np.arange(len(self.ended)))
+        return float(np.diff(done).sum() / np.diff(spans).sum())
 
 
 @contextmanager
-def decoding(gpu: int) -> Iterator[Decoding]:
+def decoding(gpu: int, ends_at: float) -> Iterator[Decoding]:
     command = [sys.executable, __file__, "--out", "-", "--decode"]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": str(gpu)}
     with subprocess.Popen(
@@ -148,6 +152,8 @@ def decoding(gpu: int) -> Iterator[Decoding]:
     ) as process:
         assert process.stdin is not None
         assert process.stdout is not None
+        limit = threading.Timer(max(0.0, ends_at - time.monotonic()), process.kill)
+        limit.start()
         try:
             if process.stdout.readline() != "decodes\n":
                 raise RuntimeError("the decoder did not start")
@@ -156,6 +162,7 @@ def decoding(gpu: int) -> Iterator[Decoding]:
             process.stdin.close()
             beside.ended = json.loads(process.stdout.readline())
         finally:
+            limit.cancel()
             process.kill()
 
 
@@ -203,17 +210,19 @@ def decoder_step() -> Callable[[], object]:
 def decode_beside(bench: Bench, rounds: int) -> dict[str, Any]:
     """Steps per second of a decoder on GPU 1, while GPU 0 sleeps and wakes, and while nothing is copied."""
     spans: dict[str, list[tuple[float, float]]] = {"sleep": [], "wake": [], "nothing": []}
-    with bench.client(bench.sizes, 1) as sleeper, decoding(1) as beside:
+    with bench.client(bench.sizes, 1) as sleeper, decoding(1, bench.ends_at) as beside:
         sleeper.sleep("first sleep")
         sleeper.wake("wake")
         for _ in range(rounds):
             sleeper.change()
             for what in ("sleep", "wake"):
                 begin = time.monotonic()
-                sleeper.take(what, what)
+                sleeper.begin(what)
+                sleeper.end(what, what)
                 spans[what].append((begin, time.monotonic()))
                 time.sleep(1)
                 spans["nothing"].append((spans[what][-1][1] + 0.2, time.monotonic()))
+            sleeper.check("wake")
     return {
         "steps_per_s": {what: beside.steps_per_s(some) for what, some in spans.items()},
         "steps": sleeper.steps,
@@ -224,10 +233,10 @@ def decode_beside(bench: Bench, rounds: int) -> dict[str, Any]:
 def together(bench: Bench, gpus: int, rounds: int) -> dict[str, list[float]]:
     """Seconds until the last of as many clients, each of a GPU of its own, has slept or woken."""
     seconds: dict[str, list[float]] = {"sleep": [], "wake": []}
-    with ExitStack() as stack:
-        sleepers = [
-            stack.enter_context(bench.client(bench.sizes, seed, CUDA_VISIBLE_DEVICES=str(seed))) for seed in range(gpus)
-        ]
+    bench.the_vault()
+    with ExitStack() as stack, ThreadPoolExecutor(gpus) as pool:
+        started = [pool.submit(bench.client, bench.sizes, n, CUDA_VISIBLE_DEVICES=str(n)) for n in range(gpus)]
+        sleepers = [stack.enter_context(each.result()) for each in started]
         for _ in range(rounds + 1):
             for what, noted in seconds.items():
                 for sleeper in sleepers:
@@ -240,37 +249,66 @@ def together(bench: Bench, gpus: int, rounds: int) -> dict[str, list[float]]:
     return {what: noted[1:] for what, noted in seconds.items()}
 
 
-def measure_manners(arguments: argparse.Namespace, gpus: int, result: dict[str, Any]) -> None:
-    scale, arguments.scale = arguments.scale, 4 * arguments.scale
-    for relays in ("off", "auto"):
-        arguments.vault_options = f"--gpus {' '.join(map(str, range(gpus)))} --relay {relays}"
-        bench = Bench(arguments)
-        bench.copies = gpus
+def new_bench(
+    arguments: argparse.Namespace, ends_at: float, vault_options: str, scale: int = 1, copies: int = 1
+) -> Bench:
+    left_s = ends_at - time.monotonic()
+    given = {"scale": arguments.scale * scale, "deadline": left_s, "vault_options": vault_options}
+    bench = Bench(argparse.Namespace(**{**vars(arguments), **given}))
+    bench.copies = copies
+    if not SIMULATED:
+        _, total = _core.memory_info(0)
+        bench.kv_bytes = min(bench.kv_bytes, (total - LEFT_BYTES - segment_bytes(bench.sizes)) // MIB * MIB)
+    return bench
+
+
+def tried(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    try:
+        return call(*args, **kwargs)
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+def measure_manners(arguments: argparse.Namespace, gpus: int, ends_at: float, result: dict[str, Any]) -> None:
+    rounds, found = arguments.rounds, result.setdefault("together", {})
+    for relays, name in (("off", "without help"), ("auto", "with help")):
+        options = f"--gpus {' '.join(map(str, range(gpus)))} --relay {relays}"
+        bench = new_bench(arguments, ends_at, options, scale=4, copies=gpus)
         try:
+            found[name] = tried(together, bench, gpus, rounds)
+            write(arguments.out, result)
             if relays != "off":
-                result["decoder"] = decode_beside(bench, arguments.rounds)
-            name = "without help" if relays == "off" else "with help"
-            result.setdefault("together", {})[name] = together(bench, gpus, arguments.rounds)
+                result["decoder"] = tried(decode_beside, bench, rounds)
+                write(arguments.out, result)
         finally:
             if bench.vault is not None:
                 bench.vault.close()
-    arguments.scale = scale
+
+
+def failures(result: dict[str, Any]) -> dict[str, str]:
+    """What was not measured, and why."""
+    ways = {f"{links} links, {way}": found for links, ways in result["ways"].items() for way, found in ways.items()}
+    manners = {f"together, {way}": found for way, found in result.get("together", {}).items()}
+    found = {"a decoder": result.get("decoder", {}), **manners, **ways}
+    return {where: each["error"] for where, each in found.items() if "error" in each}
 
 
 def table(result: dict[str, Any]) -> list[str]:
     lines = []
-    if (beside := result.get("decoder")) is not None:
-        rates = {what: round(rate, 1) for what, rate in beside["steps_per_s"].items()}
+    if (beside := result.get("decoder")) is not None and "error" not in beside:
+        rates = {what: round(rate, 2) for what, rate in beside["steps_per_s"].items()}
         lines.append(f"a decoder on GPU 1, steps per second while GPU 0 does this: {rates}")
+        lines.append(f"  meanwhile each GPU relayed {[nbytes >> 20 for nbytes in beside['relayed']]} MiB")
     for way, seconds in result.get("together", {}).items():
-        medians = {what: round(statistics.median(some), 3) for what, some in seconds.items()}
-        lines.append(f"all GPUs at once, {way}: {medians}")
+        if "error" not in seconds:
+            medians = {what: round(statistics.median(some), 3) for what, some in seconds.items()}
+            lines.append(f"all GPUs at once, {way}: {medians}")
+    lines += [f"  {where}: {error.splitlines()[0]}" for where, error in failures(result).items()]
     for links, ceiling in result["ceilings"].items():
         rates = {way: max(gbps) for way, gbps in ceiling.items()}
         lines.append(f"{links} links: ceiling {rates['out']:.1f} GB/s out, {rates['in']:.1f} in")
         for way, measured in result["ways"].get(links, {}).items():
             if "error" in measured:
-                lines.append(f"  {way}: {measured['error'].splitlines()[0]}")
                 continue
             steps = measured["steps"]
             for step in ("first sleep", "later sleep, everything changed", "wake right after sleeping", "wake, later"):
@@ -287,6 +325,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="where the raw result goes (JSON)")
     parser.add_argument("--links", help="numbers of links, separated by commas (default: 1 to all)")
     parser.add_argument("--compress", action="store_true", help="compressed backups, too")
+    parser.add_argument(
+        "--slots", type=int, nargs="+", default=[], help="with --compress, also with so many slots of the codec"
+    )
     parser.add_argument("--rounds", type=int, default=5, help="of wakes 3 s after sleeping (default: %(default)s)")
     parser.add_argument("--decoder-layers", type=int, default=64, help="of the 32B model (default: %(default)s)")
     parser.add_argument("--scale", type=int, default=1, help="divide every tensor's size and the KV cache's by this")
@@ -306,34 +347,34 @@ def main() -> None:
         parser.error(f"--links: {numbers}: this host has {gpus} GPUs")
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     ends_at = time.monotonic() + arguments.deadline
+    if not SIMULATED:  # a vault refuses more memory than the host has, and some have it only when it was touched
+        touch_host_memory(int(ROOM * segment_bytes(qwen3_32b_bytes(arguments.decoder_layers, arguments.scale))))
     result: dict[str, Any] = {"machine": machine(), "ceilings": {}, "ways": {}}
     if arguments.only != "links" and gpus > 1:
-        measure_manners(arguments, gpus, result)
-        write(arguments.out, result)
-    for number in numbers if arguments.only != "manners" else []:
+        measure_manners(arguments, gpus, ends_at, result)
+    numbers = numbers if arguments.only != "manners" else []
+    for number in numbers:
         result["ceilings"][str(number)] = ceilings(number, CEILING_BYTES // arguments.scale)
     ways: dict[str, dict[str, str]] = {"plain": {}}
     if arguments.compress:
         ways["compressed"] = {"CUMEM_SLEEP_COMPRESS": "auto"}
-    for number in numbers if arguments.only != "manners" else []:
+        for slots in arguments.slots:
+            ways[f"compressed, {slots} slots"] = {**ways["compressed"], TUNING: json.dumps({"most_slots": slots})}
+    for number in numbers:
         relays = " ".join(map(str, range(1, number))) or "off"
-        arguments.vault_options = f"--gpus {' '.join(map(str, range(max(numbers))))} --relay {relays}"
-        arguments.deadline = ends_at - time.monotonic()
-        bench = Bench(arguments)
+        options = f"--gpus {' '.join(map(str, range(max(numbers))))} --relay {relays}"
+        bench = new_bench(arguments, ends_at, options)
+        result["workload"] = {"bytes": segment_bytes(bench.sizes), "kv_bytes": bench.kv_bytes, "room": ROOM}
         try:
             for way, variables in ways.items():
-                try:
-                    measured = measure(bench, arguments.rounds, **variables)
-                except Exception as error:
-                    measured = {"error": f"{type(error).__name__}: {error}"}
+                measured = tried(measure, bench, arguments.rounds, **variables)
                 result["ways"].setdefault(str(number), {})[way] = measured
-                result["workload"] = {"bytes": segment_bytes(bench.sizes), "room": ROOM}
                 write(arguments.out, result)
         finally:
             if bench.vault is not None:
                 bench.vault.close()
     print(*table(result), sep="\n")
-    sys.exit(any("error" in measured for ways in result["ways"].values() for measured in ways.values()))
+    sys.exit(bool(failures(result)))
 
 
 if __name__ == "__main__":

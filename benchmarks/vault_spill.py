@@ -3,7 +3,8 @@
     python benchmarks/vault_spill.py --out results/vault_spill.json                 # three to four minutes, 1.5 GB/s
     python benchmarks/vault_spill.py --out spill.json --decoder-layers 1 --scale 64 --folder /nvme/spill
 
-The ceiling: a file of the same folder, read with O_DIRECT by as many threads as the vault's, before and after the rest.
+The ceiling: a file of the same folder, read with O_DIRECT by as many threads as the vault's, before and after the rest;
+and what `fdatasync` after each 256 MiB, as the vault calls it, leaves of the rate of writing.
 Every sleeper is a process of its own (`worker.py`) with 20.2 GiB of weights; every byte is checked after every wake.
 
     memory      a client of a vault that does not spill
@@ -38,45 +39,66 @@ from record import machine, write
 from recording import GIB, MIB, Process, WorkerFailed, qwen3_32b_bytes, segment_bytes
 from vault_process import Vault
 
-from cumem_sleep.vault.files import SpillFolder
+from cumem_sleep.vault.files import SpillFolder, filesystem_of
 from cumem_sleep.vault.spill import RING_BYTES
 
-THREADS, REQUEST_BYTES = 8, 16 * MIB  # the vault's own
-CEILING_BYTES = 8 * GIB
+THREADS, REQUEST_BYTES, SYNCED_BYTES = 8, 16 * MIB, 256 * MIB  # the vault's own
+CEILING_BYTES = 4 * GIB
+LEAST_S = 20.0  # with less left a way is not begun
 Steps = dict[str, Any]
 
 
 def file_rates(folder: Path, nbytes: int) -> dict[str, float]:
-    """GB/s of a file that is written and then read past the page cache."""
+    """GB/s of files that are written and then read past the page cache."""
     nbytes = max(nbytes // REQUEST_BYTES, THREADS) * REQUEST_BYTES
-    descriptor = SpillFolder(folder).open()
     buffers = [mmap.mmap(-1, REQUEST_BYTES) for _ in range(THREADS)]
     for number, buffer in enumerate(buffers):
         buffer.write(os.urandom(MIB) * (REQUEST_BYTES // MIB - 1) + bytes([number]) * MIB)
 
-    def rate(call: Callable[[int, list[mmap.mmap], int], int]) -> float:
-        def some(thread: int) -> None:
-            for at in range(thread * REQUEST_BYTES, nbytes, THREADS * REQUEST_BYTES):
-                assert call(descriptor, [buffers[thread]], at) == REQUEST_BYTES
+    def rate(
+        call: Callable[[int, list[mmap.mmap], int], int], file: int, batch: int = nbytes, *, synced: bool = False
+    ) -> float:
+        def some(thread: int, start: int) -> None:
+            for at in range(start + thread * REQUEST_BYTES, min(start + batch, nbytes), THREADS * REQUEST_BYTES):
+                assert call(file, [buffers[thread]], at) == REQUEST_BYTES
 
         begin = time.perf_counter()
         with ThreadPoolExecutor(THREADS) as pool:
-            list(pool.map(some, range(THREADS)))
+            for start in range(0, nbytes, batch):
+                list(pool.map(some, range(THREADS), [start] * THREADS))
+                if synced:
+                    os.fdatasync(file)
         return nbytes / (time.perf_counter() - begin) / 1e9
 
+    files: list[int] = []
     try:
-        os.posix_fallocate(descriptor, 0, nbytes)
-        return {"written": rate(os.pwritev), "read": rate(os.preadv)}
+        for _ in range(2):  # what is written for the first time has its space, but not yet its place in the journal
+            files.append(SpillFolder(folder).open())
+            os.posix_fallocate(files[-1], 0, nbytes)
+        written = rate(os.pwritev, files[0])
+        synced = rate(os.pwritev, files[1], SYNCED_BYTES, synced=True)
+        return {"written": written, "written and synced": synced, "read": rate(os.preadv, files[0])}
     finally:
-        os.close(descriptor)
+        for file in files:
+            os.close(file)
+
+
+def a_folder_on_a_disk() -> Path:
+    """
+    Raises:
+        SystemExit: temporary files and the working folder are in memory.
+    """
+    for folder in (Path(tempfile.gettempdir()), Path.cwd()):
+        if filesystem_of(folder) not in ("tmpfs", "ramfs"):
+            return folder
+    raise SystemExit("--folder: temporary files and the working folder are in memory")
 
 
 class SpilledSleeper:
-    """A process with weights; `steps` is what was measured of it."""
+    """A process with weights."""
 
     def __init__(self, bench: SpillBench, seed: int, layer: str = "cumem-sleep", **variables: str) -> None:
-        self.steps: Steps = {}
-        self._bench = bench
+        self._steps = bench.steps
         self._process = Process(layer, bench.ends_at, **variables)
         self._process.ask("load", sizes=bench.sizes, kv_bytes=2 * MIB, seed=seed)
 
@@ -87,22 +109,27 @@ class SpilledSleeper:
         self._process.close()
 
     def sleep(self, step: str) -> None:
-        self.steps.setdefault(step, []).append(self._process.ask("sleep", level=1)["seconds"])
+        self._steps.setdefault(step, []).append(self._process.ask("sleep", level=1)["seconds"])
 
     def wake(self, step: str) -> None:
-        self.steps.setdefault(step, []).append(self._process.ask("wake")["seconds"])
+        self._steps.setdefault(step, []).append(self._process.ask("wake")["seconds"])
         if differing := self._process.ask("check")["differing_tensors"]:
             raise WorkerFailed(f"{step}: bytes differ after it, in tensors {differing}")
 
 
 class SpillBench:
-    """What all ways have in common."""
+    """What all ways have in common.
+
+    Attributes:
+        steps: seconds of those of the way that is measured, also of one that fails.
+    """
 
     def __init__(self, arguments: argparse.Namespace, folder: Path) -> None:
         self.ends_at = time.monotonic() + arguments.deadline
         self.sizes = qwen3_32b_bytes(arguments.decoder_layers, arguments.scale)
         self.nbytes = segment_bytes(self.sizes)
         self.folder = folder
+        self.steps: Steps = {}
         self._options = arguments.vault_options.split()
         self._log: Path = arguments.out.with_name("vault_spill.log")
 
@@ -117,10 +144,13 @@ class SpillBench:
             yield vault
 
 
+# Each returns what is known beside its steps.
+
+
 def memory(bench: SpillBench) -> Steps:
     with bench.vault(spills=False) as vault, SpilledSleeper(bench, 1, CUMEM_SLEEP_VAULT=vault.socket) as sleeper:
         turns(sleeper)
-        return sleeper.steps
+    return {}
 
 
 def turns(sleeper: SpilledSleeper) -> None:
@@ -147,8 +177,6 @@ def files(bench: SpillBench, **variables: str) -> Steps:
             status = vault.status()
             names = ("files_written_bytes", "files_written_gbps", "files_read_bytes", "files_read_gbps")
             return {
-                **first.steps,
-                **second.steps,
                 "vault": {name: status[name] for name in names},
                 "written again bytes": status["files_written_bytes"] - written,
             }
@@ -215,9 +243,9 @@ def saver(bench: SpillBench) -> Steps:
             for _ in range(2 if bench.ends_at - time.monotonic() > 120 else 1):
                 sleeper.sleep("pause to disk")
                 sleeper.wake("resume from disk")
-            return sleeper.steps
     finally:
         shutil.rmtree(folder)
+    return {}
 
 
 WAYS: dict[str, Callable[[SpillBench], Steps]] = {
@@ -233,6 +261,8 @@ def table(result: dict[str, Any]) -> list[str]:
     rates = [each["read"] for each in result["ceilings"]]
     best_s = result["bytes"] / max(rates) / 1e9
     lines = [f"ceiling: {' '.join(f'{rate:.2f}' for rate in rates)} GB/s read, {best_s:.2f} s for all bytes"]
+    for name in ("written", "written and synced"):
+        lines.append(f"{name}: {' '.join(f'{each[name]:.2f}' for each in result['ceilings'])} GB/s")
     for way, steps in result["ways"].items():
         for step, seconds in steps.items():
             if isinstance(seconds, list):
@@ -262,22 +292,26 @@ def main() -> None:
         parser.error(f"--ways: unknown: {', '.join(unknown)}")
     exit_on_sigterm()
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="spill-", dir=arguments.folder) as name:  # of mode 0700
+    folder = arguments.folder or a_folder_on_a_disk()
+    with tempfile.TemporaryDirectory(prefix="spill-", dir=folder) as name:  # of mode 0700
         bench = SpillBench(arguments, Path(name))
         ceiling_bytes = min(CEILING_BYTES, bench.nbytes)
         result: dict[str, Any] = {"machine": machine(), "bytes": bench.nbytes, "ways": {}}
         result["direct I/O"] = SpillFolder(bench.folder).is_direct
+        result["filesystem"] = filesystem_of(bench.folder)
         result["ceilings"] = [file_rates(bench.folder, ceiling_bytes)]
         failed = False
         for way in ways:
             try:
-                if time.monotonic() > bench.ends_at - 5:
+                if time.monotonic() > bench.ends_at - LEAST_S:
                     raise NotInstalled("no time is left")
-                result["ways"][way] = WAYS[way](bench)
+                bench.steps = {}
+                more = WAYS[way](bench)
+                result["ways"][way] = {**bench.steps, **more}
             except NotInstalled as error:
                 result["ways"][way] = {"not measured": str(error)}
             except Exception as error:
-                result["ways"][way] = {"error": f"{type(error).__name__}: {error}"}
+                result["ways"][way] = {**bench.steps, "error": f"{type(error).__name__}: {error}"}
                 failed = True
             write(arguments.out, result)
         result["ceilings"].append(file_rates(bench.folder, ceiling_bytes))

@@ -26,6 +26,7 @@ from statistics import median
 from typing import Any
 
 from checkpoints import SHAPES, write_config
+from model_server import exit_on_sigterm
 from record import GIB, machine_apart, touch_host_memory
 
 BLOCK = 16  # tokens, as vLLM takes by default
@@ -60,8 +61,11 @@ def link_s(nbytes: int) -> dict[str, float]:
     return seconds
 
 
-def one(shape: str, tokens: int, rounds: int, dtype: str, ranks: dict[str, int], deadline: float) -> dict[str, Any]:
-    """One engine's rounds, as many as end by the deadline; `CUMEM_SLEEP_DISABLE` leaves vLLM's own sleep mode."""
+def one(shape: str, tokens: int, rounds: int, dtype: str, ranks: dict[str, int], deadline: float) -> None:
+    """One engine's rounds, as many as end by the deadline; `CUMEM_SLEEP_DISABLE` leaves vLLM's own sleep mode.
+
+    Prints a line of all that is known after each of them: what fails or hangs later loses nothing of that.
+    """
     begun, longest_s = time.perf_counter(), 0.0
     is_ours = not os.environ.get("CUMEM_SLEEP_DISABLE")
     kept = kv_bytes(shape, tokens, dtype)
@@ -98,7 +102,9 @@ def one(shape: str, tokens: int, rounds: int, dtype: str, ranks: dict[str, int],
 
     prompt = [(7919 * (place + 3)) % 150000 for place in range(tokens)]
     ask(prompt[::-1][:4096], 16)  # kernels are compiled
-    rows = []
+    rows: list[dict[str, Any]] = []
+    found: dict[str, Any] = {"ours": is_ours, "prefix_bytes": kept, "link_s": link, "rows": rows}
+    found["weights_changed"] = None
     for number in range(rounds):
         for keeps in (True, False) if is_ours else (False,):
             round_begun = time.perf_counter()
@@ -132,8 +138,8 @@ def one(shape: str, tokens: int, rounds: int, dtype: str, ranks: dict[str, int],
             )
             shown = {name: round(value, 3) if isinstance(value, float) else value for name, value in rows[-1].items()}
             print(shown, file=sys.stderr, flush=True)
+            print(json.dumps(found), flush=True)
             longest_s = max(longest_s, time.perf_counter() - round_begun)
-    changed = None
     if is_ours:
         llm.reset_prefix_cache()
         ask(prompt, 1)
@@ -142,12 +148,18 @@ def one(shape: str, tokens: int, rounds: int, dtype: str, ranks: dict[str, int],
         llm.wake_up(tags=["weights"])
         llm.collective_rpc("fill_with_normal_values")
         llm.wake_up(tags=["kv_cache"])
-        changed = {
+        found["weights_changed"] = {
             "kept_bytes": [sum(tag["kept_bytes"] for tag in each["usage"].values()) for each in status],
             "cached_tokens": ask(prompt, 1)[1],
         }
-        print({"weights changed while it slept": changed}, file=sys.stderr, flush=True)
-    return {"ours": is_ours, "prefix_bytes": kept, "link_s": link, "rows": rows, "weights_changed": changed}
+        print({"weights changed while it slept": found["weights_changed"]}, file=sys.stderr, flush=True)
+    print(json.dumps({**found, "is_whole": True}), flush=True)
+
+
+def last_line(output: str, *, ours: bool) -> dict[str, Any]:
+    """What an engine's process has said last, if it has said anything."""
+    whole = [line for line in output.splitlines(keepends=True) if line.endswith("}\n")]
+    return dict(json.loads(whole[-1])) if whole else {"ours": ours, "rows": []}
 
 
 def timed(call: Callable[[], object]) -> float:
@@ -200,9 +212,10 @@ def main() -> None:
     add("--one", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:
-        print(json.dumps(one(**json.loads(arguments.one))))
+        one(**json.loads(arguments.one))
         return
-    facts = machine_apart()
+    exit_on_sigterm()
+    facts = machine_apart("vllm")
     shape = SHAPES[arguments.shape]
     touch_host_memory(shape.weights_bytes + kv_bytes(arguments.shape, arguments.tokens, arguments.kv_dtype) + 4 * GIB)
     parallel = {
@@ -225,17 +238,22 @@ def main() -> None:
         environment["VLLM_LOGGING_STREAM"] = "ext://sys.stderr"  # standard output has the result
         # A group of its own: vLLM's processes outlive the one that has started them.
         process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True)
+        output, error, limit_s = "", "it was told to end", arguments.deadline + 60
         try:
-            output, _ = process.communicate(timeout=arguments.deadline + 60)
-            runs.append(json.loads(output.splitlines()[-1]))
-        except (subprocess.TimeoutExpired, IndexError, ValueError) as error:
-            runs.append({"ours": not disabled, "error": str(error), "rows": []})
+            output, _ = process.communicate(timeout=limit_s)
+            error = f"it ended with status {process.returncode}"
+        except subprocess.TimeoutExpired:
+            error = f"it had not ended after {limit_s:.0f} s"
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-        result = {"machine": facts, **given, "summary": summary(runs), "runs": runs}
-        arguments.out.write_text(json.dumps(result, indent=2) + "\n")
+            runs.append(last_line(output or process.communicate()[0], ours=not disabled))
+            if not runs[-1].pop("is_whole", False):
+                runs[-1]["error"] = error
+            result = {"machine": facts, **given, "summary": summary(runs), "runs": runs}
+            arguments.out.write_text(json.dumps(result, indent=2) + "\n")
+        print(f"weights changed: {runs[-1].get('weights_changed')}; {runs[-1].get('error', 'no error')}", flush=True)
     for row in summary(runs):
         print({name: round(value, 3) if isinstance(value, float) else value for name, value in row.items()})
     if any("error" in run for run in runs):

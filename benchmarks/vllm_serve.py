@@ -154,7 +154,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if unknown := set(arguments.ways.split(",")) - set(WAYS):
         parser.error(f"--ways: {', '.join(sorted(unknown))}: no such way; there are {', '.join(WAYS)}")
-    machine = {"simulated": True, "vllm": "none"} if arguments.server_command else machine_apart()
+    machine = {"simulated": True, "vllm": "none"} if arguments.server_command else machine_apart("vllm")
     exit_on_sigterm()
     deadline = Deadline(arguments.deadline)
     write_config(arguments.work / arguments.shape, SHAPES[arguments.shape])

@@ -7,6 +7,8 @@ import os
 import pathlib
 import subprocess
 import sys
+from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -77,7 +79,9 @@ def run(folder: pathlib.Path, *options: str, **variables: str) -> tuple[int, dic
     return process.returncode, json.loads((folder / "out.json").read_text()), said
 
 
-def test_a_way_makes_these_calls_and_compares_what_the_engine_says(folder: pathlib.Path) -> None:
+def test_a_way_makes_these_calls_and_compares_what_the_engine_says(
+    folder: pathlib.Path, benchmark_module: Callable[[str], ModuleType]
+) -> None:
     status, result, said = run(folder, "--ways=ours-torch")
     assert status == 0, said
     assert result["summary"]["ours-torch"]["cycles"] == 2
@@ -93,6 +97,11 @@ def test_a_way_makes_these_calls_and_compares_what_the_engine_says(folder: pathl
         *[("write",), ("write",)],
         *[("release", None), ("resume", weights), ("write",), ("resume", cache)],
     ]
+    machine = {"gpu": "A GPU", "driver": "580.1", "cores": 16, "torch": "2.11.0"}
+    said, *_, last = benchmark_module("measured.sglang").table({**result, "machine": machine})
+    assert said.startswith("SGLang 0, Qwen3-")
+    assert last.startswith("| cumem-sleep, torch | 0.0")
+    assert last.split(" | ")[5] == "2"
 
 
 def test_a_way_after_which_the_engine_says_something_else_fails_alone(folder: pathlib.Path) -> None:

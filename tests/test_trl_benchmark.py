@@ -7,6 +7,8 @@ import os
 import pathlib
 import subprocess
 import sys
+from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -39,7 +41,9 @@ def run(folder: pathlib.Path, *options: str, **variables: str) -> tuple[int, dic
     return process.returncode, json.loads((folder / "out.json").read_text()), said
 
 
-def test_each_way_runs_at_its_level_and_every_second_belongs_to_a_phase(tmp_path: pathlib.Path) -> None:
+def test_each_way_runs_at_its_level_and_every_second_belongs_to_a_phase(
+    tmp_path: pathlib.Path, benchmark_module: Callable[[str], ModuleType]
+) -> None:
     status, result, said = run(tmp_path)
     assert status == 0, said
     assert list(result["summary"]) == list(WAYS)
@@ -55,6 +59,10 @@ def test_each_way_runs_at_its_level_and_every_second_belongs_to_a_phase(tmp_path
         made = [tuple(call) for whose, _, *call in calls if whose == way]
         assert made == [("sleep", level), *[*of_step, ("sleep", level)] * 12]
         assert {disabled for whose, disabled, *_ in calls if whose == way} == {"1" if "own" in way else None}
+    machine = {"gpu": "A GPU", "driver": "580.1", "cores": 16, "torch": "2.11.0", "vllm": "0.26.0"}
+    lines = benchmark_module("measured.trl").table({**result, "machine": machine})
+    assert lines[2] == "|  | cumem-sleep, level 2 | vLLM, level 2 | cumem-sleep, level 1 | vLLM, level 1 |"
+    assert [line.count("|") for line in lines[3:]] == [6] * 8
 
 
 def test_a_way_that_fails_or_does_not_learn_loses_nothing_of_the_others(tmp_path: pathlib.Path) -> None:

@@ -205,14 +205,19 @@ def test_first_clients_of_several_gpus_are_measured(tmp_path: pathlib.Path) -> N
     assert results["not named"]["first sleeps s"][1] > 2.9
 
 
-def test_files_are_measured_beside_their_ceiling(tmp_path: pathlib.Path) -> None:
+MACHINE = {"gpu": "A GPU", "gpus": 2, "driver": "580.1", "cores": 16, "torch": "2.11.0"}
+
+
+def test_files_are_measured_beside_their_ceiling(
+    tmp_path: pathlib.Path, benchmark_module: Callable[[str], ModuleType]
+) -> None:
     if filesystem_of(tmp_path) in ("tmpfs", "ramfs"):
         pytest.skip("pytest's folder is in memory")
     out = tmp_path / "spill.json"
     process = run("vault_spill.py", out, "--decoder-layers=3", "--scale=192", f"--folder={tmp_path}")
     assert process.returncode == 0, process.stdout + process.stderr
     result: dict[str, Any] = json.loads(out.read_text())
-    assert [rate > 0 for each in result["ceilings"] for rate in each.values()] == [True] * 4
+    assert [rate > 0 for each in result["ceilings"] for rate in each.values()] == [True] * 6
     assert len(result["ways"]["memory"]["wake from memory"]) == 3
     for way in ("files", "compressed"):
         found = result["ways"][way]
@@ -222,12 +227,22 @@ def test_files_are_measured_beside_their_ceiling(tmp_path: pathlib.Path) -> None
     for way in ("reload", "saver"):
         assert "not measured" in result["ways"][way]
     assert "x the ceiling)" in process.stdout
+    lines = benchmark_module("measured.spill").table({**result, "machine": MACHINE})
+    (of_files,) = (line for line in lines if line.startswith("| wake from files"))
+    assert of_files.count("×)") == 2
+    assert "| – |" in of_files
+    result["ways"] |= {"reload": {"reload": [2.0]}, "saver": {"pause to disk": [3.0], "resume from disk": [4.0, 5.0]}}
+    last = benchmark_module("measured.spill").table({**result, "machine": MACHINE})[-1]
+    assert last.endswith("in 2.00 s; torch_memory_saver pauses to it in 3.00 s and resumes in 4.00.")
 
 
-def test_links_of_other_gpus_are_measured_beside_their_ceiling(tmp_path: pathlib.Path) -> None:
+def test_links_of_other_gpus_are_measured_beside_their_ceiling(
+    tmp_path: pathlib.Path, benchmark_module: Callable[[str], ModuleType]
+) -> None:
     out = tmp_path / "links.json"
+    options = [*SMALL, "--rounds=1", "--compress", "--slots", "3"]
     process = subprocess.run(
-        [sys.executable, str(BENCHMARKS / "vault_links.py"), "--out", str(out), *SMALL, "--rounds=1", "--compress"],
+        [sys.executable, str(BENCHMARKS / "vault_links.py"), "--out", str(out), *options],
         cwd=tmp_path,
         env={
             **os.environ,
@@ -244,12 +259,15 @@ def test_links_of_other_gpus_are_measured_beside_their_ceiling(tmp_path: pathlib
     result: dict[str, Any] = json.loads(out.read_text())
     assert list(result["ceilings"]) == list(result["ways"]) == ["1", "2"]
     for ways in result["ways"].values():
-        assert list(ways) == ["plain", "compressed"]
+        assert list(ways) == ["plain", "compressed", "compressed, 3 slots"]
         assert len(ways["plain"]["links"]) == 2
         assert ways["plain"]["links"][0]["copied_in_bytes"] > 0
-    assert process.stdout.count("x the ceiling)") == 16
+    assert process.stdout.count("x the ceiling)") == 24
     assert min(result["decoder"]["steps_per_s"].values()) > 0
     assert result["decoder"]["steps"]["sleep"]
     for seconds in result["together"].values():
         assert [len(some) for some in seconds.values()] == [1, 1]
     assert list(result["together"]) == ["without help", "with help"]
+    (said,) = benchmark_module("measured.links").manners({**result, "machine": MACHINE})
+    assert "tokens a second" in said
+    assert said.count("without help") == 2

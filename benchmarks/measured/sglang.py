@@ -1,0 +1,46 @@
+"""Releases and resumes of SGLang's engine (`sglang_cycles.py`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .results import is_there, load, machine
+from .written import MIB, digits, header, row
+
+RESULTS = ("sglang_cycles.json", "sglang_cycles_special.json", "sglang_cycles_tensor_parallel.json")
+WHOSE = {"ours": "cumem-sleep", "theirs": "torch_memory_saver"}
+COLUMNS = ("first release", "later ones", "resume", "answers after it", "cycles", "GPU memory grew", "host memory grew")
+
+
+def tables() -> list[str]:
+    """One for each result that is there."""
+    found = [table(load(name)) for name in RESULTS if is_there(name)]
+    return [line for number, lines in enumerate(found) for line in [*([""] if number else []), *lines]]
+
+
+def table(result: dict[str, Any]) -> list[str]:
+    """Seconds of the cycles of all memory; in all ways tokens and weights were the same."""
+    summary, failures = result["summary"], result["failures"]
+    ways = {way: found for way, found in summary.items() if found.get("cycles") and way not in failures}
+    version = next(facts["sglang"] for facts in result["ways"].values() if "sglang" in facts)
+    gpus = f" on {result['tensor_parallel']} GPUs" if result["tensor_parallel"] > 1 else ""
+    return [
+        f"SGLang {version}, Qwen3-{result['shape']}'s shape{gpus}, weights backed up; the same tokens, log"
+        f" probabilities and weights after each cycle. {machine(result)}. Seconds, medians of the later cycles:",
+        "",
+        *header(COLUMNS),
+        *(row(_name(way), _cells(found)) for way, found in ways.items()),
+    ]
+
+
+def _name(way: str) -> str:
+    whose, *special = way.split("-")
+    return ", ".join((WHOSE[whose], *special))
+
+
+def _cells(found: dict[str, Any]) -> list[str]:
+    seconds = (found[name] for name in ("first_release_s", "release_s", "resume_s", "generate_s"))
+    grew = (
+        "–" if found[name] is None else f"{found[name] / MIB:.0f} MiB" for name in ("grew_gpu_bytes", "grew_host_bytes")
+    )
+    return [*map(digits, seconds), str(found["cycles"]), *grew]
