@@ -4,9 +4,9 @@
 
 In each round the prefix is computed once, and asked for again while it is cached; then the model sleeps and wakes at
 level 1, and is asked once more, in turns with the cache kept and not. Each answer's tokens are compared with those of
-the first time. At the end the weights are changed between the halves of a wake: then nothing may be found. Needs vLLM;
-the 32B model with 40,000 tokens takes 76 GiB of the GPU and 72 GiB of host memory. `--shape windows` has two kinds of
-layers, each with a KV cache of its own.
+the first time. At the end it wakes by tags, and then once more with the weights changed in between: after that nothing
+may be found. Needs vLLM; the 32B model with 40,000 tokens takes 76 GiB of the GPU and 72 GiB of host memory. `--shape
+windows` has two kinds of layers, each with a KV cache of its own.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def one(shape: str, tokens: int, rounds: int, dtype: str, ranks: dict[str, int],
     ask(prompt[::-1][:4096], 16)  # kernels are compiled
     rows: list[dict[str, Any]] = []
     found: dict[str, Any] = {"ours": is_ours, "prefix_bytes": kept, "link_s": link, "rows": rows}
-    found["weights_changed"] = None
+    found["woken_by_tags"] = found["weights_changed"] = None
     for number in range(rounds):
         for keeps in (True, False) if is_ours else (False,):
             round_begun = time.perf_counter()
@@ -140,19 +140,25 @@ def one(shape: str, tokens: int, rounds: int, dtype: str, ranks: dict[str, int],
             print(shown, file=sys.stderr, flush=True)
             print(json.dumps(found), flush=True)
             longest_s = max(longest_s, time.perf_counter() - round_begun)
-    if is_ours:
+    for what in ("woken_by_tags", "weights_changed") if is_ours else ():
         llm.reset_prefix_cache()
         ask(prompt, 1)
         llm.sleep(level=1)
         status = llm.collective_rpc("cumem_sleep_status")
         llm.wake_up(tags=["weights"])
-        llm.collective_rpc("fill_with_normal_values")
-        llm.wake_up(tags=["kv_cache"])
-        found["weights_changed"] = {
+        if what == "weights_changed":
+            llm.collective_rpc("fill_with_normal_values")
+        rest_s = timed(lambda: llm.wake_up(tags=["kv_cache"]))
+        cached = ask(prompt, 1)[1]
+        found[what] = {
             "kept_bytes": [sum(tag["kept_bytes"] for tag in each["usage"].values()) for each in status],
-            "cached_tokens": ask(prompt, 1)[1],
+            "wake_of_kv_cache_s": rest_s,  # with the digests of the weights, if no call has changed them
+            "cached_tokens": cached,
         }
-        print({"weights changed while it slept": found["weights_changed"]}, file=sys.stderr, flush=True)
+        if bool(cached) != (what == "woken_by_tags"):
+            found["error"] = f"{what}: {cached} tokens were found"
+        print({what: found[what]}, file=sys.stderr, flush=True)
+        print(json.dumps(found), flush=True)
     print(json.dumps({**found, "is_whole": True}), flush=True)
 
 
@@ -253,7 +259,8 @@ def main() -> None:
                 runs[-1]["error"] = error
             result = {"machine": facts, **given, "summary": summary(runs), "runs": runs}
             arguments.out.write_text(json.dumps(result, indent=2) + "\n")
-        print(f"weights changed: {runs[-1].get('weights_changed')}; {runs[-1].get('error', 'no error')}", flush=True)
+        for what in ("woken_by_tags", "weights_changed"):
+            print(f"{what}: {runs[-1].get(what)}; {runs[-1].get('error', 'no error')}", flush=True)
     for row in summary(runs):
         print({name: round(value, 3) if isinstance(value, float) else value for name, value in row.items()})
     if any("error" in run for run in runs):
