@@ -17,7 +17,9 @@ import pytest
 from disk_faults import DiskFaults
 from running import RunningVault
 from support import Memory
+from test_clients import FullKernel
 from test_failures import descriptors_left
+from test_recovery import StoppedVault
 from test_sleeping import leave
 from test_spill import SIZE, SpillingSleeper, sleepers, spill, spilling
 from test_storm import Vaults
@@ -25,9 +27,9 @@ from test_storm import Vaults
 from cumem_sleep import CuMemAllocator
 from cumem_sleep.errors import VaultError, VaultLost
 from cumem_sleep.vault import moves
+from cumem_sleep.vault.client import VaultClient
 from cumem_sleep.vault.files import SpillError, SpillFiles, SpillFolder
 from cumem_sleep.vault.ledger import FILES, UNIT_BYTES, Entry, Ledger, SlabRange
-from cumem_sleep.vault.protocol import Channel
 from cumem_sleep.vault.service import Service
 from cumem_sleep.vault.session import Session
 from cumem_sleep.vault.spill import Spiller, SpillPlan, _Batch, _write
@@ -228,15 +230,11 @@ def test_bytes_that_come_in_several_parts_are_all_read(
     leave()
 
 
-def test_a_descriptor_that_the_kernel_does_not_send_is_not_known_to_its_owner(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_descriptor_that_the_kernel_does_not_send_is_not_known_to_its_owner() -> None:
     """So many may be on their way to those who sleep, and so read nothing."""
     vault, client = socket.socketpair()
     session = Session(vault, 0, 0.0, print)
-
-    def refuse(_: Channel) -> None:
-        raise OSError(errno.ETOOMANYREFS, "injected")
-
-    monkeypatch.setattr(Channel, "flush", refuse)
+    session.channel._socket = FullKernel(vault)  # type: ignore[assignment]
     with pytest.raises(VaultError, match="open no more files"):
         Service._send_descriptor(cast(Any, None), session, client.fileno(), {"slab": 1 << 40, "bytes": 1})
     assert not session.known_slabs
@@ -273,4 +271,24 @@ def test_what_the_vault_could_not_send_anew_is_asked_for_with_the_next_release(
         first.client.release([])
     first.client.release([])
     spilling.kill()
+    first.read_itself()
+
+
+def test_what_came_over_the_connection_before_is_had_if_it_could_not_be_taken_over(
+    spilling: RunningVault, sleepers: list[SpillingSleeper]
+) -> None:
+    """The vault stopped, went on and moved a backup, stopped again, and is killed then."""
+    first = sleepers[0]
+    first.sleep()
+    assert first.backup is not None
+    before = first.client
+    with StoppedVault(spilling, before), pytest.raises(VaultLost):
+        before.status()
+    take_memory(spilling)
+    first.client = VaultClient(spilling.socket, succeeds=before)
+    with StoppedVault(spilling, first.client):
+        with pytest.raises(VaultLost):
+            first.client.succeed(before, [first.backup])
+        spilling.kill()
+    assert first.client.lost is not None
     first.read_itself()
