@@ -504,18 +504,35 @@ class Ledger:
             self._free_in_files(entry)
         self.end_copy(entry)
 
-    def begin_read_ahead(self, entry: Entry, node: int) -> list[SlabRange]:
-        """Memory to read it into from its files, what is in files being dropped for that; a copy of it is under way.
+    def touch(self, entries: Iterable[Entry]) -> int:
+        """They are about to be used, so they give way after all others. Returns the clock before."""
+        before = self._clock
+        for entry in entries:
+            self._touch(entry)
+        return before
+
+    def begin_read_ahead(self, entry: Entry, node: int, unused_since: int) -> list[SlabRange]:
+        """Memory to read it into from its files; a copy of it is under way.
+
+        Args:
+            unused_since: what is in files and was used after that is not dropped for it.
 
         Returns:
             Nothing if there is too little.
         """
-        room = self.free_bytes + self._droppable.nbytes - self.claims.total()
-        is_wanted = entry.needed and entry.is_in_files and not entry.extents and not entry.copies
-        if not is_wanted or room < entry.taken_bytes:
+        if not (entry.needed and entry.is_in_files and not entry.extents and not entry.copies):
             return []
-        while self.free_bytes < entry.taken_bytes:
-            self._evict(next(iter(self._droppable)))
+        missing = entry.taken_bytes + self.claims.total() - self.free_bytes
+        dropped: list[Entry] = []
+        for each in self._droppable:
+            if missing <= 0 or each.used > unused_since:
+                break
+            dropped.append(each)
+            missing -= each.taken_bytes
+        if missing > 0:
+            return []
+        for each in dropped:
+            self._evict(each)
         extents = self._extents(entry.taken_bytes, node)
         self._lie(entry, extents)
         self.begin_copy(entry)

@@ -298,7 +298,7 @@ class Spiller:
         self._batch: _Batch | None = None
         self._is_closed = False
         self._ahead_bytes = 0  # of what is being read ahead
-        self._wanted: deque[Entry] = deque()  # to be read ahead
+        self._wanted: dict[Entry, int] = {}  # to be read ahead, in place of what was used before that time
         self._ahead = ThreadPoolExecutor(1, "vault-read-ahead")
 
     def begin(self, node: int, device: int) -> None:
@@ -345,16 +345,20 @@ class Spiller:
 
     def read_ahead(self, entries: Iterable[Entry]) -> int:
         """Begin to read these into memory, as far as there is some that nobody needs; returns their bytes."""
-        wanted = [entry for entry in entries if entry.is_in_files and not entry.extents]
-        self._wanted = deque(dict.fromkeys([*self._wanted, *wanted]))
+        needed = dict.fromkeys(entries)
+        before = self._ledger.touch(needed)  # or one would make room for another
+        wanted = [entry for entry in needed if entry.is_in_files and not entry.extents]
+        for entry in wanted:
+            self._wanted.setdefault(entry, before)
         self._read_next()
         return sum(entry.taken_bytes for entry in wanted)
 
     def _read_next(self) -> None:
         """One after the other, so that little memory is in nobody's hands."""
         while self._wanted and not self._ahead_bytes and not self._pool.is_stopped:
-            entry = self._wanted.popleft()
-            if entry.holds and (extents := self._ledger.begin_read_ahead(entry, -1)):
+            entry = next(iter(self._wanted))
+            before = self._wanted.pop(entry)
+            if entry.holds and (extents := self._ledger.begin_read_ahead(entry, -1, before)):
                 self._begin_read(entry, extents)
 
     def _begin_read(self, entry: Entry, extents: list[SlabRange]) -> None:

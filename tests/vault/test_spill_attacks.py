@@ -8,8 +8,9 @@ import os
 import pathlib
 import socket
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -27,9 +28,10 @@ from test_storm import Vaults
 from cumem_sleep import CuMemAllocator
 from cumem_sleep.errors import VaultError, VaultLost
 from cumem_sleep.vault import moves
+from cumem_sleep.vault import spill as spill_module
 from cumem_sleep.vault.client import VaultClient
 from cumem_sleep.vault.files import SpillError, SpillFiles, SpillFolder
-from cumem_sleep.vault.ledger import FILES, UNIT_BYTES, Entry, Ledger, SlabRange
+from cumem_sleep.vault.ledger import FILES, UNIT_BYTES, Entry, Key, Ledger, SlabRange
 from cumem_sleep.vault.service import Service
 from cumem_sleep.vault.session import Session
 from cumem_sleep.vault.spill import Spiller, SpillPlan, _Batch, _write
@@ -162,6 +164,66 @@ def test_who_needs_the_memory_of_what_is_being_read_ahead_waits_for_it(
     sleeper.close()
     other.close()
     vault.close()
+
+
+class LargeModel:
+    """Whose backups are all in files, but for as many as there is memory for. Only the spiller is real."""
+
+    def __init__(self, folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.ledger = Ledger(lambda _: None, 16 * UNIT_BYTES)
+        self.ledger.add_slab(1, 2 * UNIT_BYTES)
+        slab = SimpleNamespace(block=bytearray(2 * UNIT_BYTES))
+        pool = cast(Any, SimpleNamespace(ledger=self.ledger, slabs={1: slab}, is_stopped=False))
+        self.files, plan = SpillFiles(SpillFolder(folder), 16 * UNIT_BYTES), SpillPlan(folder, 16 * UNIT_BYTES)
+        self._posted: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self.spiller = Spiller(pool, self.files, plan, 2 << 20, self._posted.put, bool, print, lambda: None)
+        monkeypatch.setattr(spill_module, "_read_ahead", lambda requests, _: self.reads.append(len(requests)))
+        self.reads: list[int] = []
+        self.entries = [self.spilled(name) for name in "abcd"]
+
+    def spilled(self, name: str) -> Entry:
+        """The ones before it may go from memory for it."""
+        (hold,) = self.ledger.reserve("model", "GPU", [UNIT_BYTES])
+        self.ledger.seal("model", hold.number, Key(name, UNIT_BYTES, ""))
+        self.ledger.begin_spill(hold.entry)
+        self.files.take(hold.entry.spilled)
+        self.ledger.end_spill(hold.entry, is_written=True)
+        return hold.entry
+
+    def read_ahead(self, entries: Iterable[Entry]) -> int:
+        nbytes = self.spiller.read_ahead(entries)
+        while self.spiller._ahead_bytes:
+            self._posted.get()()
+        return nbytes
+
+    def close(self) -> None:
+        self.spiller.close()
+
+
+@pytest.fixture
+def large(spill: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LargeModel]:
+    made = LargeModel(spill, monkeypatch)
+    yield made
+    made.close()
+
+
+def test_a_model_larger_than_the_memory_is_read_ahead_as_far_as_it_fits(large: LargeModel) -> None:
+    first, second, *others = large.entries
+    assert [bool(entry.extents) for entry in large.entries] == [False, False, True, True]
+    assert large.read_ahead(large.entries) == 2 * UNIT_BYTES
+    assert large.reads == [], "what it has in memory it needs as much"
+    large.ledger.release("model", [hold.number for entry in others for hold in entry.holds])
+    more = [large.spilled(name) for name in "ef"]  # somebody else's
+    assert not first.extents
+    assert not second.extents
+    large.read_ahead([first, second, *others])
+    assert large.reads == [1, 1]
+    assert [bool(entry.extents) for entry in (first, second, *more)] == [True, True, False, False]
+
+
+def test_what_several_hold_is_read_ahead_and_counted_once(large: LargeModel) -> None:
+    assert large.read_ahead(large.entries[:1] * 3) == UNIT_BYTES
+    assert large.reads == [1]
 
 
 def test_when_no_thread_can_be_started_those_who_spill_have_theirs(
