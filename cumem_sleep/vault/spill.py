@@ -265,7 +265,7 @@ class Spiller:
 
     Attributes:
         written: since the start, and for how long.
-        failure: why nothing is spilled at the moment, or "".
+        failure: why the last spill failed, and when; "" once another has not.
     """
 
     def __init__(
@@ -444,7 +444,7 @@ class Spiller:
                 self._tell(held)
             except VaultError as refused:
                 error = refused
-        self.failure = "" if error is None else str(error)
+        self.failure = "" if error is None else f"{error} (at {time.strftime('%F %T %z')})"
         if error is not None:
             self._try_again = time.monotonic() + TRY_AGAIN_S
         for entry in batch.entries:

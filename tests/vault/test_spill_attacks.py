@@ -6,6 +6,7 @@ import errno
 import mmap
 import os
 import pathlib
+import re
 import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -173,7 +174,8 @@ class LargeModel:
         self.ledger = Ledger(lambda _: None, 16 * UNIT_BYTES)
         self.ledger.add_slab(1, 2 * UNIT_BYTES)
         slab = SimpleNamespace(block=bytearray(2 * UNIT_BYTES))
-        pool = cast(Any, SimpleNamespace(ledger=self.ledger, slabs={1: slab}, is_stopped=False))
+        facts = {"ledger": self.ledger, "slabs": {1: slab}, "is_stopped": False, "bytes_to_come": int}
+        pool = cast(Any, SimpleNamespace(**facts))
         self.files, plan = SpillFiles(SpillFolder(folder), 16 * UNIT_BYTES), SpillPlan(folder, 16 * UNIT_BYTES)
         self._posted: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self.spiller = Spiller(pool, self.files, plan, 2 << 20, self._posted.put, bool, print, lambda: None)
@@ -192,9 +194,12 @@ class LargeModel:
 
     def read_ahead(self, entries: Iterable[Entry]) -> int:
         nbytes = self.spiller.read_ahead(entries)
-        while self.spiller._ahead_bytes:
-            self._posted.get()()
+        self.wait()
         return nbytes
+
+    def wait(self) -> None:
+        while self.spiller._ahead_bytes or self.spiller.writing_bytes:
+            self._posted.get()()
 
     def close(self) -> None:
         self.spiller.close()
@@ -224,6 +229,31 @@ def test_a_model_larger_than_the_memory_is_read_ahead_as_far_as_it_fits(large: L
 def test_what_several_hold_is_read_ahead_and_counted_once(large: LargeModel) -> None:
     assert large.read_ahead(large.entries[:1] * 3) == UNIT_BYTES
     assert large.reads == [1]
+
+
+def test_the_last_failure_is_said_with_its_time_until_something_is_spilled(
+    large: LargeModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An operator sees whether it is of now or of last week."""
+
+    def fail(*_: object) -> None:
+        raise VaultError("the disk is full")
+
+    large.ledger.release("model", [hold.number for entry in large.entries for hold in entry.holds])
+    (hold,) = large.ledger.reserve("model", "GPU", [UNIT_BYTES])
+    large.ledger.seal("model", hold.number, Key("new", UNIT_BYTES, ""))
+    with monkeypatch.context() as failing:
+        failing.setattr(spill_module, "_write", fail)
+        assert large.spiller.make_room(UNIT_BYTES)
+        large.wait()
+    at = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d [+-]\d{4}"
+    assert re.fullmatch(rf"the disk is full \(at {at}\)", large.spiller.failure)
+    assert large.spiller.failure in large.spiller.said()
+    monkeypatch.setattr(spill_module, "_write", print)
+    large.spiller._try_again = 0.0
+    assert large.spiller.make_room(UNIT_BYTES)
+    large.wait()
+    assert large.spiller.failure == ""
 
 
 def test_when_no_thread_can_be_started_those_who_spill_have_theirs(
