@@ -9,13 +9,15 @@ import pathlib
 import random
 import signal
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 
 import pytest
 from disk_faults import DiskFaults
-from running import MIB, RunningVault, Segment, eventually, seal
+from running import MIB, RunningVault, Segment, eventually, lone_link, seal
 from support import PAGE, Memory
 from test_failures import descriptors_left
+from test_link import BorrowedStub, Streams
 from test_sleeping import leave
 from test_storm import Vaults
 
@@ -24,9 +26,10 @@ from cumem_sleep.backups import vault as tiers
 from cumem_sleep.errors import VaultError, VaultLost
 from cumem_sleep.tools import cli
 from cumem_sleep.vault import files
+from cumem_sleep.vault import spill as spill_module
 from cumem_sleep.vault.client import VaultBackup
-from cumem_sleep.vault.files import SpillError, SpillFile, SpillFolder
-from cumem_sleep.vault.spill import _Batch, _write
+from cumem_sleep.vault.files import PAGE_BYTES, SpillError, SpillFile, SpillFolder
+from cumem_sleep.vault.spill import FilePiece, FileRead, RingReader, _Batch, _write
 
 pytestmark = [pytest.mark.sim]
 
@@ -138,6 +141,49 @@ class TestWriteAhead:
         assert sorted(disk.done) == [0, 1]  # type: ignore[type-var]
 
 
+class WakingStreams(Streams):
+    """The other way."""
+
+    def to_device(self, address: int, _block: object, _offset: int, _nbytes: int) -> None:
+        self.started.append(address)
+
+
+class FastDisk:
+    """Reads at once, as much as there is room for."""
+
+    def __init__(self) -> None:
+        self.offsets: list[int] = []
+
+    def read(self, _content: memoryview, offset: int) -> None:
+        self.offsets.append(offset)
+
+
+class PlainRing(bytearray):
+    bytes = property(len)
+
+
+def test_a_disk_faster_than_the_link_never_lets_it_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So the wake takes as long as the copies: when one ends, others are in flight, and the next have been read."""
+    pieces, slots, in_flight = 20, 8, 4
+    streams, disk = WakingStreams(), FastDisk()
+    monkeypatch.setattr(_core, "CopyStream", streams)
+    monkeypatch.setattr(spill_module, "_REQUEST_BYTES", PAGE_BYTES)
+    link = lone_link(0, to_host=False)
+    reader = RingReader(PlainRing(slots * PAGE_BYTES))  # type: ignore[arg-type]
+    reader.start()
+    ended: list[Exception | None] = []
+    piece = FilePiece(1, disk, 0, 0, pieces * PAGE_BYTES)  # type: ignore[arg-type]
+    reader.submit(FileRead("client", BorrowedStub(), link, deque([piece]), ended.append, set()))
+    for copied in range(pieces):
+        eventually(lambda: len(disk.offsets) == min(copied + slots, pieces), "as much is read as there is room for")  # noqa: B023
+        eventually(lambda: len(streams.started) == min(copied + in_flight, pieces), "as many as may be in flight")  # noqa: B023
+        streams.may_end.release()
+    eventually(lambda: ended == [None], "all has arrived")
+    assert sorted(disk.offsets) == [number * PAGE_BYTES for number in range(pieces)]
+    reader.stop()
+    link.stop()
+
+
 class SpillingSleeper(Segment):
     """A model of a process of its own, as far as the vault can see: it sleeps, or it is awake."""
 
@@ -223,6 +269,26 @@ def test_what_is_about_to_wake_is_read_ahead_where_memory_is_free(
     read = spilling.status()["files_read_bytes"]
     first.wake()
     assert spilling.status()["files_read_bytes"] == read, "it has come from memory"
+
+
+def test_what_is_prepared_for_wakes_without_the_disk(
+    spilling: RunningVault, make_allocator: Callable[..., CuMemAllocator], memory: Memory
+) -> None:
+    allocator = make_allocator(vault=str(spilling.socket))
+    address = allocator.malloc(SIZE, "weights")
+    content = memory.fill_random(address, SIZE)
+    allocator.sleep()
+    other = spilling.client("other")
+    other.reserve(spilling.status()["gpus"][0]["uuid"], [spilling.status()["memory_bytes"]])
+    assert spilling.status()["spilled_bytes"] >= SIZE
+    other.close()
+    allocator.prepare().wait()
+    eventually(lambda: spilling.status()["spilled_bytes"] == 0, "it is in memory")
+    allocator.wake_up()
+    assert memory.read(address, SIZE) == content
+    assert spilling.status()["files_read_bytes"] == 0
+    allocator.free(address)
+    leave()
 
 
 def test_what_was_spilled_once_is_not_written_again(spilling: RunningVault, sleepers: list[SpillingSleeper]) -> None:
