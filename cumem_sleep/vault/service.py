@@ -131,7 +131,7 @@ class Service:
                 post,
                 may_tell=lambda entry: all(owner.may_be_told for owner in self._owners_of(entry)),
                 tell=self._tell_of_files,
-                changed=self.serve_waiting,
+                changed=self._memory_came_back,
             )
 
     def begin(self, gpus: Iterable[VaultGpu]) -> None:

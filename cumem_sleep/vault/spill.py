@@ -387,8 +387,8 @@ class Spiller:
             return True
         if self._pool.is_stopped or time.monotonic() < self._try_again:
             return False
-        chosen = self._ledger.to_spill(missing, self._may_tell)
-        if sum(entry.taken_bytes for entry in chosen) < missing:
+        chosen, missing = self._ledger.to_spill(missing, self._may_tell)
+        if missing:
             return False
         self._write_some(chosen, is_awaited=True)  # what is being copied comes later
         return True
@@ -397,7 +397,8 @@ class Spiller:
         """Spill ahead, slowly, if too little memory is free."""
         missing = self._free_bytes - self._ledger.available_bytes() - self._pool.bytes_to_come()
         if missing > 0 and not self._pool.is_stopped and time.monotonic() >= self._try_again:
-            self._write_some(self._ledger.to_spill(missing, self._may_tell), is_awaited=False)
+            chosen, _ = self._ledger.to_spill(missing, self._may_tell)
+            self._write_some(chosen, is_awaited=False)
 
     def _write_some(self, chosen: Sequence[Entry], *, is_awaited: bool) -> None:
         """Begin with the next batch of these, unless there is one."""
