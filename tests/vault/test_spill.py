@@ -30,7 +30,8 @@ from cumem_sleep.vault import files
 from cumem_sleep.vault import spill as spill_module
 from cumem_sleep.vault.client import VaultBackup
 from cumem_sleep.vault.files import PAGE_BYTES, SpillError, SpillFile, SpillFolder
-from cumem_sleep.vault.spill import FilePiece, FileRead, RingReader, _Batch, _write
+from cumem_sleep.vault.jobs import LinkPiece, PieceSource
+from cumem_sleep.vault.spill import FileRead, RingReader, _Batch, _write
 
 pytestmark = [pytest.mark.sim]
 
@@ -149,40 +150,94 @@ class WakingStreams(Streams):
         self.started.append(address)
 
 
-class FastDisk:
-    """Reads at once, as much as there is room for."""
+class ListedReads:
+    """Reads at once, as much as there is room for, when it `may_read`."""
 
     def __init__(self) -> None:
         self.offsets: list[int] = []
+        self.may_read = threading.Event()
 
     def read(self, _content: memoryview, offset: int) -> None:
         self.offsets.append(offset)
+        assert self.may_read.wait(30)
 
 
 class PlainRing(bytearray):
     bytes = property(len)
 
 
-def test_a_disk_faster_than_the_link_never_lets_it_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+class Ring:
+    """Of eight slots of a page each, between a disk and a link with nothing behind them."""
+
+    slots, in_flight = 8, 4
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.streams, self.disk = WakingStreams(), ListedReads()
+        monkeypatch.setattr(_core, "CopyStream", self.streams)
+        monkeypatch.setattr(spill_module, "_REQUEST_BYTES", PAGE_BYTES)
+        self.link = lone_link(0, to_host=False)
+        self._block = PlainRing(self.slots * 2 * PAGE_BYTES)
+        self.reader = RingReader(self._block)  # type: ignore[arg-type]
+        self.reader.start()
+
+    def read(self, client: str, pieces: int, offset: int = 0) -> list[Exception | None]:
+        """Returns the list that has its end."""
+        ended: list[Exception | None] = []
+        source = PieceSource(self.disk, 1)  # type: ignore[arg-type]
+        piece = LinkPiece(self._block, offset, 0, pieces * PAGE_BYTES, source=source)  # type: ignore[arg-type]
+        self.reader.submit(FileRead(client, BorrowedStub(), deque([piece]), ended.append, link=self.link))
+        return ended
+
+    def copy(self, pieces: int) -> None:
+        for _ in range(pieces):
+            self.streams.may_end.release()
+
+    def close(self) -> None:
+        self.copy(100)
+        self.reader.stop()
+        self.link.stop()
+
+
+@pytest.fixture
+def ring(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ring]:
+    made = Ring(monkeypatch)
+    yield made
+    made.disk.may_read.set()
+    made.close()
+
+
+def test_a_disk_faster_than_the_link_never_lets_it_wait(ring: Ring) -> None:
     """So the wake takes as long as the copies: when one ends, others are in flight, and the next have been read."""
-    pieces, slots, in_flight = 20, 8, 4
-    streams, disk = WakingStreams(), FastDisk()
-    monkeypatch.setattr(_core, "CopyStream", streams)
-    monkeypatch.setattr(spill_module, "_REQUEST_BYTES", PAGE_BYTES)
-    link = lone_link(0, to_host=False)
-    reader = RingReader(PlainRing(slots * PAGE_BYTES))  # type: ignore[arg-type]
-    reader.start()
-    ended: list[Exception | None] = []
-    piece = FilePiece(1, disk, 0, 0, pieces * PAGE_BYTES)  # type: ignore[arg-type]
-    reader.submit(FileRead("client", BorrowedStub(), link, deque([piece]), ended.append, set()))
+    pieces, read, copies = 20, ring.disk.offsets, ring.streams.started
+    ring.disk.may_read.set()
+    ended = ring.read("client", pieces)
     for copied in range(pieces):
-        eventually(lambda: len(disk.offsets) == min(copied + slots, pieces), "as much is read as there is room for")  # noqa: B023
-        eventually(lambda: len(streams.started) == min(copied + in_flight, pieces), "as many as may be in flight")  # noqa: B023
-        streams.may_end.release()
+        eventually(lambda: len(read) == min(copied + ring.slots, pieces), "as much is read as there is room for")  # noqa: B023
+        eventually(lambda: len(copies) == min(copied + ring.in_flight, pieces), "as many as may be in flight")  # noqa: B023
+        ring.copy(1)
     eventually(lambda: ended == [None], "all has arrived")
-    assert sorted(disk.offsets) == [number * PAGE_BYTES for number in range(pieces)]
-    reader.stop()
-    link.stop()
+    assert sorted(read) == [number * PAGE_BYTES for number in range(pieces)]
+
+
+def test_all_but_the_ends_of_what_is_read_are_whole_pages_once_each(ring: Ring) -> None:
+    ring.disk.may_read.set()
+    ended = ring.read("client", 4, offset=3 * PAGE_BYTES + 16)
+    ring.copy(5)
+    eventually(lambda: ended == [None], "all has arrived")
+    assert sorted(ring.streams.started) == [0, *(number * PAGE_BYTES - 16 for number in range(1, 5))]
+    assert sorted(ring.disk.offsets) == [number * PAGE_BYTES for number in range(3, 8)]
+
+
+def test_who_goes_is_done_with_when_nothing_of_it_is_being_read(ring: Ring) -> None:
+    begun, waits, others = ring.read("gone", 20), ring.read("gone", 1), ring.read("stays", 1)
+    eventually(lambda: len(ring.disk.offsets) == ring.slots, "all threads read")
+    ring.reader.cancel("gone")
+    assert begun == []
+    ring.disk.may_read.set()
+    ring.copy(ring.slots)
+    eventually(lambda: others == [None], "nobody else notices")
+    eventually(lambda: [str(error) for error in begun + waits] == ["the client has gone"] * 2, "both end, once")
+    assert len(ring.disk.offsets) <= ring.slots + 1
 
 
 class SpillingSleeper(Segment):

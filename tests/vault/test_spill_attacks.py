@@ -28,6 +28,7 @@ from test_storm import Vaults
 
 from cumem_sleep import CuMemAllocator
 from cumem_sleep.errors import VaultError, VaultLost
+from cumem_sleep.vault import memory as memory_module
 from cumem_sleep.vault import moves
 from cumem_sleep.vault import spill as spill_module
 from cumem_sleep.vault.client import VaultClient
@@ -35,7 +36,7 @@ from cumem_sleep.vault.files import SpillError, SpillFiles, SpillFolder
 from cumem_sleep.vault.ledger import FILES, UNIT_BYTES, Entry, Key, Ledger, SlabRange
 from cumem_sleep.vault.service import Service
 from cumem_sleep.vault.session import Session
-from cumem_sleep.vault.spill import Spiller, SpillPlan, _Batch, _write
+from cumem_sleep.vault.spill import Spiller, _Batch, _write
 
 __all__ = ["sleepers", "spill", "spilling"]
 pytestmark = [pytest.mark.sim]
@@ -167,6 +168,11 @@ def test_who_needs_the_memory_of_what_is_being_read_ahead_waits_for_it(
     vault.close()
 
 
+def no_ring() -> memory_module.Slab:
+    block = SimpleNamespace(bytes=2 << 20)
+    return cast(Any, SimpleNamespace(block=block, let_go=lambda: None))
+
+
 class LargeModel:
     """Whose backups are all in files, but for as many as there is memory for. Only the spiller is real."""
 
@@ -176,9 +182,9 @@ class LargeModel:
         slab = SimpleNamespace(block=bytearray(2 * UNIT_BYTES))
         facts = {"ledger": self.ledger, "slabs": {1: slab}, "is_stopped": False, "bytes_to_come": int}
         pool = cast(Any, SimpleNamespace(**facts))
-        self.files, plan = SpillFiles(SpillFolder(folder), 16 * UNIT_BYTES), SpillPlan(folder, 16 * UNIT_BYTES)
+        self.files = SpillFiles(SpillFolder(folder), 16 * UNIT_BYTES)
         self._posted: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self.spiller = Spiller(pool, self.files, plan, 2 << 20, self._posted.put, bool, print, lambda: None)
+        self.spiller = Spiller(pool, self.files, 0, no_ring(), self._posted.put, bool, print, lambda: None)
         monkeypatch.setattr(spill_module, "_read_ahead", lambda requests, _: self.reads.append(len(requests)))
         self.reads: list[int] = []
         self.entries = [self.spilled(name) for name in "abcd"]
@@ -257,14 +263,11 @@ def test_the_last_failure_is_said_with_its_time_until_something_is_spilled(
 
 
 def test_when_no_thread_can_be_started_those_who_spill_have_theirs(
-    spill: pathlib.Path, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch
+    spill: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise what has begun never ends, and its memory never comes back."""
-    allocator.free(allocator.malloc(SIZE))  # with the driver
-    plan, pool = SpillPlan(spill, 1 << 20), cast(Any, SimpleNamespace(ledger=Ledger(lambda _: None)))
-    made = SpillFiles(SpillFolder(spill), plan.nbytes)
-    spiller = Spiller(pool, made, plan, 2 << 20, print, bool, print, print)
-    spiller.begin(-1, 0)
+    pool, made = cast(Any, SimpleNamespace(ledger=Ledger(lambda _: None))), SpillFiles(SpillFolder(spill), 1 << 20)
+    spiller = Spiller(pool, made, 0, no_ring(), print, bool, print, print)
 
     def refuse(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -345,8 +348,7 @@ def test_a_small_range_of_many_fragments_in_files_is_found_without_a_look_at_all
 
     entry = Entry(8 * UNIT_BYTES, 8 * UNIT_BYTES)
     entry.spilled = [SlabRange(FILES, 2 * at * UNIT_BYTES, UNIT_BYTES) for at in range(8)]
-    service = cast(Any, SimpleNamespace(_files=Files()))
-    assert list(Service._in_files(service, entry, 6 * UNIT_BYTES - 1, 3)) == [
+    assert Files().parts(entry.in_files.ranges(6 * UNIT_BYTES - 1, 3)) == [
         ("file", 11 * UNIT_BYTES - 1, 1),
         ("file", 12 * UNIT_BYTES, 2),
     ]
