@@ -524,7 +524,7 @@ class Ledger:
             self._touch(entry)
         return before
 
-    def begin_read_ahead(self, entry: Entry, node: int, unused_since: int) -> list[SlabRange]:
+    def begin_read_ahead(self, entry: Entry, unused_since: int) -> list[SlabRange]:
         """Memory to read it into from its files; a copy of it is under way.
 
         Args:
@@ -546,7 +546,7 @@ class Ledger:
             return []
         for each in dropped:
             self._evict(each)
-        extents = self._extents(entry.taken_bytes, node)
+        extents = self._extents(entry.taken_bytes, -1)
         self._lie(entry, extents)
         self.begin_copy(entry)
         return extents

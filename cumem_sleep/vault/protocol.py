@@ -392,22 +392,25 @@ def default_socket() -> Path:
     return folder / "vault.sock"
 
 
-def check_folder(folder: Path) -> None:
-    """See that nobody but this user (and root) can put another socket there.
+def check_folder(folder: Path, what: str = "the socket's folder", *, private: bool = False) -> None:
+    """See that nobody but this user (and root) can put anything else there or, if it is to be private, enter it.
 
     Raises:
         VaultError: somebody could; the message says what is wrong.
     """
+    named = f"{what} {folder}"
     try:
         facts = os.lstat(folder)
     except OSError as error:
-        raise VaultError(f"the folder of the vault's socket, {folder}: {error.strerror}") from None
+        raise VaultError(f"{named}: {error.strerror}") from None
     if not stat.S_ISDIR(facts.st_mode):
-        raise VaultError(f"the folder of the vault's socket, {folder}, is not a folder: name another socket")
+        raise VaultError(f"{named} is not a folder: name another")
     if facts.st_uid not in (os.getuid(), 0):
-        raise VaultError(f"the folder of the vault's socket, {folder}, belongs to user {facts.st_uid}: name another")
+        raise VaultError(f"{named} belongs to user {facts.st_uid}: name another")
+    if private and facts.st_mode & 0o077:
+        raise VaultError(f"others can enter {named}: `chmod 700 {folder}`")
     if facts.st_mode & 0o022 and not facts.st_mode & stat.S_ISVTX:
-        raise VaultError(f"others can write to the folder of the vault's socket, {folder}: `chmod go-w {folder}`")
+        raise VaultError(f"others can write to {named}: `chmod go-w {folder}`")
 
 
 def peer_credentials(connection: socket.socket) -> tuple[int, int]:

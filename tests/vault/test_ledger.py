@@ -620,7 +620,7 @@ class LedgerMachine(stateful.RuleBasedStateMachine):
     def read_ahead(self) -> None:
         before = self.mine.keys()
         for entry in {hold.entry for hold in holds_of(self.books).values() if not hold.entry.extents}:
-            if extents := self.books.begin_read_ahead(entry, -1, sys.maxsize):
+            if extents := self.books.begin_read_ahead(entry, sys.maxsize):
                 self.reading[entry] = extents
         assert holds_of(self.books).keys() == before, "something was evicted for what nobody waits for"
 

@@ -31,6 +31,7 @@ from cumem_sleep.vault import spill as spill_module
 from cumem_sleep.vault.client import VaultBackup
 from cumem_sleep.vault.files import PAGE_BYTES, SpillError, SpillFile, SpillFolder
 from cumem_sleep.vault.jobs import LinkPiece, PieceSource
+from cumem_sleep.vault.link import VaultLink
 from cumem_sleep.vault.spill import FileRead, RingReader, _Batch, _write
 
 pytestmark = [pytest.mark.sim]
@@ -175,6 +176,7 @@ class Ring:
         self.streams, self.disk = WakingStreams(), ListedReads()
         monkeypatch.setattr(_core, "CopyStream", self.streams)
         monkeypatch.setattr(spill_module, "_REQUEST_BYTES", PAGE_BYTES)
+        monkeypatch.setattr(VaultLink, "_use_kernel", lambda _: None)
         self.link = lone_link(0, to_host=False)
         self._block = PlainRing(self.slots * 2 * PAGE_BYTES)
         self.reader = RingReader(self._block)  # type: ignore[arg-type]
