@@ -273,7 +273,7 @@ class Spiller:
         while self._wanted and not self._ahead_bytes and not self._pool.is_stopped:
             entry = next(iter(self._wanted))
             before = self._wanted.pop(entry)
-            if entry.holds and (extents := self._ledger.begin_read_ahead(entry, before)):
+            if extents := self._ledger.begin_read_ahead(entry, before):
                 self._begin_read(entry, extents)
 
     def _begin_read(self, entry: Entry, extents: list[SlabRange]) -> None:
