@@ -27,7 +27,7 @@ from test_spill import SIZE, SpillingSleeper, sleepers, spill, spilling
 from test_storm import Vaults
 
 from cumem_sleep import CuMemAllocator
-from cumem_sleep.errors import VaultError, VaultLost
+from cumem_sleep.errors import VaultError, VaultLost, VaultUnavailable
 from cumem_sleep.vault import memory as memory_module
 from cumem_sleep.vault import moves
 from cumem_sleep.vault import spill as spill_module
@@ -366,6 +366,13 @@ def test_what_the_vault_could_not_send_anew_is_asked_for_with_the_next_release(
     first.client.release([])
     spilling.kill()
     first.read_itself()
+
+
+def test_who_cannot_learn_of_moves_does_not_connect(spilling: RunningVault) -> None:
+    """It would look for its backups where they are no more."""
+    with descriptors_left(os.getpid(), 1), pytest.raises(VaultUnavailable, match="can open no more files"):
+        spilling.client()
+    spilling.client().close()
 
 
 def test_what_came_over_the_connection_before_is_had_if_it_could_not_be_taken_over(
