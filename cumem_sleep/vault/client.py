@@ -202,7 +202,6 @@ class VaultClient:
         self._answers: dict[int, dict[str, Any]] = {}
         self._given_up: dict[int, bool] = {}  # requests that nobody waits for any more: do they hand out backups
         self._unclaimed: list[int] = []  # backups that were handed out to nobody
-        self._descriptors_lost = False
         self._closed_slabs: list[int] = []
         self._look = look
         self._identity: str = secrets.token_hex(16) if succeeds is None else succeeds._identity
@@ -212,7 +211,6 @@ class VaultClient:
         _clients.add(self)
         try:
             facts = self._ask("hello", name=name[:80], identity=self._identity)
-            self._readable([])
         except (VaultError, OSError) as error:
             self.close()
             raise VaultUnavailable(f"the vault at {self.path}: {error}") from None
@@ -269,6 +267,8 @@ class VaultClient:
 
     def _take_in_all(self) -> None:
         """What has come. Descriptors come one by one."""
+        for before in self._connections[1:]:
+            self._take_slabs(before)
         try:
             if self.is_silent:
                 self._take_in(self._channel.flush)  # to half a request it answers nothing
@@ -277,6 +277,15 @@ class VaultClient:
                     self.is_silent = False
         except VaultLost:  # it says that it has cut this process off
             self.is_silent = False
+
+    def _take_slabs(self, before: Channel) -> None:
+        """That came over a connection before this one. Its answers are nobody's any more."""
+        with suppress(OSError, Nonsense):
+            while before.wait(0) and before.receive():
+                pass
+            while (message := before.next_message()) is not None:
+                if "slab" in message.body:
+                    self._understand(message)
 
     def close(self) -> None:
         """End the connection: the vault gives away what it kept. Closing again does nothing."""
@@ -696,15 +705,16 @@ class VaultClient:
         body = message.body
         if "slab" in body:
             if message.descriptors_lost:
-                self._descriptors_lost = True
                 self._closed_slabs.append(body["slab"])
             else:
                 (descriptor,) = message.descriptors
+                protocol.close_all([self.slabs.by_number.get(body["slab"], (-1, 0))[0]])
                 self.slabs.by_number[body["slab"]] = descriptor, body["bytes"]
                 if "folder" in body:
                     self.slabs.folders[body["slab"]] = Path(body["folder"])
         elif "moves" in body:
-            self._descriptors_lost = message.descriptors_lost
+            if message.descriptors_lost:
+                self._lose(NO_MORE_FILES)
             self.slabs.moves += [MoveReader(descriptor) for descriptor in message.descriptors]
         elif "cut" in body:
             self._lose(f"the vault has cut this process off: {body['cut']}", may_go_on=True)
@@ -725,9 +735,9 @@ class VaultClient:
         Raises:
             VaultError: it could open no more files. What was handed out goes back with the next release.
         """
-        if self._descriptors_lost:
-            self._descriptors_lost = False
-            self._unclaimed += [each["number"] for each in facts if each is not None]
+        there = [each for each in facts if each is not None]
+        if any(slab not in self.slabs.by_number for each in there for slab, _, _ in each["extents"]):
+            self._unclaimed += [each["number"] for each in there]
             raise VaultError(NO_MORE_FILES)
         return facts
 

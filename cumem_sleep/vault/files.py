@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-import stat
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,13 +17,21 @@ from pathlib import Path
 
 from ..errors import VaultError
 from .ledger import SlabRange
-from .moves import libc, punch
-from .protocol import close_all
+from .protocol import check_folder, close_all
 
 PAGE_BYTES = 4096  # what offsets, sizes and addresses of direct requests are multiples of
 _LEAST_FILE_BYTES, _MOST_FILES = 1 << 30, 64  # owners have a descriptor of each that they have bytes in
 _FIRST_NUMBER = 1 << 40  # what owners call a file: no slab has such a number
 _IN_MEMORY = ("tmpfs", "ramfs", "hugetlbfs")
+KEEP_SIZE, _PUNCH_HOLE = 1, 2  # linux/falloc.h
+
+libc = ctypes.CDLL(None, use_errno=True)
+libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+
+
+def punch(descriptor: int, offset: int, nbytes: int) -> None:
+    """Give the space of this part of a file back, if the filesystem can do that."""
+    libc.fallocate(descriptor, _PUNCH_HOLE | KEEP_SIZE, offset, nbytes)
 
 
 class SpillError(VaultError):
@@ -57,7 +64,7 @@ class SpillFolder:
             VaultError: it is not private, keeps files in memory, or no file can be made there.
         """
         self.path = path
-        _check_private(path)
+        check_folder(path, "the spill folder", private=True)
         kind = filesystem_of(path)
         if kind in _IN_MEMORY:
             raise VaultError(f"the spill folder {path} is on {kind}, which is memory itself: name one on a disk")
@@ -232,16 +239,3 @@ def filesystem_of(path: Path) -> str:
             if fields.split()[2] == wanted:
                 return kind.split()[0]
     return ""
-
-
-def _check_private(path: Path) -> None:
-    try:
-        facts = os.lstat(path)
-    except OSError as error:
-        raise VaultError(f"the spill folder {path}: {error.strerror}") from None
-    if not stat.S_ISDIR(facts.st_mode):
-        raise VaultError(f"the spill folder {path} is not a folder")
-    if facts.st_uid != os.getuid():
-        raise VaultError(f"the spill folder {path} belongs to user {facts.st_uid}: name a folder of this user")
-    if facts.st_mode & 0o077:
-        raise VaultError(f"others can enter the spill folder {path}: `chmod 700 {path}`")

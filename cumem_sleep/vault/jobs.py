@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from .. import _core
+from .files import PAGE_BYTES, SpillFile
 from .protocol import Table, close_all
 
 RELAYED_BYTES = 16 << 20  # of a piece that goes over another GPU's link: 0.3 ms of one
@@ -54,11 +55,20 @@ class BorrowedMemory:
         self._descriptor = -1
 
 
+class PieceSource(NamedTuple):
+    """Where a piece is read from first: the file, and for who hears that this fails, the number of the backup."""
+
+    file: SpillFile
+    backup: int
+
+
 class LinkPiece(NamedTuple):
     """What is copied at once.
 
     Attributes:
+        offset: in the block, or in the file of the source.
         rows: instead of one range: rows of an offset in lent memory, one in the block, and bytes.
+        source: of what is to be read into the block first.
     """
 
     block: _core.HostBlock
@@ -66,12 +76,14 @@ class LinkPiece(NamedTuple):
     lent_offset: int
     nbytes: int
     rows: Table | None = None
+    source: PieceSource | None = None
 
     def split(self, nbytes: int) -> tuple[LinkPiece, LinkPiece]:
-        """So many bytes, and the rest; not of rows."""
-        block, offset, lent_offset, total, _ = self
-        rest = LinkPiece(block, offset + nbytes, lent_offset + nbytes, total - nbytes)
-        return LinkPiece(block, offset, lent_offset, nbytes), rest
+        """So many bytes, of a file as many pages as these end in, and the rest; not of rows."""
+        if self.source is not None:
+            nbytes -= (self.offset + nbytes) % PAGE_BYTES
+        rest = self.offset + nbytes, self.lent_offset + nbytes, self.nbytes - nbytes
+        return self._replace(nbytes=nbytes), LinkPiece(self.block, *rest, source=self.source)
 
 
 @dataclass(eq=False)

@@ -4,7 +4,8 @@ Memory comes in slabs. An *entry* is a backup: extents of slabs, shared by the *
 segment. A hold is needed (its segment sleeps, or is about to) or retained (its segment is awake). What nobody needs may
 be evicted, least recently used first, and before it what is *expendable*: nothing is evicted for that, and it is zeroed
 before others get its memory. A slab that another vault has left behind is *adopted*: it has the entries that
-its owners show, and nothing new is written there.
+its owners show, and nothing new is written there. It goes as a whole, when nothing lies there any more; so entries in
+it may be spilled, and are dropped from it at once, but evicting one gains nothing.
 
 Where there is room in files, sealed entries may lie there, too, or there only. What may be done to an entry that is not
 adopted:
@@ -29,7 +30,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate, islice
+from itertools import accumulate, chain, islice
 from typing import NamedTuple
 
 from ..errors import InvalidArgument, InvalidState, OutOfHostMemory, format_bytes
@@ -372,6 +373,8 @@ class Ledger:
             known = self._slabs.get(slab)
             if known is None or not known.is_adopted or size < 1 or offset + size > known.nbytes:
                 raise InvalidArgument(f"extent {slab}:{offset}+{size}: it does not lie in an adopted slab")
+            if offset % UNIT_BYTES or size % UNIT_BYTES:  # files have whole pages
+                raise InvalidArgument(f"extent {slab}:{offset}+{size}: expected multiples of {UNIT_BYTES}")
         if not 0 < nbytes <= sum(extent.nbytes for extent in extents):
             raise InvalidArgument(f"extents of {sum(e.nbytes for e in extents)} bytes cannot hold {nbytes} bytes")
         entry = Entry(nbytes, sum(extent.nbytes for extent in extents), list(extents), key, note, is_adopted=True)
@@ -460,27 +463,37 @@ class Ledger:
         """One copy fewer is under way."""
         entry.copies -= 1
         self._count(entry, [_ALL], -1, -1)
+        if entry.is_adopted and entry.is_in_files and not entry.copies:
+            self._drop_from_memory(entry)
 
     # Files
 
-    def to_spill(self, nbytes: int, may: Callable[[Entry], bool]) -> list[Entry]:
-        """What to spill so that so much more can be dropped from memory, or as much as there is, and room in files.
+    def to_spill(self, nbytes: int, may: Callable[[Entry], bool]) -> tuple[list[Entry], int]:
+        """What to spill so that so much more memory can be had, or as much as there is, and room in files.
 
-        Copies of some may be under way. Unlike other calls this one takes longer where more is held.
+        Adopted slabs come first: what lies there has slept longest. Copies of some may be under way. Unlike other calls
+        this one takes longer where more is held.
 
         Args:
             may: whether an entry may be spilled.
+
+        Returns:
+            Those, and how much is missing still.
         """
         room = self.free_file_bytes + sum(entry.taken_bytes for entry in self._retained_in_files())
-        chosen: list[Entry] = []
-        for entry in self._spillable:
+        adopted = ((slab.entries, slab.nbytes) for slab in self._slabs.values() if slab.is_adopted)
+        others = (({entry}, entry.taken_bytes) for entry in self._spillable)
+        chosen: dict[Entry, None] = {}
+        for entries, gained in chain(adopted, others):
             if nbytes <= 0:
                 break
-            if entry.taken_bytes <= room and may(entry):
-                chosen.append(entry)
-                room -= entry.taken_bytes
-                nbytes -= entry.taken_bytes
-        return chosen
+            more = [entry for entry in entries if not entry.spilled and entry not in chosen]
+            taken = sum(entry.taken_bytes for entry in more)
+            if taken <= room and all(entry.needed and may(entry) for entry in more):
+                chosen.update(dict.fromkeys(more))
+                room -= taken
+                nbytes -= gained
+        return [*chosen], max(0, nbytes)
 
     def begin_spill(self, entry: Entry) -> None:
         """Set its place in files aside, and evict what is merely retained there; a copy of it is under way then."""
@@ -504,19 +517,36 @@ class Ledger:
             self._free_in_files(entry)
         self.end_copy(entry)
 
-    def begin_read_ahead(self, entry: Entry, node: int) -> list[SlabRange]:
-        """Memory to read it into from its files, what is in files being dropped for that; a copy of it is under way.
+    def touch(self, entries: Iterable[Entry]) -> int:
+        """They are about to be used, so they give way after all others. Returns the clock before."""
+        before = self._clock
+        for entry in entries:
+            self._touch(entry)
+        return before
+
+    def begin_read_ahead(self, entry: Entry, unused_since: int) -> list[SlabRange]:
+        """Memory to read it into from its files; a copy of it is under way.
+
+        Args:
+            unused_since: what is in files and was used after that is not dropped for it.
 
         Returns:
             Nothing if there is too little.
         """
-        room = self.free_bytes + self._droppable.nbytes - self.claims.total()
-        is_wanted = entry.needed and entry.is_in_files and not entry.extents and not entry.copies
-        if not is_wanted or room < entry.taken_bytes:
+        if not (entry.needed and entry.is_in_files and not entry.extents and not entry.copies):
             return []
-        while self.free_bytes < entry.taken_bytes:
-            self._evict(next(iter(self._droppable)))
-        extents = self._extents(entry.taken_bytes, node)
+        missing = entry.taken_bytes + self.claims.total() - self.free_bytes
+        dropped: list[Entry] = []
+        for each in self._droppable:
+            if missing <= 0 or each.used > unused_since:
+                break
+            dropped.append(each)
+            missing -= each.taken_bytes
+        if missing > 0:
+            return []
+        for each in dropped:
+            self._evict(each)
+        extents = self._extents(entry.taken_bytes, -1)
         self._lie(entry, extents)
         self.begin_copy(entry)
         return extents
@@ -709,7 +739,7 @@ class Ledger:
 
     def _drop_from_memory(self, entry: Entry) -> None:
         self._free_memory(entry)
-        entry.extents, entry.slabs, entry._ends = [], set(), []
+        entry.extents, entry.slabs, entry._ends, entry.is_adopted = [], set(), [], False
         for group in entry.counts:
             self._held[group][3] += entry.taken_bytes
         self._queue(entry)

@@ -14,18 +14,8 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from ..errors import VaultError
+from .files import KEEP_SIZE, PAGE_BYTES, libc, punch
 from .protocol import close_all
-
-_PAGE_BYTES = 4096
-_KEEP_SIZE, _PUNCH_HOLE = 1, 2  # linux/falloc.h
-
-libc = ctypes.CDLL(None, use_errno=True)
-libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
-
-
-def punch(descriptor: int, offset: int, nbytes: int) -> None:
-    """Give the space of this part of a file back, if the filesystem can do that."""
-    libc.fallocate(descriptor, _PUNCH_HOLE | _KEEP_SIZE, offset, nbytes)
 
 
 class Move(NamedTuple):
@@ -59,7 +49,7 @@ class MoveLog:
 
     def make_room(self, text: bytes) -> None:
         """So that writing this cannot fail. Raises VaultError: there is no memory for that."""
-        if libc.fallocate(self._descriptor, _KEEP_SIZE, self.end, len(text)):
+        if libc.fallocate(self._descriptor, KEEP_SIZE, self.end, len(text)):
             why = os.strerror(ctypes.get_errno())
             raise VaultError(f"a client cannot be told what is in files: {why}")
 
@@ -69,7 +59,7 @@ class MoveLog:
 
     def heard(self, position: int) -> None:
         """The client has read that far."""
-        pages = min(position, self.end) // _PAGE_BYTES * _PAGE_BYTES
+        pages = min(position, self.end) // PAGE_BYTES * PAGE_BYTES
         if pages > self._punched:
             punch(self._descriptor, self._punched, pages - self._punched)
             self._punched = pages

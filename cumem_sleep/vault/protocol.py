@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import array
 import base64
+import errno
 import json
 import os
 import select
@@ -41,6 +42,7 @@ MAX_DESCRIPTORS = 253  # of one message: SCM_MAX_FD
 BUSY_INTERVAL_S = 1.0
 
 _HEADER = struct.Struct("<4sHHI")  # magic, version, descriptors, bytes of JSON
+_COUNT, _COUNT_OFFSET, _NOT_SENT = struct.Struct("<H"), 6, 0xFFFF  # of descriptors, and what is said if there are none
 _MAGIC = b"CMSV"
 _RECEIVE_BYTES = 1 << 18
 _CREDENTIALS = struct.Struct("3i")
@@ -61,7 +63,11 @@ class OtherVersion(Nonsense):
 
 
 class VaultMessage(NamedTuple):
-    """One message; the descriptors are the receiver's to close. `descriptors_lost`: this process can open no more."""
+    """One message; the descriptors are the receiver's to close.
+
+    Attributes:
+        descriptors_lost: this process can open no more, or the kernel has sent no more of the other side's.
+    """
 
     body: dict[str, Any]
     descriptors: list[int]
@@ -102,8 +108,11 @@ class Channel:
             close_all(self._batches.popleft()[0])
         self._drop_unsent()
 
-    def send(self, body: Mapping[str, Any], descriptors: Sequence[int] = (), version: int = VERSION) -> None:
+    def send(self, body: Mapping[str, Any], descriptors: Sequence[int] = (), version: int = VERSION) -> int:
         """Send it now or with later calls of `flush`. The descriptors are the channel's from here on.
+
+        Returns:
+            As `flush`.
 
         Raises:
             InvalidArgument: it is longer than the other side takes; nothing was sent.
@@ -120,28 +129,40 @@ class Channel:
             close_all(descriptors)
             raise InvalidArgument(f"message of over {self._max_sent_values} values: ask for less at once")
         header = _HEADER.pack(_MAGIC, version, len(descriptors), len(text))
-        self._unsent.append((memoryview(header + text), descriptors))
+        self._unsent.append((memoryview(bytearray(header) + text), descriptors))
         self.unsent_bytes += len(header) + len(text)
-        self.flush()
+        return self.flush()
 
-    def flush(self) -> None:
-        """Send what the socket takes now. Raises OSError: the connection has ended."""
+    def flush(self) -> int:
+        """Send what the socket takes now.
+
+        Returns:
+            How many messages went without their descriptors: too many are on their way to those who do not take them.
+
+        Raises:
+            OSError: the connection has ended.
+        """
+        without = 0
         while self._unsent:
             content, descriptors = self._unsent[0]
             ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
             try:
                 sent = self._socket.sendmsg([content], ancillary, socket.MSG_NOSIGNAL)
             except BlockingIOError:
-                return
-            except OSError:
-                self._drop_unsent()  # descriptors of GPU memory would keep that memory
-                raise
+                break
+            except OSError as error:
+                if error.errno != errno.ETOOMANYREFS:
+                    self._drop_unsent()  # descriptors of GPU memory would keep that memory
+                    raise
+                without, sent = without + 1, 0
+                _COUNT.pack_into(content, _COUNT_OFFSET, _NOT_SENT)
             close_all(descriptors)
             self.unsent_bytes -= sent
             if sent < len(content):
                 self._unsent[0] = (content[sent:], ())
             else:
                 self._unsent.popleft()
+        return without
 
     def _drop_unsent(self) -> None:
         while self._unsent:
@@ -188,7 +209,8 @@ class Channel:
             return None
         text = bytes(self._received[_HEADER.size : end])
         del self._received[:end]
-        descriptors, lost = self._batches.popleft() if count and self._batches else ([], False)
+        has_some = 0 < count < _NOT_SENT and len(self._batches) > 0
+        descriptors, lost = self._batches.popleft() if has_some else ([], count == _NOT_SENT)
         try:
             if (len(descriptors) != count and not lost) or len(self._batches) > (len(self._received) > 0):
                 raise Nonsense("a message's descriptor count does not match its header")
@@ -370,22 +392,25 @@ def default_socket() -> Path:
     return folder / "vault.sock"
 
 
-def check_folder(folder: Path) -> None:
-    """See that nobody but this user (and root) can put another socket there.
+def check_folder(folder: Path, what: str = "the socket's folder", *, private: bool = False) -> None:
+    """See that nobody but this user (and root) can put anything else there or, if it is to be private, enter it.
 
     Raises:
         VaultError: somebody could; the message says what is wrong.
     """
+    named = f"{what} {folder}"
     try:
         facts = os.lstat(folder)
     except OSError as error:
-        raise VaultError(f"the folder of the vault's socket, {folder}: {error.strerror}") from None
+        raise VaultError(f"{named}: {error.strerror}") from None
     if not stat.S_ISDIR(facts.st_mode):
-        raise VaultError(f"the folder of the vault's socket, {folder}, is not a folder: name another socket")
+        raise VaultError(f"{named} is not a folder: name another")
     if facts.st_uid not in (os.getuid(), 0):
-        raise VaultError(f"the folder of the vault's socket, {folder}, belongs to user {facts.st_uid}: name another")
+        raise VaultError(f"{named} belongs to user {facts.st_uid}: name another")
+    if private and facts.st_mode & 0o077:
+        raise VaultError(f"others can enter {named}: `chmod 700 {folder}`")
     if facts.st_mode & 0o022 and not facts.st_mode & stat.S_ISVTX:
-        raise VaultError(f"others can write to the folder of the vault's socket, {folder}: `chmod go-w {folder}`")
+        raise VaultError(f"others can write to {named}: `chmod go-w {folder}`")
 
 
 def peer_credentials(connection: socket.socket) -> tuple[int, int]:

@@ -12,6 +12,7 @@ import os
 import resource
 import selectors
 import sys
+import threading
 import time
 import traceback
 from collections import deque
@@ -132,6 +133,7 @@ class Vault:
         self._selector = selectors.DefaultSelector()
         self._posted: deque[Callable[[], None]] = deque()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._waking = threading.RLock()  # a signal may come in the middle of it
         self._stopping = ""  # "", "wait" or "now"
         self._failure: VaultError | None = None
 
@@ -172,8 +174,9 @@ class Vault:
         self._wake_up()
 
     def _wake_up(self) -> None:
-        if self._wake >= 0:  # a signal may come when all is over
-            os.eventfd_write(self._wake, 1)
+        with self._waking:
+            if self._wake >= 0:  # a signal may come when all is over
+                os.eventfd_write(self._wake, 1)
 
     def _woken(self) -> None:
         with suppress(BlockingIOError):
@@ -227,8 +230,9 @@ class Vault:
         self._pool.close()
         self._selector.close()
         self._address.close()
-        wake, self._wake = self._wake, -1
-        os.close(wake)
+        with self._waking:
+            wake, self._wake = self._wake, -1
+            os.close(wake)
 
     # Clients
 

@@ -12,7 +12,7 @@ import os
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,8 +23,8 @@ from typing import Any
 from .. import __version__, _core
 from ..errors import CumemSleepError, DriverError, InvalidArgument, InvalidState, VaultError
 from . import memory, protocol
-from .files import SpillFile, SpillFiles
-from .jobs import BorrowedMemory, Job, LinkPiece
+from .files import SpillFiles
+from .jobs import BorrowedMemory, Job, LinkPiece, PieceSource
 from .ledger import Entry, HeldBytes, Hold, Key, SlabRange, needed_bytes
 from .link import PIECE_BYTES, CopyTotals, LinkGroup, VaultLink
 from .moves import Move, MoveLog, said
@@ -33,7 +33,7 @@ from .protocol import Nonsense, VaultMessage, boolean, integer, integers, object
 from .range_table import check_table, table_pieces
 from .relay import Relaying
 from .session import Session
-from .spill import FilePiece, FileRead, Spiller, SpillPlan
+from .spill import REQUESTS_AT_ONCE, FileRead, Spiller, SpillPlan
 
 _NOTE_BYTES, _NOTE_SHARE = 4096, 1024  # a note may have so many, and one for so many of its backup
 _AT_ONCE = 256  # holds that are evicted or dropped before others have their turn: two milliseconds or three
@@ -119,20 +119,8 @@ class Service:
         # Who waits until what was lent is not here any more, and what is answered then.
         self._returning: list[tuple[_Request, Sequence[BorrowedMemory], Callable[[], _Answer]]] = []
         self._refused = self.cut_off = 0  # requests, and clients (by `Vault`)
-        self._files: SpillFiles | None = None
+        self._spills = spills
         self._spiller: Spiller | None = None
-        if spills is not None:
-            self._files, plan, ring_bytes = spills
-            self._spiller = Spiller(
-                pool,
-                self._files,
-                plan,
-                ring_bytes,
-                post,
-                may_tell=lambda entry: all(owner.may_be_told for owner in self._owners_of(entry)),
-                tell=self._tell_of_files,
-                changed=self.serve_waiting,
-            )
 
     def begin(self, gpus: Iterable[VaultGpu]) -> None:
         """Make the links of these GPUs, and so their contexts, while little memory is registered.
@@ -141,9 +129,19 @@ class Service:
         """
         for gpu in gpus:
             self._link(gpu, True)
-        if self._spiller is not None:
+        if self._spills is not None:
+            files, plan, ring_bytes = self._spills
             first = next(iter(self._gpus.values()))
-            self._spiller.begin(first.node, first.ordinal)
+            self._spiller = Spiller(
+                self._pool,
+                files,
+                plan.free_bytes,
+                memory.take(ring_bytes, first.node, first.ordinal, REQUESTS_AT_ONCE, lambda _: None),
+                self._post,
+                may_tell=lambda entry: all(owner.may_be_told for owner in self._owners_of(entry)),
+                tell=self._tell_of_files,
+                changed=self._memory_came_back,
+            )
 
     def look(self) -> None:
         """Now and then: spill ahead."""
@@ -189,7 +187,7 @@ class Service:
     def cancel(self, session: Session) -> None:
         """Drop its pending requests. What it lent goes back to it when none of its copies is in flight any more."""
         if self._spiller is not None:
-            self._spiller.cancel(session)
+            self._spiller.reader.cancel(session)
         for link in self._links.values():
             link.cancel(session)
         self._give_back([lent for lent in session.lent.values() if not lent.jobs])
@@ -216,7 +214,7 @@ class Service:
     def close(self) -> None:
         """Cancel all copies, and wait for what is in flight."""
         if self._spiller is not None:
-            self._spiller.stop_reading()
+            self._spiller.reader.stop()
         for link in self._links.values():
             link.stop()
         if self._spiller is not None:
@@ -378,8 +376,7 @@ class Service:
         ledger, owner = self._pool.ledger, asked.session.owner
         may = ledger.writable if to_host else ledger.hold
         entries: dict[int, Entry] = {}
-        pieces: deque[LinkPiece] = deque()
-        in_files: deque[FilePiece] = deque()
+        pieces: list[LinkPiece] = []
         for number, offset, lent_at, size in ranges:
             entry = entries.setdefault(number, may(owner, number).entry)
             if offset + size > entry.nbytes or lent_at + size > lent.nbytes or lent.device != gpu.ordinal:
@@ -388,22 +385,20 @@ class Service:
                     f" beyond their {entry.nbytes} and {lent.nbytes} bytes, or on another GPU"
                 )
             copied = 0
-            for file, start, nbytes in self._in_files(entry, offset, size):
-                in_files.append(FilePiece(number, file, start, lent_at + copied, nbytes))
-                copied += nbytes
+            if self._spiller is not None and not entry.extents:
+                ring = self._spiller.ring.block
+                for file, start, nbytes in self._files.parts(entry.in_files.ranges(offset, size)):
+                    source = PieceSource(file, number)
+                    pieces.append(LinkPiece(ring, start, lent_at + copied, nbytes, source=source))
+                    copied += nbytes
             for slab, start, nbytes in entry.ranges(offset, size):
                 block = self._pool.slabs[slab].block
                 for at in range(0, nbytes, PIECE_BYTES):
                     pieces.append(LinkPiece(block, start + at, lent_at + copied + at, min(PIECE_BYTES, nbytes - at)))
                 copied += nbytes
-            if len(pieces) + len(in_files) > _MAX_PIECES:
+            if len(pieces) > _MAX_PIECES:
                 raise InvalidArgument(f"a copy of over {_MAX_PIECES} pieces: ask for less at once")
-        return self._begin_copy(asked, gpu, to_host, lent, [*entries.values()], pieces, in_files)
-
-    def _in_files(self, entry: Entry, offset: int, nbytes: int) -> Iterator[tuple[SpillFile, int, int]]:
-        """Where so many bytes of a backup that is not in memory lie, from `offset` on, in order."""
-        if not entry.extents and self._files is not None:
-            yield from self._files.parts(entry.in_files.ranges(offset, nbytes))
+        return self._begin_copy(asked, gpu, to_host, lent, [*entries.values()], pieces)
 
     def _copy_table(self, asked: _Request) -> _Answer | None:
         """As `_copy`, of many small ranges of one backup."""
@@ -420,7 +415,7 @@ class Service:
             LinkPiece(self._pool.slabs[slab].block, 0, 0, int(some[:, 2].sum()), some)
             for slab, some in table_pieces(ranges, entry.extents)
         ]
-        return self._begin_copy(asked, gpu, to_host, lent, [entry], deque(pieces))
+        return self._begin_copy(asked, gpu, to_host, lent, [entry], pieces)
 
     def _begin_copy(
         self,
@@ -429,15 +424,16 @@ class Service:
         to_host: bool,
         lent: BorrowedMemory,
         entries: Sequence[Entry],
-        pieces: deque[LinkPiece],
-        in_files: deque[FilePiece] | None = None,
+        pieces: Iterable[LinkPiece],
     ) -> _Answer | None:
-        left = bool(pieces) + bool(in_files)  # what is to end
+        in_files = deque(piece for piece in pieces if piece.source)
+        in_memory = deque(piece for piece in pieces if not piece.source)
+        left = bool(in_memory) + bool(in_files)  # what is to end
         if not left:
             return {}
         link = self._link(gpu, to_host)  # its thread may not start
         if in_files and self._spiller is not None:
-            self._spiller.start()  # likewise
+            self._spiller.reader.start()  # likewise
         lent.jobs += 1
         ledger = self._pool.ledger
         for entry in entries:
@@ -469,10 +465,10 @@ class Service:
         def done(error: Exception | None) -> None:
             self._post(partial(over, error, isinstance(error, DriverError) and _is_lost(gpu)))
 
-        if pieces:
-            link.submit(Job(asked.session, lent, pieces, done, relays=relays))
+        if in_memory:
+            link.submit(Job(asked.session, lent, in_memory, done, relays=relays))
         if in_files and self._spiller is not None:
-            self._spiller.read(FileRead(asked.session, lent, link, in_files, done, relays))
+            self._spiller.reader.submit(FileRead(asked.session, lent, in_files, done, relays=relays, link=link))
         return None
 
     def _lent(self, asked: _Request, gpu: VaultGpu) -> BorrowedMemory:
@@ -654,9 +650,14 @@ class Service:
         """Where its owners read it themselves. What is in files may be dropped from memory at any moment."""
         return self._in_all_files(entry) if entry.is_in_files else entry.extents
 
+    @property
+    def _files(self) -> SpillFiles:
+        """Of a vault that spills."""
+        assert self._spills is not None
+        return self._spills[0]
+
     def _in_all_files(self, entry: Entry) -> list[SlabRange]:
-        parts = self._files.parts(entry.spilled) if self._files is not None else ()
-        return [SlabRange(file.number, offset, nbytes) for file, offset, nbytes in parts]
+        return [SlabRange(file.number, *there) for file, *there in self._files.parts(entry.spilled)]
 
     def _owners_of(self, entry: Entry) -> list[Session]:
         owners = {hold.owner for hold in entry.holds}
@@ -664,8 +665,6 @@ class Service:
 
     def _tell_of_files(self, entries: Sequence[Entry]) -> None:
         """These are in files from here on. Raises VaultError: nobody was told."""
-        if self._files is None:
-            return
         by_session: dict[Session, list[Entry]] = {}
         for entry in entries:
             for session in self._owners_of(entry):
@@ -687,8 +686,6 @@ class Service:
 
     def _send_files(self, session: Session, entries: Iterable[Entry]) -> None:
         """Descriptors of the files of these entries. Raises VaultError: this process can open no more files."""
-        if self._files is None:
-            return
         files = {file.number: file for entry in entries for file, _, _ in self._files.parts(entry.spilled)}
         for number in sorted(files.keys() - session.known_slabs):
             facts = {"slab": number, "bytes": self._files.nbytes, "folder": str(self._files.folder.path)}
@@ -742,10 +739,10 @@ class Service:
     def _files_status(self) -> dict[str, Any]:
         """Of a vault that does not spill, zeros."""
         spiller = self._spiller
-        written, read = (spiller.written, spiller.read_totals) if spiller else (CopyTotals(), CopyTotals())
+        written, read = (spiller.written, spiller.reader.totals) if spiller else (CopyTotals(), CopyTotals())
         return {
-            "ring_bytes": spiller.ring_bytes if spiller else 0,
-            "files_bytes": self._files.nbytes if self._files else 0,
+            "ring_bytes": spiller.ring.nbytes if spiller else 0,
+            "files_bytes": self._files.nbytes if spiller else 0,
             "files_free_bytes": self._pool.ledger.free_file_bytes,
             "files_writing_bytes": spiller.writing_bytes if spiller else 0,
             "files_written_bytes": written.nbytes,

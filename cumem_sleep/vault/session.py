@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
@@ -88,11 +87,9 @@ class Session:
         if not self.is_served:
             protocol.close_all(descriptors)
             return
-        try:
-            self.channel.send(body, descriptors)
-        except OSError as error:
-            if descriptors and error.errno == errno.ETOOMANYREFS:
-                raise VaultError(memory.NO_MORE_FILES) from None
+        with suppress(OSError):
+            if self.channel.send(body, descriptors) and descriptors:
+                raise VaultError(memory.NO_MORE_FILES)
 
     def answer(self, request: int, result: Mapping[str, Any] | Exception) -> None:
         """The one answer to a request. With it the client may ask on."""

@@ -17,13 +17,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import NamedTuple
 
 from .. import _core
 from ..errors import InvalidArgument, VaultError, format_bytes
 from . import memory
 from .files import PAGE_BYTES, SpillFile, SpillFiles
-from .jobs import BorrowedMemory, Job, LinkPiece
+from .jobs import Job, JobQueue, LinkPiece
 from .ledger import Entry, SlabRange
 from .link import CopyTotals, VaultLink
 from .pool import VaultPool
@@ -32,7 +31,7 @@ RING_BYTES = 256 << 20
 _RING_SHARE = 8  # of a small vault's memory it takes no more
 _REQUEST_BYTES = 16 << 20
 _LEAST_SLOTS = 4
-_AT_ONCE = 8  # requests in flight: what a fast disk needs
+REQUESTS_AT_ONCE = 8  # requests in flight: what a fast disk needs
 _BATCH_BYTES = 256 << 20
 TRY_AGAIN_S = 5.0  # after a disk was full, or failed
 _STAND_BACK_S = 0.01  # who writes ahead, while others read
@@ -72,55 +71,28 @@ class SpillPlan:
         return ring
 
 
-class FilePiece(NamedTuple):
-    """What is to be copied from a file to lent memory."""
+@dataclass(eq=False, kw_only=True)
+class FileRead(Job):
+    """Pieces of one request that are read from files first, and by which link they are copied then."""
 
-    number: int  # of the backup
-    file: SpillFile
-    offset: int
-    lent_offset: int
-    nbytes: int
-
-
-@dataclass(eq=False)
-class FileRead:
-    """Pieces of one request. `done` is called when nothing of it is under way any more.
-
-    Attributes:
-        relays: GPUs whose links help with it.
-    """
-
-    client: Hashable
-    lent: BorrowedMemory
     link: VaultLink
-    pieces: deque[FilePiece]
-    done: Callable[[Exception | None], None]
-    relays: set[int]
-    under_way: int = 0
-    error: Exception | None = None
-
-    def fail(self, error: Exception) -> None:
-        """Read no more of it."""
-        self.error = self.error or error
-        self.pieces.clear()
 
 
 class RingReader:
-    """Threads that read files into the slots of a ring, and let links copy from there.
-
-    Clients take turns, piece by piece; one client's requests are in order.
+    """Threads that read files into the slots of a ring, and let links copy from there, in turn as these do.
 
     Attributes:
         totals: what was read, and for how long.
     """
 
     def __init__(self, ring: _core.HostBlock) -> None:
-        self.slot_bytes = min(_REQUEST_BYTES, ring.bytes // _LEAST_SLOTS // PAGE_BYTES * PAGE_BYTES)
+        slot_bytes = min(_REQUEST_BYTES + PAGE_BYTES, ring.bytes // _LEAST_SLOTS // PAGE_BYTES * PAGE_BYTES)
         self.totals = CopyTotals()
         self._ring = ring
-        self._free = [start * self.slot_bytes for start in range(ring.bytes // self.slot_bytes)]
-        self._most_threads = min(_AT_ONCE, len(self._free))
-        self._turns: dict[Hashable, deque[FileRead]] = {}  # with pieces left, by client; the first is next
+        self._most_bytes = slot_bytes - PAGE_BYTES  # of a piece: the pages that it lies in may have one more
+        self._free = [start * slot_bytes for start in range(ring.bytes // slot_bytes)]
+        self._most_threads = min(REQUESTS_AT_ONCE, len(self._free))
+        self._queue = JobQueue()
         self._changed = threading.Condition()
         self._reading, self._counted_until = 0, 0.0
         self._is_stopping = False
@@ -129,7 +101,7 @@ class RingReader:
     @property
     def is_reading(self) -> bool:
         """Whether somebody waits for what is read."""
-        return self._reading > 0 or bool(self._turns)
+        return self._reading > 0 or bool(self._queue)
 
     def start(self) -> None:
         """Have the threads, from the first read on. Raises RuntimeError: they cannot be started."""
@@ -139,108 +111,81 @@ class RingReader:
             self._threads.append(thread)
 
     def submit(self, read: FileRead) -> None:
-        """Begin with it, when it is its turn."""
+        """Begin with it, when it is its client's turn."""
         with self._changed:
-            self._turns.setdefault(read.client, deque()).append(read)
+            self._queue.add(read)
             self._changed.notify_all()
 
     def cancel(self, client: Hashable, why: str = "the client has gone") -> None:
         """Read no more for this client (None: for any). The link is told, too."""
         with self._changed:
-            clients = [each for each in self._turns if client in (None, each)]
-            ended = [read for each in clients for read in self._turns.pop(each)]
-            for read in ended:
-                read.fail(VaultError(why))
-        for read in ended:
-            self._end_if_over(read)
+            self._queue.cancel(client, VaultError(why))
+            self._changed.notify_all()
 
     def stop(self) -> None:
         """Cancel everything, and wait for what is being read."""
         self._is_stopping = True
         self.cancel(None, "the vault ends")
-        with self._changed:
-            self._changed.notify_all()
         for thread in self._threads:
             thread.join()
 
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._is_stopping or (self._turns and self._free))
-                if self._is_stopping:
+                self._changed.wait_for(lambda: self._is_stopping or (self._queue and self._free))
+                taken = self._queue.take(self._most_bytes)
+                if taken is None:
                     return
-                slot = self._free.pop()
-                read, piece = self._take()
-                self._count(1, 0)
-            error = self._fill(slot, piece)
+                read, piece = taken
+                if piece is not None:
+                    slot = self._free.pop()
+                    self._count(1, 0)
+            if piece is None:  # it was cancelled
+                self._end_if_over(read)
+                continue
+            offset, error = piece.offset % PAGE_BYTES, self._fill(slot, piece)
             with self._changed:
                 self._count(-1, 0 if error else piece.nbytes)
             if error is not None:
                 self._over(read, slot, error)
                 continue
-            link_piece = LinkPiece(self._ring, slot + piece.offset % PAGE_BYTES, piece.lent_offset, piece.nbytes)
+            link_piece = LinkPiece(self._ring, slot + offset, piece.lent_offset, piece.nbytes)
             over = partial(self._over, read, slot)
+            assert isinstance(read, FileRead)
             read.link.submit(Job(read.client, read.lent, deque([link_piece]), over, relays=read.relays))
 
-    def _take(self) -> tuple[FileRead, FilePiece]:
-        """The next client's, as much as a slot takes: all but the first and the last are whole pages."""
-        client = next(iter(self._turns))
-        reads = self._turns.pop(client)
-        read = reads[0]
-        piece = read.pieces.popleft()
-        most = self.slot_bytes - piece.offset % PAGE_BYTES
-        read.under_way += 1
-        if piece.nbytes > most:
-            number, file, offset, lent_offset, nbytes = piece
-            read.pieces.appendleft(FilePiece(number, file, offset + most, lent_offset + most, nbytes - most))
-            piece = piece._replace(nbytes=most)
-        if not read.pieces:
-            reads.popleft()
-        if reads:
-            self._turns[client] = reads  # behind the others
-        return read, piece
-
-    def _fill(self, slot: int, piece: FilePiece) -> Exception | None:
+    def _fill(self, slot: int, piece: LinkPiece) -> Exception | None:
         """Read the pages that it lies in."""
+        assert piece.source is not None
         start = piece.offset // PAGE_BYTES * PAGE_BYTES
         nbytes = -(-(piece.offset + piece.nbytes) // PAGE_BYTES) * PAGE_BYTES - start
         try:
-            piece.file.read(memoryview(self._ring)[slot : slot + nbytes], start)
+            piece.source.file.read(memoryview(self._ring)[slot : slot + nbytes], start)
         except Exception as error:  # whatever it is: whoever asked waits for it
-            return VaultError(f"backup {piece.number}: {error}")
+            return VaultError(f"backup {piece.source.backup}: {error}")
         return None
 
-    def _over(self, read: FileRead, slot: int, error: Exception | None) -> None:
+    def _over(self, read: Job, slot: int, error: Exception | None) -> None:
         """The slot is free again."""
         with self._changed:
             self._free.append(slot)
-            read.under_way -= 1
+            read.in_flight -= 1
             if error is not None:
-                read.fail(error)
-                reads = self._turns.get(read.client, deque())
-                if read in reads:
-                    reads.remove(read)
-                if not reads:
-                    self._turns.pop(read.client, None)
+                self._queue.fail(read, error)
             self._changed.notify()
         self._end_if_over(read)
 
-    def _end_if_over(self, read: FileRead) -> None:
+    def _end_if_over(self, read: Job) -> None:
         with self._changed:
-            if read.pieces or read.under_way:
+            if not self._queue.end_if_over(read):
                 return
-            done, read.done = read.done, _nothing
-        done(read.error)
+        read.done(read.error)
 
     def _count(self, change: int, nbytes: int) -> None:
         """So many more are being read, and these bytes were."""
         now = time.monotonic()
         self.totals = self.totals.plus(nbytes, now - self._counted_until if self._reading else 0)
         self._reading, self._counted_until = self._reading + change, now
-
-
-def _nothing(_: Exception | None) -> None:
-    """For what was called before."""
 
 
 @dataclass(eq=False)
@@ -264,47 +209,43 @@ class Spiller:
     """Spills when it is told to, and reads. Its calls belong to the thread of the service.
 
     Attributes:
+        reader: of the ring.
         written: since the start, and for how long.
-        failure: why nothing is spilled at the moment, or "".
+        failure: why the last spill failed, and when; "" once another has not.
     """
 
     def __init__(
         self,
         pool: VaultPool,
         files: SpillFiles,
-        plan: SpillPlan,
-        ring_bytes: int,
+        free_bytes: int,
+        ring: memory.Slab,
         post: Callable[[Callable[[], None]], None],
         may_tell: Callable[[Entry], bool],
         tell: Callable[[Sequence[Entry]], None],
         changed: Callable[[], None],
     ) -> None:
-        """Nothing is taken yet.
+        """Have threads. Raises RuntimeError: they cannot be started.
 
         Args:
+            free_bytes: of memory that is kept free ahead.
             post: has work done by the thread of the service.
             may_tell: whether all owners of an entry can be told that it is in files.
             tell: tells them. Raises VaultError: not all of them can be told, and none was.
             changed: is called when there may be more memory, or when it has failed.
         """
         self._pool, self._ledger, self._files = pool, pool.ledger, files
-        self._free_bytes, self.ring_bytes = plan.free_bytes, ring_bytes
+        self._free_bytes, self.ring = free_bytes, ring
         self._post, self._may_tell, self._tell = post, may_tell, tell
         self._changed = changed
-        self._reader: RingReader | None = None
+        self.reader = RingReader(ring.block)
         self.written = CopyTotals()
         self.failure, self._try_again = "", 0.0
-        self._ring: memory.Slab | None = None
         self._batch: _Batch | None = None
         self._is_closed = False
         self._ahead_bytes = 0  # of what is being read ahead
-        self._wanted: deque[Entry] = deque()  # to be read ahead
+        self._wanted: dict[Entry, int] = {}  # to be read ahead, in place of what was used before that time
         self._ahead = ThreadPoolExecutor(1, "vault-read-ahead")
-
-    def begin(self, node: int, device: int) -> None:
-        """Take the ring, and threads. Raises OutOfHostMemory; RuntimeError: they cannot be started."""
-        self._ring = memory.take(self.ring_bytes, node, device, _AT_ONCE, lambda _: None)
-        self._reader = RingReader(self._ring.block)
         for threads in (self._ahead, self._files.worker):
             threads.submit(int)  # have them now: when none can be started, who spills would wait for ever
 
@@ -313,48 +254,26 @@ class Spiller:
         self._is_closed = True
         self._ahead.shutdown()
         self._files.close()
-        if self._ring is not None:
-            self._ring.let_go()
+        self.ring.let_go()
 
     # Reading
 
-    @property
-    def read_totals(self) -> CopyTotals:
-        """Since the start."""
-        return self._reader.totals if self._reader else CopyTotals()
-
-    def start(self) -> None:
-        """Have the threads for reading. Raises RuntimeError: they cannot be started."""
-        if self._reader is not None:
-            self._reader.start()
-
-    def read(self, read: FileRead) -> None:
-        """Begin with it, after `start`."""
-        if self._reader is not None:
-            self._reader.submit(read)
-
-    def cancel(self, client: Hashable) -> None:
-        """Read no more for this client."""
-        if self._reader is not None:
-            self._reader.cancel(client)
-
-    def stop_reading(self) -> None:
-        """Cancel all reads, and wait for those in flight; copies from the ring may still be."""
-        if self._reader is not None:
-            self._reader.stop()
-
     def read_ahead(self, entries: Iterable[Entry]) -> int:
         """Begin to read these into memory, as far as there is some that nobody needs; returns their bytes."""
-        wanted = [entry for entry in entries if entry.is_in_files and not entry.extents]
-        self._wanted = deque(dict.fromkeys([*self._wanted, *wanted]))
+        needed = dict.fromkeys(entries)
+        before = self._ledger.touch(needed)  # or one would make room for another
+        wanted = [entry for entry in needed if entry.is_in_files and not entry.extents]
+        for entry in wanted:
+            self._wanted.setdefault(entry, before)
         self._read_next()
         return sum(entry.taken_bytes for entry in wanted)
 
     def _read_next(self) -> None:
         """One after the other, so that little memory is in nobody's hands."""
         while self._wanted and not self._ahead_bytes and not self._pool.is_stopped:
-            entry = self._wanted.popleft()
-            if entry.holds and (extents := self._ledger.begin_read_ahead(entry, -1)):
+            entry = next(iter(self._wanted))
+            before = self._wanted.pop(entry)
+            if extents := self._ledger.begin_read_ahead(entry, before):
                 self._begin_read(entry, extents)
 
     def _begin_read(self, entry: Entry, extents: list[SlabRange]) -> None:
@@ -383,8 +302,8 @@ class Spiller:
             return True
         if self._pool.is_stopped or time.monotonic() < self._try_again:
             return False
-        chosen = self._ledger.to_spill(missing, self._may_tell)
-        if sum(entry.taken_bytes for entry in chosen) < missing:
+        chosen, missing = self._ledger.to_spill(missing, self._may_tell)
+        if missing:
             return False
         self._write_some(chosen, is_awaited=True)  # what is being copied comes later
         return True
@@ -393,7 +312,8 @@ class Spiller:
         """Spill ahead, slowly, if too little memory is free."""
         missing = self._free_bytes - self._ledger.available_bytes() - self._pool.bytes_to_come()
         if missing > 0 and not self._pool.is_stopped and time.monotonic() >= self._try_again:
-            self._write_some(self._ledger.to_spill(missing, self._may_tell), is_awaited=False)
+            chosen, _ = self._ledger.to_spill(missing, self._may_tell)
+            self._write_some(chosen, is_awaited=False)
 
     def _write_some(self, chosen: Sequence[Entry], *, is_awaited: bool) -> None:
         """Begin with the next batch of these, unless there is one."""
@@ -412,7 +332,7 @@ class Spiller:
         future.add_done_callback(lambda future: self._post(partial(self._written, future)))
 
     def _is_reading(self) -> bool:
-        return self._reader is not None and self._reader.is_reading and not self._is_closed
+        return self.reader.is_reading and not self._is_closed
 
     def _requests(self, entry: Entry, extents: Sequence[SlabRange]) -> Iterable[tuple[SpillFile, int, memoryview]]:
         """Which part of a file goes where in memory."""
@@ -440,7 +360,7 @@ class Spiller:
                 self._tell(held)
             except VaultError as refused:
                 error = refused
-        self.failure = "" if error is None else str(error)
+        self.failure = "" if error is None else f"{error} (at {time.strftime('%F %T %z')})"
         if error is not None:
             self._try_again = time.monotonic() + TRY_AGAIN_S
         for entry in batch.entries:
@@ -484,7 +404,7 @@ def _write(
         file, offset, content = left.popleft()
         file.write(content, offset)
     if left:
-        with ThreadPoolExecutor(_AT_ONCE, "vault-write") as threads:
+        with ThreadPoolExecutor(REQUESTS_AT_ONCE, "vault-write") as threads:
             writes = [threads.submit(file.write, content, offset) for file, offset, content in left]
             wait(writes)
         for each in writes:

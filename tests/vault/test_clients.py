@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pathlib
@@ -299,6 +300,44 @@ def test_a_descriptor_that_cannot_be_sent_is_closed() -> None:
         os.fstat(descriptor)
     assert channel.unsent_bytes == 0
     channel.close()
+
+
+class FullKernel:
+    """A socket that takes nothing at times, and no descriptors: too many are on their way."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection, self.is_full = connection, False
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.connection, name)
+
+    def sendmsg(self, content: list[memoryview], ancillary: list[object], flags: int) -> int:
+        if self.is_full:
+            raise BlockingIOError
+        if ancillary:
+            raise OSError(errno.ETOOMANYREFS, "injected")
+        return self.connection.sendmsg(content, ancillary, flags)
+
+
+def test_descriptors_that_the_kernel_does_not_send_are_lost_and_no_message_is(
+    channels: tuple[Channel, Channel],
+) -> None:
+    """So many may be on their way to those who sleep, and so read nothing. The socket was full when it was said."""
+    left, right = channels
+    kernel = FullKernel(left._socket)
+    left._socket = kernel  # type: ignore[assignment]
+    kernel.is_full = True
+    descriptors = [os.dup(0), os.dup(0)]
+    left.send({"slab": 1}, descriptors)
+    left.send({"id": 1})
+    kernel.is_full = False
+    assert left.flush() == 1
+    assert left.unsent_bytes == 0
+    assert right.receive()
+    assert right.next_message() == ({"slab": 1}, [], True)
+    assert right.next_message() == ({"id": 1}, [], False)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptors[0])
 
 
 # Limits

@@ -375,6 +375,35 @@ def slow_vault(
     assert not thread.is_alive()
 
 
+def test_who_tells_it_to_stop_writes_to_nothing_that_is_closed_meanwhile(
+    folder: pathlib.Path, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread; its number may be another file's by then."""
+    allocator.get_current_usage()
+    allocator._operations.open()
+    host = VaultHost(lambda: 1 << 40, 1, lambda _: None)
+    vault = Vault(VaultAddress(folder / "vault.sock"), 4 * PAGE, visible_gpus(), host)
+    ended, real = threading.Event(), os.eventfd_write
+    ended_meanwhile: list[bool] = []
+
+    def run() -> None:
+        vault.run()
+        ended.set()
+
+    def write(descriptor: int, value: int) -> None:
+        real(descriptor, value)
+        if threading.current_thread() is threading.main_thread():
+            ended_meanwhile.append(ended.wait(0.5))
+
+    monkeypatch.setattr(os, "eventfd_write", write)
+    thread = threading.Thread(target=run)
+    thread.start()
+    vault.stop(wait=False)
+    thread.join()
+    assert ended_meanwhile == [False]
+    vault.stop(wait=False)
+
+
 def test_a_vault_serves_with_what_is_ready(slow_vault: Callable[..., VaultClient], room: RoomBySlab) -> None:
     client = slow_vault()
     gpu = client.gpus[0]

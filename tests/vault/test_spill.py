@@ -9,13 +9,16 @@ import pathlib
 import random
 import signal
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 
 import pytest
 from disk_faults import DiskFaults
-from running import MIB, RunningVault, Segment, eventually, seal
+from running import MIB, RunningVault, Segment, eventually, lone_link, seal
 from support import PAGE, Memory
 from test_failures import descriptors_left
+from test_link import BorrowedStub, Streams
+from test_recovery import tier_of
 from test_sleeping import leave
 from test_storm import Vaults
 
@@ -24,9 +27,12 @@ from cumem_sleep.backups import vault as tiers
 from cumem_sleep.errors import VaultError, VaultLost
 from cumem_sleep.tools import cli
 from cumem_sleep.vault import files
+from cumem_sleep.vault import spill as spill_module
 from cumem_sleep.vault.client import VaultBackup
-from cumem_sleep.vault.files import SpillError, SpillFile, SpillFolder
-from cumem_sleep.vault.spill import _Batch, _write
+from cumem_sleep.vault.files import PAGE_BYTES, SpillError, SpillFile, SpillFolder
+from cumem_sleep.vault.jobs import LinkPiece, PieceSource
+from cumem_sleep.vault.link import VaultLink
+from cumem_sleep.vault.spill import FileRead, RingReader, _Batch, _write
 
 pytestmark = [pytest.mark.sim]
 
@@ -138,6 +144,104 @@ class TestWriteAhead:
         assert sorted(disk.done) == [0, 1]  # type: ignore[type-var]
 
 
+class WakingStreams(Streams):
+    """The other way."""
+
+    def to_device(self, address: int, _block: object, _offset: int, _nbytes: int) -> None:
+        self.started.append(address)
+
+
+class ListedReads:
+    """Reads at once, as much as there is room for, when it `may_read`."""
+
+    def __init__(self) -> None:
+        self.offsets: list[int] = []
+        self.may_read = threading.Event()
+
+    def read(self, _content: memoryview, offset: int) -> None:
+        self.offsets.append(offset)
+        assert self.may_read.wait(30)
+
+
+class PlainRing(bytearray):
+    bytes = property(len)
+
+
+class Ring:
+    """Of eight slots of a page each, between a disk and a link with nothing behind them."""
+
+    slots, in_flight = 8, 4
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.streams, self.disk = WakingStreams(), ListedReads()
+        monkeypatch.setattr(_core, "CopyStream", self.streams)
+        monkeypatch.setattr(spill_module, "_REQUEST_BYTES", PAGE_BYTES)
+        monkeypatch.setattr(VaultLink, "_use_kernel", lambda _: None)
+        self.link = lone_link(0, to_host=False)
+        self._block = PlainRing(self.slots * 2 * PAGE_BYTES)
+        self.reader = RingReader(self._block)  # type: ignore[arg-type]
+        self.reader.start()
+
+    def read(self, client: str, pieces: int, offset: int = 0) -> list[Exception | None]:
+        """Returns the list that has its end."""
+        ended: list[Exception | None] = []
+        source = PieceSource(self.disk, 1)  # type: ignore[arg-type]
+        piece = LinkPiece(self._block, offset, 0, pieces * PAGE_BYTES, source=source)  # type: ignore[arg-type]
+        self.reader.submit(FileRead(client, BorrowedStub(), deque([piece]), ended.append, link=self.link))
+        return ended
+
+    def copy(self, pieces: int) -> None:
+        for _ in range(pieces):
+            self.streams.may_end.release()
+
+    def close(self) -> None:
+        self.copy(100)
+        self.reader.stop()
+        self.link.stop()
+
+
+@pytest.fixture
+def ring(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ring]:
+    made = Ring(monkeypatch)
+    yield made
+    made.disk.may_read.set()
+    made.close()
+
+
+def test_a_disk_faster_than_the_link_never_lets_it_wait(ring: Ring) -> None:
+    """So the wake takes as long as the copies: when one ends, others are in flight, and the next have been read."""
+    pieces, read, copies = 20, ring.disk.offsets, ring.streams.started
+    ring.disk.may_read.set()
+    ended = ring.read("client", pieces)
+    for copied in range(pieces):
+        eventually(lambda: len(read) == min(copied + ring.slots, pieces), "as much is read as there is room for")  # noqa: B023
+        eventually(lambda: len(copies) == min(copied + ring.in_flight, pieces), "as many as may be in flight")  # noqa: B023
+        ring.copy(1)
+    eventually(lambda: ended == [None], "all has arrived")
+    assert sorted(read) == [number * PAGE_BYTES for number in range(pieces)]
+
+
+def test_all_but_the_ends_of_what_is_read_are_whole_pages_once_each(ring: Ring) -> None:
+    ring.disk.may_read.set()
+    ended = ring.read("client", 4, offset=3 * PAGE_BYTES + 16)
+    ring.copy(5)
+    eventually(lambda: ended == [None], "all has arrived")
+    assert sorted(ring.streams.started) == [0, *(number * PAGE_BYTES - 16 for number in range(1, 5))]
+    assert sorted(ring.disk.offsets) == [number * PAGE_BYTES for number in range(3, 8)]
+
+
+def test_who_goes_is_done_with_when_nothing_of_it_is_being_read(ring: Ring) -> None:
+    begun, waits, others = ring.read("gone", 20), ring.read("gone", 1), ring.read("stays", 1)
+    eventually(lambda: len(ring.disk.offsets) == ring.slots, "all threads read")
+    ring.reader.cancel("gone")
+    assert begun == []
+    ring.disk.may_read.set()
+    ring.copy(ring.slots)
+    eventually(lambda: others == [None], "nobody else notices")
+    eventually(lambda: [str(error) for error in begun + waits] == ["the client has gone"] * 2, "both end, once")
+    assert len(ring.disk.offsets) <= ring.slots + 1
+
+
 class SpillingSleeper(Segment):
     """A model of a process of its own, as far as the vault can see: it sleeps, or it is awake."""
 
@@ -225,6 +329,26 @@ def test_what_is_about_to_wake_is_read_ahead_where_memory_is_free(
     assert spilling.status()["files_read_bytes"] == read, "it has come from memory"
 
 
+def test_what_is_prepared_for_wakes_without_the_disk(
+    spilling: RunningVault, make_allocator: Callable[..., CuMemAllocator], memory: Memory
+) -> None:
+    allocator = make_allocator(vault=str(spilling.socket))
+    address = allocator.malloc(SIZE, "weights")
+    content = memory.fill_random(address, SIZE)
+    allocator.sleep()
+    other = spilling.client("other")
+    other.reserve(spilling.status()["gpus"][0]["uuid"], [spilling.status()["memory_bytes"]])
+    assert spilling.status()["spilled_bytes"] >= SIZE
+    other.close()
+    allocator.prepare().wait()
+    eventually(lambda: spilling.status()["spilled_bytes"] == 0, "it is in memory")
+    allocator.wake_up()
+    assert memory.read(address, SIZE) == content
+    assert spilling.status()["files_read_bytes"] == 0
+    allocator.free(address)
+    leave()
+
+
 def test_what_was_spilled_once_is_not_written_again(spilling: RunningVault, sleepers: list[SpillingSleeper]) -> None:
     for each in sleepers:
         each.sleep()
@@ -307,6 +431,38 @@ def test_an_allocator_wakes_from_files_that_a_killed_vault_has_left(
     allocator.wake_up()
     assert memory.read(address, SIZE) == content
     client.close()
+    allocator.free(address)
+    leave()
+
+
+def test_what_another_vault_has_left_behind_goes_to_files(
+    spilling: RunningVault,
+    make_allocator: Callable[..., CuMemAllocator],
+    memory: Memory,
+    start_vault: StartVault,
+    spill: pathlib.Path,
+) -> None:
+    """Its slabs give their place back to memory that others can have."""
+    allocator = make_allocator(vault=str(spilling.socket))
+    address = allocator.malloc(SIZE, "weights")
+    content = memory.fill_random(address, SIZE)
+    allocator.sleep()
+    spilling.kill()
+    options = ("--slab-size", "16MiB", "--spill", str(spill), "--spill-size", "256MiB")
+    vault = start_vault("72MiB", *options)
+    tier_of(allocator).client()
+    assert vault.status()["adopted_bytes"] > 0
+    other = vault.client("other")
+    other.reserve(vault.status()["gpus"][0]["uuid"], [vault.status()["memory_bytes"]])
+    status = vault.status()
+    assert status["adopted_bytes"] == 0
+    assert status["spilled_bytes"] >= SIZE
+    other.close()
+    allocator.wake_up()
+    assert memory.read(address, SIZE) == content
+    assert allocator.sleep().copied_bytes == 0, "it stays in files"
+    allocator.wake_up()
+    assert memory.read(address, SIZE) == content
     allocator.free(address)
     leave()
 

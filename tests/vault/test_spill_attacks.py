@@ -6,10 +6,12 @@ import errno
 import mmap
 import os
 import pathlib
+import re
 import socket
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -17,20 +19,24 @@ import pytest
 from disk_faults import DiskFaults
 from running import RunningVault
 from support import Memory
+from test_clients import FullKernel
 from test_failures import descriptors_left
+from test_recovery import StoppedVault
 from test_sleeping import leave
 from test_spill import SIZE, SpillingSleeper, sleepers, spill, spilling
 from test_storm import Vaults
 
 from cumem_sleep import CuMemAllocator
-from cumem_sleep.errors import VaultError, VaultLost
+from cumem_sleep.errors import VaultError, VaultLost, VaultUnavailable
+from cumem_sleep.vault import memory as memory_module
 from cumem_sleep.vault import moves
+from cumem_sleep.vault import spill as spill_module
+from cumem_sleep.vault.client import VaultClient
 from cumem_sleep.vault.files import SpillError, SpillFiles, SpillFolder
-from cumem_sleep.vault.ledger import FILES, UNIT_BYTES, Entry, Ledger, SlabRange
-from cumem_sleep.vault.protocol import Channel
+from cumem_sleep.vault.ledger import FILES, UNIT_BYTES, Entry, Key, Ledger, SlabRange
 from cumem_sleep.vault.service import Service
 from cumem_sleep.vault.session import Session
-from cumem_sleep.vault.spill import Spiller, SpillPlan, _Batch, _write
+from cumem_sleep.vault.spill import Spiller, _Batch, _write
 
 __all__ = ["sleepers", "spill", "spilling"]
 pytestmark = [pytest.mark.sim]
@@ -162,15 +168,106 @@ def test_who_needs_the_memory_of_what_is_being_read_ahead_waits_for_it(
     vault.close()
 
 
+def no_ring() -> memory_module.Slab:
+    block = SimpleNamespace(bytes=2 << 20)
+    return cast(Any, SimpleNamespace(block=block, let_go=lambda: None))
+
+
+class LargeModel:
+    """Whose backups are all in files, but for as many as there is memory for. Only the spiller is real."""
+
+    def __init__(self, folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.ledger = Ledger(lambda _: None, 16 * UNIT_BYTES)
+        self.ledger.add_slab(1, 2 * UNIT_BYTES)
+        slab = SimpleNamespace(block=bytearray(2 * UNIT_BYTES))
+        facts = {"ledger": self.ledger, "slabs": {1: slab}, "is_stopped": False, "bytes_to_come": int}
+        pool = cast(Any, SimpleNamespace(**facts))
+        self.files = SpillFiles(SpillFolder(folder), 16 * UNIT_BYTES)
+        self._posted: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self.spiller = Spiller(pool, self.files, 0, no_ring(), self._posted.put, bool, print, lambda: None)
+        monkeypatch.setattr(spill_module, "_read_ahead", lambda requests, _: self.reads.append(len(requests)))
+        self.reads: list[int] = []
+        self.entries = [self.spilled(name) for name in "abcd"]
+
+    def spilled(self, name: str) -> Entry:
+        """The ones before it may go from memory for it."""
+        (hold,) = self.ledger.reserve("model", "GPU", [UNIT_BYTES])
+        self.ledger.seal("model", hold.number, Key(name, UNIT_BYTES, ""))
+        self.ledger.begin_spill(hold.entry)
+        self.files.take(hold.entry.spilled)
+        self.ledger.end_spill(hold.entry, is_written=True)
+        return hold.entry
+
+    def read_ahead(self, entries: Iterable[Entry]) -> int:
+        nbytes = self.spiller.read_ahead(entries)
+        self.wait()
+        return nbytes
+
+    def wait(self) -> None:
+        while self.spiller._ahead_bytes or self.spiller.writing_bytes:
+            self._posted.get()()
+
+    def close(self) -> None:
+        self.spiller.close()
+
+
+@pytest.fixture
+def large(spill: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LargeModel]:
+    made = LargeModel(spill, monkeypatch)
+    yield made
+    made.close()
+
+
+def test_a_model_larger_than_the_memory_is_read_ahead_as_far_as_it_fits(large: LargeModel) -> None:
+    first, second, *others = large.entries
+    assert [bool(entry.extents) for entry in large.entries] == [False, False, True, True]
+    assert large.read_ahead(large.entries) == 2 * UNIT_BYTES
+    assert large.reads == [], "what it has in memory it needs as much"
+    large.ledger.release("model", [hold.number for entry in others for hold in entry.holds])
+    more = [large.spilled(name) for name in "ef"]  # somebody else's
+    assert not first.extents
+    assert not second.extents
+    large.read_ahead([first, second, *others])
+    assert large.reads == [1, 1]
+    assert [bool(entry.extents) for entry in (first, second, *more)] == [True, True, False, False]
+
+
+def test_what_several_hold_is_read_ahead_and_counted_once(large: LargeModel) -> None:
+    assert large.read_ahead(large.entries[:1] * 3) == UNIT_BYTES
+    assert large.reads == [1]
+
+
+def test_the_last_failure_is_said_with_its_time_until_something_is_spilled(
+    large: LargeModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An operator sees whether it is of now or of last week."""
+
+    def fail(*_: object) -> None:
+        raise VaultError("the disk is full")
+
+    large.ledger.release("model", [hold.number for entry in large.entries for hold in entry.holds])
+    (hold,) = large.ledger.reserve("model", "GPU", [UNIT_BYTES])
+    large.ledger.seal("model", hold.number, Key("new", UNIT_BYTES, ""))
+    with monkeypatch.context() as failing:
+        failing.setattr(spill_module, "_write", fail)
+        assert large.spiller.make_room(UNIT_BYTES)
+        large.wait()
+    at = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d [+-]\d{4}"
+    assert re.fullmatch(rf"the disk is full \(at {at}\)", large.spiller.failure)
+    assert large.spiller.failure in large.spiller.said()
+    monkeypatch.setattr(spill_module, "_write", print)
+    large.spiller._try_again = 0.0
+    assert large.spiller.make_room(UNIT_BYTES)
+    large.wait()
+    assert large.spiller.failure == ""
+
+
 def test_when_no_thread_can_be_started_those_who_spill_have_theirs(
-    spill: pathlib.Path, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch
+    spill: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise what has begun never ends, and its memory never comes back."""
-    allocator.free(allocator.malloc(SIZE))  # with the driver
-    plan, pool = SpillPlan(spill, 1 << 20), cast(Any, SimpleNamespace(ledger=Ledger(lambda _: None)))
-    made = SpillFiles(SpillFolder(spill), plan.nbytes)
-    spiller = Spiller(pool, made, plan, 2 << 20, print, bool, print, print)
-    spiller.begin(-1, 0)
+    pool, made = cast(Any, SimpleNamespace(ledger=Ledger(lambda _: None))), SpillFiles(SpillFolder(spill), 1 << 20)
+    spiller = Spiller(pool, made, 0, no_ring(), print, bool, print, print)
 
     def refuse(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -228,15 +325,11 @@ def test_bytes_that_come_in_several_parts_are_all_read(
     leave()
 
 
-def test_a_descriptor_that_the_kernel_does_not_send_is_not_known_to_its_owner(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_descriptor_that_the_kernel_does_not_send_is_not_known_to_its_owner() -> None:
     """So many may be on their way to those who sleep, and so read nothing."""
     vault, client = socket.socketpair()
     session = Session(vault, 0, 0.0, print)
-
-    def refuse(_: Channel) -> None:
-        raise OSError(errno.ETOOMANYREFS, "injected")
-
-    monkeypatch.setattr(Channel, "flush", refuse)
+    session.channel._socket = FullKernel(vault)  # type: ignore[assignment]
     with pytest.raises(VaultError, match="open no more files"):
         Service._send_descriptor(cast(Any, None), session, client.fileno(), {"slab": 1 << 40, "bytes": 1})
     assert not session.known_slabs
@@ -255,8 +348,7 @@ def test_a_small_range_of_many_fragments_in_files_is_found_without_a_look_at_all
 
     entry = Entry(8 * UNIT_BYTES, 8 * UNIT_BYTES)
     entry.spilled = [SlabRange(FILES, 2 * at * UNIT_BYTES, UNIT_BYTES) for at in range(8)]
-    service = cast(Any, SimpleNamespace(_files=Files()))
-    assert list(Service._in_files(service, entry, 6 * UNIT_BYTES - 1, 3)) == [
+    assert Files().parts(entry.in_files.ranges(6 * UNIT_BYTES - 1, 3)) == [
         ("file", 11 * UNIT_BYTES - 1, 1),
         ("file", 12 * UNIT_BYTES, 2),
     ]
@@ -273,4 +365,31 @@ def test_what_the_vault_could_not_send_anew_is_asked_for_with_the_next_release(
         first.client.release([])
     first.client.release([])
     spilling.kill()
+    first.read_itself()
+
+
+def test_who_cannot_learn_of_moves_does_not_connect(spilling: RunningVault) -> None:
+    """It would look for its backups where they are no more."""
+    with descriptors_left(os.getpid(), 1), pytest.raises(VaultUnavailable, match="can open no more files"):
+        spilling.client()
+    spilling.client().close()
+
+
+def test_what_came_over_the_connection_before_is_had_if_it_could_not_be_taken_over(
+    spilling: RunningVault, sleepers: list[SpillingSleeper]
+) -> None:
+    """The vault stopped, went on and moved a backup, stopped again, and is killed then."""
+    first = sleepers[0]
+    first.sleep()
+    assert first.backup is not None
+    before = first.client
+    with StoppedVault(spilling, before), pytest.raises(VaultLost):
+        before.status()
+    take_memory(spilling)
+    first.client = VaultClient(spilling.socket, succeeds=before)
+    with StoppedVault(spilling, first.client):
+        with pytest.raises(VaultLost):
+            first.client.succeed(before, [first.backup])
+        spilling.kill()
+    assert first.client.lost is not None
     first.read_itself()
