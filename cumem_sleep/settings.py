@@ -395,8 +395,8 @@ class GateSettings(_FromEnvironment):
     admin: str | None = _setting(
         _ADDRESS,
         None,
-        "Where the gate alone listens for sleep, wake, reload, pause and resume, so that the public port answers 404:"
-        " `unix:/PATH`, which only this user can open, or `127.0.0.1:9001`, which needs the token.",
+        "Where the gate alone listens for [the paths of a sleep](vllm.md#security), so that the public port answers"
+        " 404: `unix:/PATH`, which only this user can open, or `127.0.0.1:9001`, which needs the token.",
     )
     max_held_requests: int = _setting(
         _whole(0, MOST_BYTES), 4096, "How many requests `wait` and `wake` hold at once. Beyond that they get 503."
