@@ -210,6 +210,8 @@ def decoder_step() -> Callable[[], object]:
 def decode_beside(bench: Bench, rounds: int) -> dict[str, Any]:
     """Steps per second of a decoder on GPU 1, while GPU 0 sleeps and wakes, and while nothing is copied."""
     spans: dict[str, list[tuple[float, float]]] = {"sleep": [], "wake": [], "nothing": []}
+    bench.wait_until_unused()
+    before = relayed_bytes(bench)
     with bench.client(bench.sizes, 1) as sleeper, decoding(1, bench.ends_at) as beside:
         sleeper.sleep("first sleep")
         sleeper.wake("wake")
@@ -226,8 +228,13 @@ def decode_beside(bench: Bench, rounds: int) -> dict[str, Any]:
     return {
         "steps_per_s": {what: beside.steps_per_s(some) for what, some in spans.items()},
         "steps": sleeper.steps,
-        "relayed": [gpu["relayed_in_bytes"] + gpu["relayed_out_bytes"] for gpu in bench.the_vault().status()["gpus"]],
+        "relayed": [nbytes - earlier for nbytes, earlier in zip(relayed_bytes(bench), before, strict=True)],
     }
+
+
+def relayed_bytes(bench: Bench) -> list[int]:
+    """By each GPU's link so far."""
+    return [gpu["relayed_in_bytes"] + gpu["relayed_out_bytes"] for gpu in bench.the_vault().status()["gpus"]]
 
 
 def together(bench: Bench, gpus: int, rounds: int) -> dict[str, list[float]]:
