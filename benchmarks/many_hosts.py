@@ -5,11 +5,11 @@ python benchmarks/many_hosts.py --out examples/deploy/many-hosts.json --plot exa
 The scheduler of `cumem-sleep serve` itself decides, on hosts of 20 models; time is simulated, and no GPU is used.
 Nobody moves models between hosts, as nobody does today.
 
-Arrivals are of published shape: models' rates follow a power law with MuxServe's exponents 0.9 and 2.1 (ICML 2024), by
-which a fifth of 20 models gets 54 or 91 % of the requests; times between requests to a model are gamma distributed, as
-BurstGPT found (arXiv 2401.17644), here with twice Poisson's deviation; answers are log-normal with Azure's median of
-129 tokens in conversations (Splitwise, ISCA 2024). A switch takes what it took on an H200 (results/serve_models.json,
-the 8B model).
+Arrivals are of published shape: models' rates follow MuxServe's power law (ICML 2024) with two of its five exponents,
+0.9 and 2.1, by which a fifth of 20 models gets 54 or 91 % of the requests; times between requests to a model are gamma
+distributed, as BurstGPT found (arXiv 2401.17644), here with twice Poisson's deviation; answers are log-normal with
+Azure's median of 129 tokens in conversations (Splitwise, ISCA 2024). A switch takes what it took on an H200
+(results/serve_models.json, the 8B model).
 """
 
 from __future__ import annotations

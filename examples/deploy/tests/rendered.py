@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 import functools
 import pathlib
+import re
 from typing import Any
 
 import pykustomize
 import yaml
 
 DEPLOY = pathlib.Path(__file__).parent.parent
+SEVERAL_MODELS = DEPLOY.parent.parent / "docs" / "several-models.md"
+# How long a front takes to end at most.
+(ENDS_WITHIN_S,) = map(int, re.findall(r"within (\d+) s\. If the front", SEVERAL_MODELS.read_text()))
 OVERLAYS = sorted(path.name for path in (DEPLOY / "kubernetes" / "overlays").iterdir())
 
 

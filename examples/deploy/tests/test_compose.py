@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from rendered import DEPLOY
+from rendered import DEPLOY, ENDS_WITHIN_S
 
 FILES = ("compose.yaml", "compose.gpu.yaml")
 
@@ -65,6 +65,26 @@ def test_vault_and_front_use_gpus_if_both_files_are_given() -> None:
     models = [mounts(found["front"])[found["front"]["command"][1]] for found in (alone, with_gpus)]
     assert models == ["./models.simulated.yaml", "./models.yaml"]
     assert with_gpus["vault"]["command"][:3] == ["vault", "--memory", "200GiB"]
+
+
+def test_the_vault_sees_clients_die_and_a_front_has_the_time_to_end_its_servers() -> None:
+    services = merged(*FILES)
+    assert services["vault"]["pid"] == "host"
+    assert services["vault"]["ulimits"] == {"memlock": -1}
+    assert services["front"]["init"]
+    assert int(services["front"]["stop_grace_period"].removesuffix("s")) > ENDS_WITHIN_S
+    assert {service["restart"] for service in services.values()} == {"unless-stopped"}
+
+
+def test_secrets_come_from_the_environment() -> None:
+    services = merged(*FILES)
+    assert services["front"]["environment"]["ADMIN_TOKEN"] == "token"
+    assert services["grafana"]["environment"]["GF_SECURITY_ADMIN_PASSWORD"] == "token"
+
+
+def test_the_image_takes_no_package_from_an_index() -> None:
+    (install,) = [line for line in (DEPLOY / "image/Containerfile").read_text().splitlines() if "pip install" in line]
+    assert "--no-index --find-links /dist " in install
 
 
 def test_front_and_vault_share_the_socket() -> None:

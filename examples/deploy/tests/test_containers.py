@@ -9,6 +9,7 @@ import base64
 import json
 import os
 import pathlib
+import re
 import subprocess
 import time
 import urllib.error
@@ -65,30 +66,36 @@ def test_the_image_runs_the_demo_as_a_user_without_rights() -> None:
 
 
 @pytest.fixture(scope="class")
-def services() -> Iterator[None]:
-    """All services of the compose file but Grafana, whose image is nowhere to be had."""
-    environment = {**os.environ, "ADMIN_TOKEN": "token", "PROMETHEUS_IMAGE": "localhost/prometheus"}
-    compose = ["podman-compose", "-f", DEPLOY / "compose.yaml"]
-    subprocess.run([*compose, "up", "-d"], env=environment, check=True, stdin=subprocess.DEVNULL)
+def services() -> Iterator[str]:
+    """What the README's commands say: all services but Grafana, whose image is nowhere to be had."""
+    readme = (DEPLOY / "README.md").read_text()
+    (commands,) = re.findall(r"```bash\n(export ADMIN_TOKEN=.+?)```", readme, re.DOTALL)
+    (down,) = re.findall(r"`(podman-compose .+ down -v)`", readme)
+
+    def run(shell: str) -> str:
+        environment = {**os.environ, "ADMIN_TOKEN": "token", "PROMETHEUS_IMAGE": "localhost/prometheus"}
+        options: Any = {"cwd": DEPLOY.parent.parent, "env": environment, "stdin": subprocess.DEVNULL}
+        return subprocess.run(["bash", "-ec", shell], check=True, stdout=subprocess.PIPE, text=True, **options).stdout
+
     try:
-        yield
+        yield run(commands)
     finally:
-        subprocess.run([*compose, "down", "-v"], env=environment, check=True, stdin=subprocess.DEVNULL)
+        run(down)
 
 
 @pytest.mark.usefixtures("services")
 class TestCompose:
-    def test_each_model_answers(self) -> None:
-        fetch("http://127.0.0.1:8000/health")
-        for model in ("small", "large", "small"):
-            assert f"This is {model}" in ask(model)
+    def test_the_commands_of_the_readme_show_what_they_should(self, services: str) -> None:
+        takes = f"\ncumem_sleep_vault_memory_bytes {256 << 20}\n"
+        for shown in ("This is large", '"state": "awake"', "Every byte of the weights equalled its source", takes):
+            assert shown in services
 
     def test_a_container_reaches_the_vault_of_another(self) -> None:
-        fetch("http://127.0.0.1:8000/health")
-        before = copied_by_the_vault()
-        said = podman("exec", "cumem-sleep_front_1", "cumem-sleep", "demo", "--json")
-        assert json.loads(said)["ok"]
-        assert copied_by_the_vault() > before
+        assert copied_by_the_vault() > 0  # by the README's demo, in the front's container
+
+    def test_each_model_answers(self) -> None:
+        for model in ("small", "large", "small"):
+            assert f"This is {model}" in ask(model)
 
     def test_prometheus_scrapes_both(self) -> None:
         for _ in range(300):

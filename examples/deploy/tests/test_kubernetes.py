@@ -11,7 +11,10 @@ from typing import Any
 
 import kubernetes_validate
 import pytest
-from rendered import DEPLOY, OVERLAYS, memory_bytes, of_kind, pods, resources
+import yaml
+from rendered import DEPLOY, ENDS_WITHIN_S, OVERLAYS, memory_bytes, of_kind, pods, resources
+
+import cumem_sleep
 
 README = (DEPLOY / "README.md").read_text()
 OLDEST, NEWEST = "1.29", "1.37"
@@ -31,6 +34,16 @@ def test_every_resource_fits_the_schema_of_its_kind(overlay: str, version: str) 
     assert f"Kubernetes {OLDEST} to {NEWEST}" in README
     for resource in resources(overlay):
         kubernetes_validate.validate(resource, version, strict=True)
+
+
+@overlays
+def test_quantities_are_what_kubernetes_takes(overlay: str) -> None:
+    """Which no schema says: 16GB is refused only by a cluster."""
+    for pod in pods(overlay).values():
+        amounts = [each for container in pod["spec"]["containers"] for each in container["resources"].values()]
+        quantities = [str(quantity) for each in amounts for quantity in each.values()]
+        quantities += [each["emptyDir"]["sizeLimit"] for each in pod["spec"]["volumes"] if each.get("emptyDir")]
+        assert [each for each in quantities if not re.fullmatch(r"\d+(m|[KMGT]i?)?", each)] == []
 
 
 @overlays
@@ -72,12 +85,20 @@ def test_ports_mounts_and_configurations_that_are_named_exist(overlay: str) -> N
             assert {mount["name"] for mount in each["volumeMounts"]} <= {*volumes}
         for probe in ("readinessProbe", "livenessProbe"):
             assert probe not in container or container[probe]["httpGet"]["port"] in ports
+        assert container["readinessProbe"]["httpGet"]["path"] == {"vault": "/metrics", "front": "/health"}[name]
         policy = of_kind(overlay, "NetworkPolicy")[name]["spec"]
         assert policy["policyTypes"] == ["Ingress", "Egress"]
         assert {port["port"] for rule in policy["ingress"] for port in rule["ports"]} == {*ports}
         assert all(rule["from"] for rule in policy["ingress"])
         configured = {volume["configMap"]["name"] for volume in volumes.values() if "configMap" in volume}
         assert configured <= {*of_kind(overlay, "ConfigMap")}
+    (front,) = pods(overlay)["front"]["spec"]["containers"]
+    (configuration,) = of_kind(overlay, "ConfigMap").values()
+    folder = named(front["volumeMounts"])["models"]["mountPath"]
+    assert front["args"] == ["serve", *(f"{folder}/{name}" for name in configuration["data"])]
+    (vault,) = pods(overlay)["vault"]["spec"]["containers"]
+    (port,) = vault["ports"]
+    assert vault["args"][vault["args"].index("--metrics") + 1] == f"0.0.0.0:{port['containerPort']}"
     (port,) = of_kind(overlay, "Service")["front"]["spec"]["ports"]
     assert port["targetPort"] in named(pods(overlay)["front"]["spec"]["containers"][0]["ports"])
 
@@ -106,13 +127,69 @@ def test_front_and_vault_share_a_user_and_the_folder_of_the_socket(overlay: str)
     assert named(front["env"])["CUMEM_SLEEP_VAULT"]["value"] == vault["args"][vault["args"].index("--socket") + 1]
     owner = dict(zip(initial["command"], initial["command"][1:], strict=False))
     assert {owner["-o"], owner["-g"]} == {str(user) for user in users}
+    assert owner["-m"] == "0700"
+    made_by = {name: named(spec["volumes"])["vault"]["hostPath"]["type"] for name, spec in specs.items()}
+    assert made_by == {"vault": "DirectoryOrCreate", "front": "Directory"}
+
+
+@overlays
+def test_containers_have_the_rights_that_they_need_and_no_others(overlay: str) -> None:
+    (namespace,) = of_kind(overlay, "Namespace").values()
+    assert namespace["metadata"]["labels"]["pod-security.kubernetes.io/enforce"] == "privileged"
+    for name, pod in pods(overlay).items():
+        spec = pod["spec"]
+        assert not spec["automountServiceAccountToken"]
+        assert spec["securityContext"]["runAsNonRoot"]
+        assert spec.get("hostPID", False) == (name == "vault")
+        initial = spec.get("initContainers", [])
+        for rights in [each["securityContext"] for each in (*spec["containers"], *initial)]:
+            assert not rights["allowPrivilegeEscalation"]
+            assert rights["capabilities"]["drop"] == ["ALL"]
+        assert not any("add" in each["securityContext"]["capabilities"] for each in spec["containers"])
+
+
+@overlays
+def test_policies_let_through_what_the_readme_says(overlay: str) -> None:
+    vault, front = (of_kind(overlay, "NetworkPolicy")[name]["spec"] for name in ("vault", "front"))
+    assert not vault.get("egress")
+    going_out = {(port["protocol"], port["port"]) for rule in front["egress"] for port in rule["ports"]}
+    assert going_out == {("UDP", 53), ("TCP", 53), ("TCP", 443)}
+    monitoring = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}
+    label, value = re.findall(r"label `(\S+)=(\S+)`", README)[0]
+    clients = [{"podSelector": {}}, {"namespaceSelector": {"matchLabels": {label: value}}}]
+    assert [rule["from"] for rule in vault["ingress"]] == [[monitoring]]
+    assert [rule["from"] for rule in front["ingress"]] == [[*clients, monitoring]]
+
+
+@overlays
+def test_a_front_ends_before_the_next_begins_and_a_drain_waits_for_it(overlay: str) -> None:
+    front = of_kind(overlay, "Deployment")["front"]["spec"]
+    (budget,) = of_kind(overlay, "PodDisruptionBudget").values()
+    assert front["replicas"] == budget["spec"]["minAvailable"] == 1
+    assert budget["spec"]["unhealthyPodEvictionPolicy"] == "AlwaysAllow"
+    assert front["strategy"]["rollingUpdate"] == {"maxSurge": 0, "maxUnavailable": 1}
+    assert front["template"]["spec"]["terminationGracePeriodSeconds"] > ENDS_WITHIN_S
+
+
+def test_one_overlay_uses_gpus_and_the_other_none() -> None:
+    for name in ("vault", "front"):
+        simulated, gpu = (pods(overlay)[name]["spec"] for overlay in ("simulated", "gpu"))
+        assert named(simulated["containers"][0]["env"])["CUMEM_SLEEP_DRIVER"]["value"] == "sim"
+        assert not {"runtimeClassName", "nodeSelector"} & simulated.keys()
+        assert (gpu["runtimeClassName"], gpu["nodeSelector"]) == ("nvidia", {"nvidia.com/gpu.present": "true"})
+        assert [each["key"] for each in gpu["tolerations"]] == ["nvidia.com/gpu"]
+        assert gpu["containers"][0]["image"].endswith(f"/cumem-sleep:{cumem_sleep.__version__}")
+    (vault,), (front,) = (pods("gpu")[name]["spec"]["containers"] for name in ("vault", "front"))
+    assert front["resources"]["limits"] == {"nvidia.com/gpu": 1}
+    assert "nvidia.com/gpu" not in vault["resources"]["limits"]
+    assert named(vault["env"])["NVIDIA_VISIBLE_DEVICES"]["value"] == "all"
 
 
 @overlays
 def test_secrets_are_named_and_nowhere_written_down(overlay: str) -> None:
     assert not of_kind(overlay, "Secret")
     (front,) = pods(overlay)["front"]["spec"]["containers"]
-    references = [env["valueFrom"]["secretKeyRef"] for env in front["env"] if "valueFrom" in env]
+    references = [env["valueFrom"]["secretKeyRef"] for env in front["env"] if re.search("KEY|TOKEN", env["name"])]
     for reference in references:
         assert f"create secret generic {reference['name']} " in README
         assert f"--from-literal={reference['key']}=" in README or reference.get("optional")
@@ -122,7 +199,9 @@ def test_secrets_are_named_and_nowhere_written_down(overlay: str) -> None:
 @overlays
 def test_the_models_are_valid_and_open_to_others_only_with_a_key(overlay: str, tmp_path: pathlib.Path) -> None:
     (configuration,) = of_kind(overlay, "ConfigMap").values()
-    check(configuration["data"]["models.yaml"], tmp_path, API_KEY="key", ADMIN_TOKEN="token")
+    models = configuration["data"]["models.yaml"]
+    assert yaml.safe_load(models)["front"]["host"] == "0.0.0.0", "a kubelet asks from elsewhere"
+    check(models, tmp_path, API_KEY="key", ADMIN_TOKEN="token")
 
 
 @pytest.mark.parametrize("name", ["models.yaml", "models.simulated.yaml"])
@@ -132,6 +211,8 @@ def test_the_models_of_the_compose_file_are_valid(name: str, tmp_path: pathlib.P
 
 def check(models: str, folder: pathlib.Path, **environment: str) -> None:
     """By `serve --check`, where there is a GPU and a vLLM as far as that command can see."""
+    front = yaml.safe_load(models)["front"]
+    assert all(secret.keys() == {"env"} for secret in (front["admin_token"], *front.get("api_keys", ())))
     (folder / "models.yaml").write_text(models)
     for program, text in (("vllm", ""), ("nvidia-smi", "echo '0, GPU-0, H200, 143771, 0'")):
         (folder / program).write_text(f"#!/bin/sh\n{text}\n")

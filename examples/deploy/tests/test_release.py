@@ -12,6 +12,8 @@ from email.parser import Parser
 from cyclonedx.schema import SchemaVersion
 from cyclonedx.validation.json import JsonStrictValidator
 
+import cumem_sleep
+
 ROOT = pathlib.Path(__file__).parent.parent.parent.parent
 COMMIT = (ROOT / "cumem_sleep" / "commit.txt").read_text()  # `git archive` has named it here
 
@@ -30,18 +32,25 @@ def test_wheel_and_source_distribution_name_the_commit() -> None:
     assert re.fullmatch(r"[0-9a-f]{40}\n", COMMIT)
     with zipfile.ZipFile(the_only("*.whl")) as wheel:
         assert wheel.read("cumem_sleep/commit.txt").decode() == COMMIT
-    with tarfile.open(the_only("*.tar.gz")) as source:
+    with tarfile.open(the_only(f"cumem_sleep-{cumem_sleep.__version__}.tar.gz")) as source:
         (name,) = [name for name in source.getnames() if name.endswith("/cumem_sleep/commit.txt")]
         packed = source.extractfile(name)
         assert packed is not None
         assert packed.read().decode() == COMMIT
 
 
-def test_the_source_distribution_has_what_its_users_deploy() -> None:
+def files(*folders: str) -> set[str]:
+    """All files of these folders that are no traces of a run."""
+    found = (path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file())
+    return {str(path.relative_to(ROOT)) for path in found if "__pycache__" not in path.parts}
+
+
+def test_wheel_and_source_distribution_have_all_files_that_belong_to_them() -> None:
+    with zipfile.ZipFile(the_only("*.whl")) as wheel:
+        assert files("cumem_sleep") <= {*wheel.namelist()}
     with tarfile.open(the_only("*.tar.gz")) as source:
         packed = {name.partition("/")[2] for name in source.getnames()}
-    ours = {str(path.relative_to(ROOT)) for path in (ROOT / "examples/deploy").rglob("*") if path.is_file()}
-    assert {path for path in ours if "__pycache__" not in path} <= packed
+    assert files("cumem_sleep", "csrc", "tests", "benchmarks", "docs", "examples", "tools") <= packed
 
 
 def test_the_bill_of_materials_is_valid_and_names_every_requirement() -> None:
