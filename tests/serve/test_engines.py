@@ -6,8 +6,11 @@ A new engine is one more name in `ENGINES`, and a server of its kind in `faulty_
 from __future__ import annotations
 
 import asyncio
+import gc
+import gzip
 import os
 import signal
+import tracemalloc
 from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -222,6 +225,44 @@ def test_a_server_that_answers_nonsense_is_believed_nothing(kind: str, nonsense:
         await one.close()
 
     asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+def _of_zeros() -> httpx.Response:
+    return httpx.Response(200, headers={"content-encoding": "gzip"}, stream=_Stream(ZEROS))
+
+
+ZEROS = gzip.compress(bytes(64 << 20))
+
+
+class _Stream(httpx.AsyncByteStream):
+    def __init__(self, content: bytes) -> None:
+        self._content = content
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        yield self._content
+
+
+@pytest.mark.parametrize("much", [REFUSES["an endless body, at once"], _of_zeros])
+def test_an_answer_without_end_leaves_nothing_behind(kind: str, much: Nonsense) -> None:
+    """Health is asked twenty times a second, and the front collects what errors hold once in minutes."""
+
+    async def scenario() -> None:
+        one = connected(kind, lambda _: much())
+        for _ in range(8):
+            assert not await one.is_healthy()
+        await one.close()
+
+    gc.collect()
+    gc.disable()
+    tracemalloc.start()
+    try:
+        asyncio.run(asyncio.wait_for(scenario(), 60))
+        now, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+        gc.enable()
+    assert now < engine.MOST_ANSWER_BYTES
+    assert peak < 3 * engine.MOST_ANSWER_BYTES
 
 
 @pytest.mark.usefixtures("_soon")
