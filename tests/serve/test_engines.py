@@ -184,6 +184,11 @@ WRONG: dict[str, Nonsense] = {
     "a list": lambda: httpx.Response(200, json=[]),
     "null": lambda: httpx.Response(200, json=None),
     "of wrong types": lambda: httpx.Response(200, json={"is_sleeping": None, "data": 3, "results": 3, "version": []}),
+    "less than nothing": lambda: httpx.Response(
+        200,
+        text='{"tp_size": 1, "pp_size": 1, "dp_size": 1, "enable_dp_attention": 0,'
+        ' "internal_states": [{"memory_usage": {"weight": -9.0, "kvcache": 1.0}}]}',
+    ),
     "infinite": lambda: httpx.Response(
         200,
         text='{"tp_size": 1, "pp_size": 1, "dp_size": 1, "enable_dp_attention": 0,'
