@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import pytest
 from faulty_server import SERVERS, lives
-from servers_of_tests import FAULTY, config, running, until
+from servers_of_tests import FAULTY, client_of, config, running, until
 
 from cumem_sleep.serve import hardware, policy
 from cumem_sleep.serve.address import Address
@@ -26,6 +26,7 @@ from cumem_sleep.serve.config import Config
 from cumem_sleep.serve.engines import ENGINES, engine, sglang, vllm
 from cumem_sleep.serve.engines.engine import Engine, Facts, Outcome
 from cumem_sleep.serve.fleet import Fleet, ModelLease, OrderRefused, ServerFailed
+from cumem_sleep.serve.servers import Server
 from cumem_sleep.serve.status import ModelStatus, Phase
 
 pytestmark = pytest.mark.parametrize("kind", ENGINES)
@@ -138,6 +139,35 @@ def test_one_that_is_killed_ends_its_requests_and_comes_back(
                 new = only(fleet).pid
             assert new not in (pid, None)
         assert not lives(str(new))
+
+    run(tmp_path, scenario())
+
+
+def test_a_request_that_finds_nobody_listening_waits_for_the_next_server(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the moments before a death is noticed nothing is sent, so nothing need be lost."""
+    monkeypatch.setattr(policy, "FIRST_PAUSE_S", 0.01)
+    see_it_end = Server._see_it_end
+
+    async def see_it_late(*arguments: Any) -> None:
+        await asyncio.sleep(0.5)
+        await see_it_end(*arguments)
+
+    monkeypatch.setattr(Server, "_see_it_end", see_it_late)
+
+    async def scenario() -> None:
+        async with running(models(tmp_path, kind, at_start="awake")) as fleet:
+            model = (await until(fleet, a=Phase.AWAKE)).models[0]
+            assert model.pid is not None
+            os.kill(model.pid, signal.SIGKILL)
+            while lives(str(model.pid)):
+                await asyncio.sleep(0.01)
+            async with client_of(fleet) as client:
+                asking = [client.post("/v1/completions", json={"model": "a", "max_tokens": 3}) for _ in range(3)]
+                answers = await asyncio.gather(*asking)
+            assert {answer.status_code for answer in answers} == {200}
+            assert only(fleet).pid not in (model.pid, None)
 
     run(tmp_path, scenario())
 

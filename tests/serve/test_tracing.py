@@ -7,20 +7,16 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from front_world import a_world, post
-from servers_of_tests import command, config, running, until
+from servers_of_tests import client_of, command, config, running, until
 
 from cumem_sleep.serve import tracing
 from cumem_sleep.serve.fleet import Fleet
-from cumem_sleep.serve.front import Front
-from cumem_sleep.serve.listener import Listener
 from cumem_sleep.serve.status import Phase
 from cumem_sleep.serve.tracing import MODEL, Tracing
 
@@ -55,17 +51,6 @@ class Traced:
 
 def run(work: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(work, 300))
-
-
-@asynccontextmanager
-async def client_of(fleet: Fleet) -> AsyncIterator[httpx.AsyncClient]:
-    front = Front(fleet)
-    listener = Listener(front, "127.0.0.1", 0)
-    await listener.start()
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{listener.port}", timeout=60) as client:
-        yield client
-    await listener.stop()
-    await front.close()
 
 
 def seconds(span: Any) -> float:
