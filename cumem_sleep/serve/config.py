@@ -9,6 +9,7 @@ import os
 import re
 import shlex
 import stat
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,8 +17,9 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
+import httpx
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from . import hosts
 from .address import Address
@@ -39,7 +41,10 @@ MOST_S = 3650 * 86400.0
 MOST_BYTES = 1 << 60
 MOST_FILE_BYTES = 1 << 20
 MOST_NODES = 100_000  # lists, mappings and values; a file of a few lines can name more, by aliases of aliases
-MOST_SHOWN = 100  # letters of a list or mapping that is wrong
+MOST_BITS = 64  # of a whole number: Python prints none of many thousands
+MOST_SHOWN = 100  # letters of a value that is wrong
+MOST_HEALTH_LETTERS = 2000
+MOST_SOCKET_BYTES = 107  # of its path: unix(7)
 _SECRETS = ("api_keys", "api_key", "admin_token", "env")  # keys whose values are not to be repeated
 _CLOSE = 0.6  # from here on, two names of keys are taken for slips of each other
 _ANY_NAME = r"[A-Za-z0-9][A-Za-z0-9._:/@+-]*"
@@ -101,7 +106,7 @@ def parse_depth(value: object) -> int:
     """
     if value == "stop":
         return STOP
-    if value in (1, 2, 3, "1", "2", "3") and not isinstance(value, bool):
+    if type(value) in (int, str) and str(value) in ("1", "2", "3"):
         return int(str(value))
     raise ValueError("1, 2, 3 or stop")
 
@@ -127,13 +132,13 @@ def _levels(value: object) -> object:
 
 
 def _engine(value: object) -> object:
-    if value in ENGINES:
+    if isinstance(value, str) and value in ENGINES:
         return value
     raise ValueError(_any_of(ENGINES))
 
 
 def _health(value: object) -> object:
-    if isinstance(value, str) and re.fullmatch(r"/[!-~]*", value):
+    if isinstance(value, str) and re.fullmatch(rf"/(?!/)[!-~]{{0,{MOST_HEALTH_LETTERS}}}", value):  # `//` is for a host
         return value
     raise ValueError("a path, such as /health")
 
@@ -160,7 +165,32 @@ def _command(value: object) -> object:
             raise ValueError(f"a command with valid shell quoting ({error})") from None
     if not isinstance(value, list | tuple) or not value or not all(isinstance(word, str | int) for word in value):
         raise ValueError("a command, such as vllm serve Qwen/Qwen3-8B, or its words as a list")
-    return tuple(str(word) for word in value)
+    words = tuple(str(word) for word in value)
+    if not words[0] or not all(map(_can_be_passed, words)):
+        raise ValueError("a program and its words, without NUL and halves of letters")
+    return words
+
+
+def _env(value: dict[str, str]) -> dict[str, str]:
+    for name, text in value.items():
+        if not name or "=" in name or not _can_be_passed(name + text):
+            shown = repr(_cut(name))
+            raise ValueError(f"names without = and values, all without NUL and halves of letters: not {shown}")
+    return value
+
+
+def _logs(value: Path) -> Path:
+    if not _can_be_passed(str(value)):
+        raise ValueError("a path without NUL and halves of letters")
+    return value
+
+
+def _can_be_passed(text: str) -> bool:
+    """Whether the system takes a text as an argument, a variable or a path."""
+    try:
+        return b"\0" not in text.encode()
+    except UnicodeEncodeError:
+        return False
 
 
 def _secret(value: object) -> object:
@@ -174,7 +204,7 @@ def _secret(value: object) -> object:
                 value = _text_of(Path(str(where)).expanduser()).strip()
         except KeyError:
             raise ValueError(f"a secret that can be read: the environment variable {where} is not set") from None
-        except (OSError, UnicodeDecodeError) as error:
+        except (OSError, ValueError, RuntimeError) as error:  # no such file, not UTF-8, no path, no such user
             raise ValueError(f"a secret that can be read: {type(error).__name__}: {error}") from None
     if not isinstance(value, str) or not value:
         raise ValueError("a non-empty string, {env: NAME} or {file: PATH}")
@@ -212,11 +242,15 @@ def _text_of(path: Path) -> str:
 
 def _url(value: object) -> object:
     if isinstance(value, str) and re.fullmatch(r"https?://[^/?#@\s]+/?|unix:/[^\s]+", value) and value.isprintable():
-        with suppress(ValueError):  # of a port or an address that is none
+        with suppress(ValueError, httpx.InvalidURL):  # of a port, a name or an address that is none
             where = urlsplit(value)
-            if where.scheme == "unix" or (where.hostname and where.port != 0):
+            if where.scheme == "unix":
+                is_one = len(value.removeprefix("unix:").encode()) <= MOST_SOCKET_BYTES
+            else:
+                is_one = where.port != 0 and bool(httpx.URL(value).host.encode("idna"))
+            if is_one:
                 return value.rstrip("/")
-    raise ValueError("http://HOST:PORT, https://HOST:PORT or unix:/PATH")
+    raise ValueError(f"http://HOST:PORT, https://HOST:PORT or unix:/PATH of at most {MOST_SOCKET_BYTES} bytes")
 
 
 HostName = Annotated[str, BeforeValidator(parse_host)]
@@ -258,7 +292,7 @@ class ModelConfig(_Strict):
     health: Annotated[str | None, BeforeValidator(_health)] = None
     url: Annotated[str | None, BeforeValidator(_url)] = None
     api_key: Secret | None = None
-    env: dict[str, str] = {}
+    env: Annotated[dict[str, str], AfterValidator(_env)] = {}
     gpus: Annotated[tuple[int, ...], BeforeValidator(_gpus)] = (0,)
     share: Annotated[float, Field(gt=0, le=1, strict=False)] = 1.0
     idle: Annotated[tuple[tuple[float, int], ...] | None, BeforeValidator(_idle)] = None
@@ -351,7 +385,7 @@ class Config(_Strict):
 
     front: FrontConfig = FrontConfig()
     host_memory: Size | None = None
-    logs: Annotated[Path | None, Field(strict=False)] = None
+    logs: Annotated[Annotated[Path, AfterValidator(_logs)] | None, Field(strict=False)] = None
     models: Annotated[dict[Name, ModelConfig], Field(min_length=1)]
 
     def secrets(self) -> set[str]:
@@ -438,10 +472,14 @@ class _Document:
 
     def _scalar(self, node: yaml.ScalarNode, path: tuple[str | int, ...]) -> object:
         try:
-            return yaml.SafeLoader("").construct_object(node)
+            found: object = yaml.SafeLoader("").construct_object(node)
         except (yaml.YAMLError, ValueError, KeyError, AttributeError):  # as its tag or its form says what it is not
             self.faults.append(Fault(path, f"expected a plain value, and not one that YAML takes for {node.tag}"))
             return None
+        if isinstance(found, int) and found.bit_length() > MOST_BITS:
+            self.faults.append(Fault(path, f"expected a number of at most {MOST_BITS} bits"))
+            return None
+        return found
 
     def says(self, fault: Fault) -> str:
         """A fault for people. Secrets are not repeated."""
@@ -451,7 +489,7 @@ class _Document:
         key = ".".join(str(each) for each in fault.path) or "the file"
         text = self._texts.get(fault.path)
         shown = repr(text) if text is not None else self._in_short(fault.path)
-        value = f": {masked(shown)}" if shown and not _is_secret(fault.path) else ""
+        value = f": {_cut(masked(shown))}" if shown and not _is_secret(fault.path) else ""
         return f"{self._file}:{self._lines[path]}: {key}{value}: {fault.says}"
 
     def _in_short(self, path: tuple[str | int, ...]) -> str:
@@ -466,10 +504,11 @@ class _Document:
             except (KeyError, IndexError, TypeError):
                 return ""
         text = yaml.safe_dump(found, default_flow_style=True, sort_keys=False, allow_unicode=True, width=math.inf)
-        return text.strip() if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}…"
+        return str(text).strip()
 
     def _mapping(self, node: yaml.Node, path: tuple[str | int, ...]) -> dict[object, object]:
         found: dict[object, object] = {}
+        written = Counter(str(key_node.value) for key_node, _ in node.value if isinstance(key_node, yaml.ScalarNode))
         for key_node, value_node in node.value:
             if key_node.tag == "tag:yaml.org,2002:merge":
                 merged = value_node.value if isinstance(value_node, yaml.SequenceNode) else [value_node]
@@ -486,16 +525,16 @@ class _Document:
             key = self._scalar(key_node, path)
             inner = (*path, key if isinstance(key, int) else str(key))
             line = key_node.start_mark.line + 1
-            if inner in self._lines and key in found and self._is_written_here(node, key_node):
+            if inner in self._lines and key in found and written[key_node.value] > 1:  # and not merged
                 self._lines[inner], first = line, self._lines[inner]
                 self.faults.append(Fault(inner, f"is there twice, on line {first} already"))
             self._lines[inner] = line
             found[key] = self.value(value_node, inner)
         return found
 
-    @staticmethod
-    def _is_written_here(node: yaml.Node, key_node: yaml.Node) -> bool:
-        return [each.value for each, _ in node.value].count(key_node.value) > 1
+
+def _cut(text: str) -> str:
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}…"
 
 
 def _yaml_fault(file: str, error: yaml.YAMLError) -> str:

@@ -243,7 +243,9 @@ class Exchange:
         """Lease the model and send the request there; returns an error that is still to be sent."""
         fleet, why = self._ways.fleet, ""
         try:
-            for _ in range(MOST_TRIES):
+            for number in range(MOST_TRIES):
+                if number:  # a dead server is awake until that is found out, and a moment later there is a new one
+                    await fleet.until_looked_at(name)
                 async with fleet.lease(name, self._span) as lease:
                     lease.revoked.add_done_callback(self._revoke)
                     try:

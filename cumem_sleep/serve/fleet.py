@@ -274,6 +274,14 @@ class Fleet:
         if not self._closed:
             self._units.suspect(lease.model, lease.server, error)
 
+    async def until_looked_at(self, model: str) -> None:
+        """Returns when that is done, or soon. With a lease nobody should wait for it: a dead server's are revoked.
+
+        Raises:
+            UnknownModel.
+        """
+        await self._units.until_looked_at(self.resolve(model))
+
     # What an operator does
 
     async def sleep(self, model: str, level: int | None = None) -> None:

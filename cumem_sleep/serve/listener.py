@@ -32,6 +32,8 @@ MOST_SILENT_LOOKS = 60  # at a client that owes the rest of a request; for its f
 BACKLOG = 2048
 GRACE_S = 5
 MOST_FILES = 1 << 16  # two for each request that is answered: the client's connection and the server's
+OWN_FILES = 128  # that clients leave: without them healthy servers could not be asked, and would be taken for dead
+_TOO_MANY = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\nconnection: close\r\ncontent-length: %d\r\n\r\n%b"
 
 
 class _Flow(FlowControl):
@@ -69,6 +71,11 @@ class HttpProtocol(HttpToolsProtocol):
         """A client is there."""
         super().connection_made(transport)  # type: ignore[arg-type]
         self.flow = _Flow(transport)  # type: ignore[arg-type]
+        if len(self.connections) > (most := most_clients()):
+            self._refuse_the_rest()
+            why = b"%d clients are connected already, the most that may be" % most
+            self.transport.write(_TOO_MANY % (len(why), why))
+            self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The client has left: all its requests end, and not only the last one, as uvicorn has it."""
@@ -307,6 +314,12 @@ def allow_many_connections() -> None:
     wanted = MOST_FILES if most == resource.RLIM_INFINITY else min(MOST_FILES, most)
     if few != resource.RLIM_INFINITY and few < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
+
+
+def most_clients() -> int:
+    """How many may be connected at a time."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return max(1, ((MOST_FILES if files == resource.RLIM_INFINITY else files) - OWN_FILES) // 2)
 
 
 def _is_news(record: logging.LogRecord) -> bool:

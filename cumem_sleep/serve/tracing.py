@@ -27,7 +27,8 @@ _PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL
 
 
 def from_environment(variables: Mapping[str, str]) -> Tracing | None:
-    """Spans to where the variables say; None if they ask for none, or if packages are missing, which is logged.
+    """Spans to where the variables say; None if they ask for none, or if packages are missing or a variable has a value
+    that cannot be, which is logged.
 
     Source: opentelemetry.io/docs/specs/otel/configuration/sdk-environment-variables.
     """
@@ -40,7 +41,9 @@ def from_environment(variables: Mapping[str, str]) -> Tracing | None:
         return Tracing(_provider(names, variables))
     except (ImportError, LookupError) as error:
         logger.warning("OTEL_… ask for traces, and there are none (%s): pip install 'cumem-sleep[tracing]'", error)
-        return None
+    except ValueError as error:
+        logger.warning("OTEL_… ask for traces, and there are none (%s)", error)
+    return None
 
 
 def _provider(names: Iterable[str], variables: Mapping[str, str]) -> AnyProvider:
@@ -75,7 +78,7 @@ class Tracing:
         """A request begins; its span is to be ended."""
         carrier = {name.decode("latin-1"): value.decode("latin-1") for name, value in headers}
         context = self._propagate.extract(carrier)
-        return self._tracer.start_span("request", context, self._trace.SpanKind.SERVER, {MODEL: model})
+        return self._tracer.start_span("request", context, self._trace.SpanKind.SERVER, {MODEL: _whole(model)})
 
     def span(
         self, name: str, within: Span | None, begin_s: float, end_s: float, error: str | None = None, **attributes: Any
@@ -85,9 +88,9 @@ class Tracing:
         known = {name: value for name, value in attributes.items() if value is not None}
         if "model" in known:
             known[MODEL] = known.pop("model")
-        span = self._tracer.start_span(name, context, attributes=known, start_time=_unix_ns(begin_s))
+        span = self._tracer.start_span(_whole(name), context, attributes=known, start_time=_unix_ns(begin_s))
         if error is not None:
-            span.set_status(self._trace.StatusCode.ERROR, error)
+            span.set_status(self._trace.StatusCode.ERROR, _whole(error))
         span.end(_unix_ns(end_s))
         return span
 
@@ -101,6 +104,11 @@ class Tracing:
         """Send what is left. It may take seconds."""
         if (shutdown := getattr(self._provider, "shutdown", None)) is not None:
             shutdown()
+
+
+def _whole(text: str) -> str:
+    """Clients and servers may say halves of letters, of which one would cost all spans that are sent along."""
+    return text.encode(errors="replace").decode()
 
 
 def _unix_ns(at_s: float) -> int:

@@ -29,6 +29,7 @@ logger = logging.getLogger("cumem_sleep.serve")
 
 LOOK_AT_HEALTH_EVERY_S = 2.0  # of servers by URL; the end of a process is seen at once
 UNHEALTHY_AFTER = 3  # looks in a row
+LOOKED_AT_WITHIN_S = 2.0  # where a server is there, and takes no connection, the next try is the answer
 NOBODY_ANSWERS_S = 5.0  # where no server by URL was ever found: then it is looked for again later
 HOST_RESERVE_BYTES = 2 << 30  # of what the system can give: for everybody else
 NOBODY_KNOWS_BYTES = 1 << 60  # what cannot be estimated is taken for more than any host has
@@ -466,6 +467,15 @@ class Units:
         elif unit.server is None and unit.health is not None:
             unit.health.cancel()
             self._watch_health(unit, failures=UNHEALTHY_AFTER - 1)
+
+    async def until_looked_at(self, name: str) -> None:
+        """Returns when it is known whether a suspect is there, or has been given up; soon in any case."""
+        unit, ends_at = self._units.get(name), time.monotonic() + LOOKED_AT_WITHIN_S
+        while unit is not None and unit.health is not None and not unit.health.done():
+            left_s = ends_at - time.monotonic()
+            if left_s <= 0:
+                return
+            await asyncio.wait({unit.health}, timeout=left_s)  # another suspicion may begin a look anew
 
     async def _check_health(self, unit: Unit) -> None:
         """A process that lives, and does not serve: it is stopped, and the next request starts it afresh."""

@@ -92,6 +92,9 @@ class StubFleet:
     def report_failure(self, lease: ModelLease, error: str) -> None:
         self.failures.append(f"{lease.model}: {error}")
 
+    async def until_looked_at(self, model: str) -> None:
+        self.resolve(model)
+
     def status(self) -> FleetStatus:
         models = tuple(replace(ASLEEP, name=name, phase=self.phase) for name in self.config.models)
         gpu = GpuStatus(0, "H200", 100, 40, (Holder("one", 0.9, Phase.AWAKE),))

@@ -9,8 +9,12 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import httpx
+
 from cumem_sleep.serve.config import Config, parse
 from cumem_sleep.serve.fleet import Fleet
+from cumem_sleep.serve.front import Front
+from cumem_sleep.serve.listener import Listener
 from cumem_sleep.serve.status import FleetStatus, Phase
 
 SIMULATED = f"{sys.executable} -m cumem_sleep.serve.simulated_server"
@@ -39,6 +43,18 @@ async def running(config: Config, **options: Any) -> AsyncIterator[Fleet]:
         yield fleet
     finally:
         await fleet.stop()
+
+
+@contextlib.asynccontextmanager
+async def client_of(fleet: Fleet) -> AsyncIterator[httpx.AsyncClient]:
+    """Of a front before a fleet."""
+    front = Front(fleet)
+    listener = Listener(front, "127.0.0.1", 0)
+    await listener.start()
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{listener.port}", timeout=60) as client:
+        yield client
+    await listener.stop()
+    await front.close()
 
 
 def phases(status: FleetStatus) -> dict[str, Phase]:

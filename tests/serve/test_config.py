@@ -160,6 +160,20 @@ def test_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("{command: vllm serve x, env: {A: 1}}", "models.a.env.A: expected a string, in quotes if it looks"),
         ("{command: vllm serve x, levels: [@]}".replace("@", "1, " * 40), f"models.a.levels: [{'1, ' * 33}…: expected"),
         ("7", "models.a: '7': expected keys with values, not a list"),
+        ("{command: vllm serve x, engine: [vllm]}", "models.a.engine: [vllm]: expected vllm, sglang or command"),
+        ("{command: vllm serve x, levels: [1.0]}", "models.a.levels: [1.0]: expected 1, 2, 3 or stop"),
+        ("{command: vllm serve x, gpus: [0x@]}".replace("@", "f" * 5000), "…: expected a number of at most 64 bits"),
+        ('{command: "vllm serve \\0"}', "models.a.command: 'vllm serve \\x00': expected a program and its words, with"),
+        ('{command: [vllm, serve, "\\ud800"]}', "expected a program and its words, without NUL and halves of letters"),
+        ('{command: ["", "{port}"]}', "models.a.command: ['', '{port}']: expected a program"),
+        ("{command: vllm serve x, env: {A=B: x}}", "models.a.env: expected names without = and values, all without"),
+        ('{command: vllm serve x, env: {"": x}}', "halves of letters: not ''"),
+        ('{command: vllm serve x, env: {A: "\\0SECRET"}}', "halves of letters: not 'A'"),
+        ("{command: 'x {port}', engine: command, health: '//['}", "models.a.health: '//[': expected a path, such as"),
+        ("{url: 'http://a..b:1'}", "models.a.url: 'http://a..b:1': expected http://HOST:PORT"),
+        ("{url: 'http://256.1.1.1:1'}", "models.a.url: 'http://256.1.1.1:1': expected http://HOST:PORT"),
+        ("{url: 'http://@:1'}".replace("@", "a" * 64), "expected http://HOST:PORT"),
+        ("{url: 'unix:/@'}".replace("@", "a" * 107), "expected http://HOST:PORT, https://HOST:PORT or unix:/PATH of"),
     ],
 )
 def test_what_is_wrong_with_a_model_is_named_with_its_line(model: str, says: str) -> None:
@@ -168,6 +182,7 @@ def test_what_is_wrong_with_a_model_is_named_with_its_line(model: str, says: str
     assert str(caught.value).startswith("the.yaml:3: ")
     assert says in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1
+    assert "SECRET" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -233,6 +248,7 @@ def test_what_is_wrong_with_a_model_is_named_with_its_line(model: str, says: str
         ("models: {a: {url: 'http://[::1'}}", "the.yaml:1: models.a.url: 'http://[::1': expected http://HOST:PORT"),
         ("models: {a: {url: 'http://h:99999'}}", "the.yaml:1: models.a.url: 'http://h:99999': expected http://HOST"),
         ("models: {a: {url: 'http://u:p@h'}}", "the.yaml:1: models.a.url: 'http://u:p@h': expected http://HOST:PORT"),
+        ('logs: "\\0"\nmodels: {a: {command: vllm serve x}}', "the.yaml:1: logs: '\\x00': expected a path without NUL"),
         ("front: {host: ''}\nmodels: {a: {command: vllm serve x}}", "the.yaml:1: front.host: '': expected a name or"),
     ],
 )
@@ -240,6 +256,29 @@ def test_what_is_wrong_with_the_file_is_named_with_its_line(text: str, says: str
     with pytest.raises(ConfigError) as caught:
         parse(text, "the.yaml")
     assert str(caught.value).startswith(says)
+
+
+@pytest.mark.parametrize("file", ['"\\0"', "~nobody-of-this-name/token"])
+def test_a_secret_in_a_file_that_cannot_be_is_a_fault(file: str) -> None:
+    with pytest.raises(ConfigError, match=r"front.admin_token: expected a secret that can be read: "):
+        parse(f"front: {{admin_token: {{file: {file}}}}}\nmodels: {{a: {{command: vllm serve x}}}}\n")
+
+
+def test_a_long_value_is_shown_in_part_without_the_keys_in_it() -> None:
+    """Masked first: what is cut might not look like a key any more."""
+    command = f"x http://{'u' * 80}:hunter22@h {'y' * 5000}"
+    with pytest.raises(ConfigError) as caught:
+        parse(f"models: {{a: {{engine: command, command: '{command}'}}}}")
+    assert "hunter" not in str(caught.value)
+    assert len(str(caught.value)) < 300
+
+
+def test_a_key_that_is_there_very_often_is_found_in_time_that_grows_with_the_file() -> None:
+    """Each one once looked through all of them: this file took three minutes, while requests waited."""
+    text = f"models: {{a: {{command: vllm serve x, env: {{{', '.join(['A: x'] * 40_000)}}}}}}}"
+    with pytest.raises(ConfigError) as caught:
+        parse(text)
+    assert len(str(caught.value).splitlines()) == 39_999
 
 
 def test_every_fault_is_named_and_no_secret_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,8 +6,11 @@ A new engine is one more name in `ENGINES`, and a server of its kind in `faulty_
 from __future__ import annotations
 
 import asyncio
+import gc
+import gzip
 import os
 import signal
+import tracemalloc
 from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -15,7 +18,7 @@ from typing import Any
 import httpx
 import pytest
 from faulty_server import SERVERS, lives
-from servers_of_tests import FAULTY, config, running, until
+from servers_of_tests import FAULTY, client_of, config, running, until
 
 from cumem_sleep.serve import hardware, policy
 from cumem_sleep.serve.address import Address
@@ -23,6 +26,7 @@ from cumem_sleep.serve.config import Config
 from cumem_sleep.serve.engines import ENGINES, engine, sglang, vllm
 from cumem_sleep.serve.engines.engine import Engine, Facts, Outcome
 from cumem_sleep.serve.fleet import Fleet, ModelLease, OrderRefused, ServerFailed
+from cumem_sleep.serve.servers import Server
 from cumem_sleep.serve.status import ModelStatus, Phase
 
 pytestmark = pytest.mark.parametrize("kind", ENGINES)
@@ -139,6 +143,35 @@ def test_one_that_is_killed_ends_its_requests_and_comes_back(
     run(tmp_path, scenario())
 
 
+def test_a_request_that_finds_nobody_listening_waits_for_the_next_server(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the moments before a death is noticed nothing is sent, so nothing need be lost."""
+    monkeypatch.setattr(policy, "FIRST_PAUSE_S", 0.01)
+    see_it_end = Server._see_it_end
+
+    async def see_it_late(*arguments: Any) -> None:
+        await asyncio.sleep(0.5)
+        await see_it_end(*arguments)
+
+    monkeypatch.setattr(Server, "_see_it_end", see_it_late)
+
+    async def scenario() -> None:
+        async with running(models(tmp_path, kind, at_start="awake")) as fleet:
+            model = (await until(fleet, a=Phase.AWAKE)).models[0]
+            assert model.pid is not None
+            os.kill(model.pid, signal.SIGKILL)
+            while lives(str(model.pid)):
+                await asyncio.sleep(0.01)
+            async with client_of(fleet) as client:
+                asking = [client.post("/v1/completions", json={"model": "a", "max_tokens": 3}) for _ in range(3)]
+                answers = await asyncio.gather(*asking)
+            assert {answer.status_code for answer in answers} == {200}
+            assert only(fleet).pid not in (model.pid, None)
+
+    run(tmp_path, scenario())
+
+
 def test_one_that_is_never_ready_is_stopped_in_time(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(policy, "FIRST_PAUSE_S", 0.01)
     silent = "python3 -c 'import time; time.sleep(999)' {socket}"
@@ -181,6 +214,11 @@ WRONG: dict[str, Nonsense] = {
     "a list": lambda: httpx.Response(200, json=[]),
     "null": lambda: httpx.Response(200, json=None),
     "of wrong types": lambda: httpx.Response(200, json={"is_sleeping": None, "data": 3, "results": 3, "version": []}),
+    "less than nothing": lambda: httpx.Response(
+        200,
+        text='{"tp_size": 1, "pp_size": 1, "dp_size": 1, "enable_dp_attention": 0,'
+        ' "internal_states": [{"memory_usage": {"weight": -9.0, "kvcache": 1.0}}]}',
+    ),
     "infinite": lambda: httpx.Response(
         200,
         text='{"tp_size": 1, "pp_size": 1, "dp_size": 1, "enable_dp_attention": 0,'
@@ -222,6 +260,44 @@ def test_a_server_that_answers_nonsense_is_believed_nothing(kind: str, nonsense:
         await one.close()
 
     asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+def _of_zeros() -> httpx.Response:
+    return httpx.Response(200, headers={"content-encoding": "gzip"}, stream=_Stream(ZEROS))
+
+
+ZEROS = gzip.compress(bytes(64 << 20))
+
+
+class _Stream(httpx.AsyncByteStream):
+    def __init__(self, content: bytes) -> None:
+        self._content = content
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        yield self._content
+
+
+@pytest.mark.parametrize("much", [REFUSES["an endless body, at once"], _of_zeros])
+def test_an_answer_without_end_leaves_nothing_behind(kind: str, much: Nonsense) -> None:
+    """Health is asked twenty times a second, and the front collects what errors hold once in minutes."""
+
+    async def scenario() -> None:
+        one = connected(kind, lambda _: much())
+        for _ in range(8):
+            assert not await one.is_healthy()
+        await one.close()
+
+    gc.collect()
+    gc.disable()
+    tracemalloc.start()
+    try:
+        asyncio.run(asyncio.wait_for(scenario(), 60))
+        now, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+        gc.enable()
+    assert now < engine.MOST_ANSWER_BYTES
+    assert peak < 3 * engine.MOST_ANSWER_BYTES
 
 
 @pytest.mark.usefixtures("_soon")

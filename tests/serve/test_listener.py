@@ -33,6 +33,39 @@ def test_it_takes_more_connections_than_a_shell_allows() -> None:
     subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True)
 
 
+@pytest.mark.parametrize(("files", "clients"), [(1024, 448), (64, 1), (resource.RLIM_INFINITY, 32_704)])
+def test_clients_leave_files_for_servers(files: int, clients: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (files, files))
+    assert listener.most_clients() == clients
+
+
+def test_a_client_too_many_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With all files taken by clients, servers could not be asked for their health, and were stopped."""
+    monkeypatch.setattr(listener, "most_clients", lambda: 2)
+
+    async def scenario() -> None:
+        async with a_world("one") as world:
+            await world.server("one")
+            first, second = [await world.client() for _ in range(2)]
+            for client in (first, second):
+                await client.send(get("/health"))
+                assert (await client.answer()).code == 200
+            third = await world.client()
+            answer = await third.answer()
+            assert (answer.code, answer.headers["retry-after"]) == (503, "1")
+            assert answer.body == b"2 clients are connected already, the most that may be"
+            assert await third.reader.read() == b""
+            await first.send(get("/health"))
+            assert (await first.answer()).code == 200
+            first.close()
+            code = 503
+            while code != 200:
+                with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):  # refused as well
+                    code = (await world.ask(ask())).code
+
+    run(scenario)
+
+
 def test_a_port_that_somebody_has_is_an_error_at_once() -> None:
     async def scenario() -> None:
         async with a_world("one") as world:

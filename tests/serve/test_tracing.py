@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from front_world import a_world, post
-from servers_of_tests import command, config, running, until
+from servers_of_tests import client_of, command, config, running, until
 
 from cumem_sleep.serve import tracing
 from cumem_sleep.serve.fleet import Fleet
-from cumem_sleep.serve.front import Front
-from cumem_sleep.serve.listener import Listener
 from cumem_sleep.serve.status import Phase
 from cumem_sleep.serve.tracing import MODEL, Tracing
 
@@ -54,17 +51,6 @@ class Traced:
 
 def run(work: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(work, 300))
-
-
-@asynccontextmanager
-async def client_of(fleet: Fleet) -> AsyncIterator[httpx.AsyncClient]:
-    front = Front(fleet)
-    listener = Listener(front, "127.0.0.1", 0)
-    await listener.start()
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{listener.port}", timeout=60) as client:
-        yield client
-    await listener.stop()
-    await front.close()
 
 
 def seconds(span: Any) -> float:
@@ -207,6 +193,36 @@ def test_the_standard_variables_say_where_spans_go(
         assert [type(each.span_exporter).__name__ for each in processors] == exporters
         assert provider.resource.attributes["service.name"] == "cumem-sleep"
         found.end()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("OTEL_BSP_MAX_QUEUE_SIZE", "-1"), ("OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT", "many"), ("OTEL_PROPAGATORS", "pigeon")],
+)
+def test_a_variable_that_cannot_be_costs_the_traces_and_not_the_front(name: str, value: str) -> None:
+    """In a process of its own: OpenTelemetry reads some of them once."""
+    program = (
+        "import logging, os, sys; from cumem_sleep.serve import tracing; logging.basicConfig();"
+        " sys.exit(tracing.from_environment(os.environ) is not None)"
+    )
+    variables = {**os.environ, "OTEL_TRACES_EXPORTER": "console", name: value}
+    done = subprocess.run([sys.executable, "-c", program], env=variables, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "OTEL_… ask for traces, and there are none (" in done.stderr
+    assert value in done.stderr or "max_queue_size" in done.stderr
+
+
+def test_halves_of_letters_cost_no_span() -> None:
+    """JSON has them; protobuf has not, and refuses all that is sent at once."""
+    from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
+
+    traced = Traced()
+    request = traced.tracing.request("\ud800", ())
+    traced.tracing.span("wake: \ud800", request, 0.0, 1.0, error="\udfff")
+    request.end()
+    ended = traced.memory.get_finished_spans()
+    assert [(span.name, span.attributes.get(MODEL)) for span in ended] == [("wake: ?", None), ("request", "?")]
+    assert len(encode_spans(ended).SerializeToString()) > 100
 
 
 def _has_grpc() -> bool:

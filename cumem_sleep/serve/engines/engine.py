@@ -20,6 +20,7 @@ from ..status import Phase
 ASK_WITHIN_S = 10.0
 ASK_EVERY_S = 0.2
 MOST_ANSWER_BYTES = 16 << 20
+_PLAIN = "identity"
 _LEAVE_OPEN = "is for this front to choose: leave it out, or leave it open with {port} or {socket}"
 
 
@@ -179,7 +180,7 @@ class Engine(ABC):
         self._client = httpx.AsyncClient(
             transport=transport,
             base_url=address.base_url,
-            headers=dict(address.control),
+            headers={"Accept-Encoding": _PLAIN, **dict(address.control)},
             timeout=within_s,
             verify=_certificates(),
             trust_env=False,  # a proxy for the world is none for this machine's servers
@@ -246,12 +247,19 @@ class Engine(ABC):
 
     async def _whole(self, method: str, path: str, **asked: Any) -> httpx.Response:
         content = bytearray()
-        async with self._client.stream(method, path, **asked) as answer:
-            async for piece in answer.aiter_bytes():
-                content += piece
-                if len(content) > MOST_ANSWER_BYTES:
-                    raise httpx.ReadError(f"its answer has more than {MOST_ANSWER_BYTES >> 20} MiB")
-        return _WholeAnswer(answer.status_code, content=bytes(content), request=answer.request)
+        try:
+            async with self._client.stream(method, path, **asked) as answer:
+                if (
+                    encoding := answer.headers.get("content-encoding", _PLAIN)
+                ) != _PLAIN:  # it might grow beyond bounds
+                    raise httpx.DecodingError(f"its answer is compressed ({encoding[:20]!r}), and was not to be")
+                async for piece in answer.aiter_bytes():
+                    content += piece
+                    if len(content) > MOST_ANSWER_BYTES:
+                        raise httpx.ReadError(f"its answer has more than {MOST_ANSWER_BYTES >> 20} MiB")
+            return _WholeAnswer(answer.status_code, content=bytes(content), request=answer.request)
+        finally:
+            content.clear()  # an error keeps it until the next collection, and these are seldom in the front
 
 
 class _WholeAnswer(httpx.Response):

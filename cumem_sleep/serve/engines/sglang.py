@@ -170,5 +170,7 @@ class SglangEngine(Engine):
 
 
 def _bytes(gib: float) -> int:
-    """It says how much in GiB with two decimals."""
+    """It says how much in GiB with two decimals. Raises: ValueError: less than nothing."""
+    if gib < 0:
+        raise ValueError(f"{gib} GiB")
     return math.ceil((gib + 0.01) * (1 << 30)) if gib else 0
