@@ -5,8 +5,6 @@ llama.cpp, Ollama, Triton and TensorRT-LLM have such servers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from ..status import Phase
 from .engine import Engine, Facts, Outcome
 
@@ -19,21 +17,16 @@ class CommandEngine(Engine):
     NAME = "command"
     LEVELS = ()
 
-    @classmethod
-    def is_started_by(cls, command: Sequence[str]) -> bool:
-        """Nobody knows what starts one."""
-        return False
-
     async def look(self) -> Outcome:
         """Awake if it is healthy."""
         return Outcome(None, Phase.AWAKE) if await self.is_healthy() else Outcome("its health check fails")
 
     async def sleep(self, level: int, from_level: int | None = None) -> Outcome:
-        """It cannot."""
+        """Not supported."""
         return Outcome(_NO_SLEEP_MODE, Phase.AWAKE)
 
     async def wake(self, level: int) -> Outcome:
-        """It is."""
+        """Awake while it is healthy."""
         return await self.look()
 
     async def facts(self) -> Facts:

@@ -8,6 +8,7 @@ import ssl
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any, ClassVar
 
 import httpx
@@ -88,6 +89,8 @@ class Engine(ABC):
         LEVELS: of sleep that it has. Without any it is stopped instead.
         BY_URL: it may be a server that somebody else started: it says itself whether it sleeps.
         PROGRAM: such a command, for people.
+        SERVING: programs that are such a server with `serve` as their first argument.
+        MODULE: the module that Python runs for one; "": nobody knows what starts such a server.
         OPEN: options of a command that are for the front to choose, with what leaves them open.
         IN_SHELL: what a command within a shell, where no argument is added, has to say.
         health: the path of its health check.
@@ -100,15 +103,29 @@ class Engine(ABC):
     LEVELS: ClassVar[tuple[int, ...]]
     BY_URL: ClassVar[bool] = False
     PROGRAM: ClassVar[str] = ""
+    SERVING: ClassVar[tuple[str, ...]] = ()
+    MODULE: ClassVar[str] = ""
     OPEN: ClassVar[Mapping[str, str]] = {}
     IN_SHELL: ClassVar[str] = ""
 
     # Its command
 
     @classmethod
-    @abstractmethod
     def is_started_by(cls, command: Sequence[str]) -> bool:
         """Whether words start such a server, however it is reached."""
+        file = f"{cls.MODULE.replace('.', '/')}.py"
+        for word, following in zip_longest(command, command[1:], fillvalue=""):
+            program = word.removeprefix("-m").rpartition("/")[2]  # `python -mMODULE` is allowed, too
+            if program in cls.SERVING and following == "serve":
+                return True
+            if cls.MODULE and (program == cls.MODULE or word.endswith(file)):
+                return True
+        return False
+
+    @staticmethod
+    def _lacking(words: Sequence[str], wanted: Mapping[str, str]) -> list[str]:
+        """The options of `wanted`, with their values, that a command does not have."""
+        return [word for option, value in wanted.items() if not values(words, option) for word in (option, value)]
 
     @classmethod
     def uses_socket(cls, command: Sequence[str]) -> bool:

@@ -18,7 +18,6 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -40,21 +39,12 @@ class SglangEngine(Engine):
     NAME = "sglang"
     LEVELS = (1,)
     PROGRAM = "sglang serve"
+    SERVING = ("sglang",)
+    MODULE = "sglang.launch_server"
     OPEN: ClassVar[Mapping[str, str]] = {"--port": "{port}"}
     IN_SHELL = f"--port {{port}} {' '.join(SAVES_MEMORY)}"
 
     # Its command
-
-    @classmethod
-    def is_started_by(cls, command: Sequence[str]) -> bool:
-        """Whether words are `sglang serve …` or `python -m sglang.launch_server …`, however it is reached."""
-        for word, following in zip_longest(command, command[1:], fillvalue=""):
-            program = word.removeprefix("-m").rpartition("/")[2]
-            if (program == "sglang" and following == "serve") or program == "sglang.launch_server":
-                return True
-            if word.endswith("sglang/launch_server.py"):
-                return True
-        return False
 
     @classmethod
     def wrong_places(cls, command: Sequence[str]) -> Iterator[str]:
@@ -74,8 +64,7 @@ class SglangEngine(Engine):
         if not cls.is_started_by(words):
             return list(words)
         wanted = {"--host": cls.listening_host(words), "--port": address.port, "--served-model-name": names[0]}
-        added = [word for option, value in wanted.items() if not values(words, option) for word in (option, value)]
-        return [*words, *added, *(option for option in SAVES_MEMORY if option not in words)]
+        return [*words, *cls._lacking(words, wanted), *(option for option in SAVES_MEMORY if option not in words)]
 
     @classmethod
     def environment(

@@ -8,7 +8,6 @@ import re
 import secrets
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import zip_longest
 from typing import Any, ClassVar
 
 import httpx
@@ -46,23 +45,12 @@ class VllmEngine(Engine):
     LEVELS = (1, 2, OF_LAYER)
     BY_URL = True
     PROGRAM = "vllm serve"
+    SERVING = ("vllm", "vllm.entrypoints.cli.main")
+    MODULE = "vllm.entrypoints.openai.api_server"
     OPEN: ClassVar[Mapping[str, str]] = {"--port": "{port}", "--uds": "{socket}"}
     IN_SHELL = f"--uds {{socket}}, or --host {LOOPBACK} --port {{port}}"
 
     # Its command
-
-    @classmethod
-    def is_started_by(cls, command: Sequence[str]) -> bool:
-        """Whether words are `vllm serve …`, or one of its modules, however it is reached."""
-        for word, following in zip_longest(command, command[1:], fillvalue=""):
-            program = word.removeprefix("-m").rpartition("/")[2]  # `python -mMODULE` is allowed, too
-            if program in ("vllm", "vllm.entrypoints.cli.main") and following == "serve":
-                return True
-            if program == "vllm.entrypoints.openai.api_server" or word.endswith(
-                "vllm/entrypoints/openai/api_server.py"
-            ):
-                return True
-        return False
 
     @classmethod
     def uses_socket(cls, command: Sequence[str]) -> bool:
@@ -89,12 +77,12 @@ class VllmEngine(Engine):
         # Without --host it would listen on every interface.
         tcp = {"--host": cls.listening_host(words), "--port": address.port}
         listens = tcp if address.socket is None else {"--uds": address.socket}
-        added = [word for option, value in listens.items() if not values(words, option) for word in (option, value)]
+        added = cls._lacking(words, listens)
         if "--enable-sleep-mode" not in words:
             added.append("--enable-sleep-mode")
         if token is not None and not any(GATE in word for word in words):
             added += ["--middleware", GATE]
-        if not any(word.split("=")[0] == "--served-model-name" for word in words):
+        if not values(words, "--served-model-name"):
             added += ["--served-model-name", *names]
         return [*words, *added]
 
