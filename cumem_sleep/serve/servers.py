@@ -111,8 +111,10 @@ class Server:
         with log:
             self.address = address = self._new_address(token)
             command = command_line(self.name, model, address, token)
-            log.write(f"\n==> {self._masked(shlex.join(command))}\n".encode())
-            log.flush()
+            try:
+                os.write(log.fileno(), f"\n==> {self._masked(shlex.join(command))}\n".encode())
+            except OSError as error:  # the disk is full: a server may run all the same
+                logger.warning("%s: its log cannot be written: %s", self.name, error.strerror)
             folders = (str(self._folder), str(self._around.leaves or ""))
             try:
                 self._process = await asyncio.create_subprocess_exec(
