@@ -287,8 +287,13 @@ def place_of_sockets() -> Path:
 
 def default_logs() -> Path:
     """Where logs go without `logs:`, by the XDG base directory specification."""
-    state = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
-    return Path(state) / "cumem-sleep" / "serve"
+    state = Path(os.environ.get("XDG_STATE_HOME", ""))
+    if not state.is_absolute():
+        home = Path("/")  # of who has none, as in a container: whether that can be written to is seen later
+        with suppress(RuntimeError):
+            home = Path.home()
+        state = home / ".local" / "state"
+    return state / "cumem-sleep" / "serve"
 
 
 def check_logs(folder: Path) -> None:
