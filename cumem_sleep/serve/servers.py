@@ -111,8 +111,10 @@ class Server:
         with log:
             self.address = address = self._new_address(token)
             command = command_line(self.name, model, address, token)
-            log.write(f"\n==> {self._masked(shlex.join(command))}\n".encode())
-            log.flush()
+            try:
+                os.write(log.fileno(), f"\n==> {self._masked(shlex.join(command))}\n".encode())
+            except OSError as error:  # the disk is full: a server may run all the same
+                logger.warning("%s: its log cannot be written: %s", self.name, error.strerror)
             folders = (str(self._folder), str(self._around.leaves or ""))
             try:
                 self._process = await asyncio.create_subprocess_exec(
@@ -285,8 +287,13 @@ def place_of_sockets() -> Path:
 
 def default_logs() -> Path:
     """Where logs go without `logs:`, by the XDG base directory specification."""
-    state = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
-    return Path(state) / "cumem-sleep" / "serve"
+    state = Path(os.environ.get("XDG_STATE_HOME", ""))
+    if not state.is_absolute():
+        home = Path("/")  # of who has none, as in a container: whether that can be written to is seen later
+        with suppress(RuntimeError):
+            home = Path.home()
+        state = home / ".local" / "state"
+    return state / "cumem-sleep" / "serve"
 
 
 def check_logs(folder: Path) -> None:

@@ -378,10 +378,8 @@ def _ask(options: argparse.Namespace) -> int:
     found = serve.ask(options)
     if options.json:
         _print_json(options, bool(found.pop("simulated", False)), None, found)
-    elif options.command == "status":
-        print_all(*serve.status_tables(found))
     else:
-        print_all(serve.models_table([found["model"]]))
+        print_all(*serve.tables(options, found))
     return EXIT_OK
 
 

@@ -32,7 +32,10 @@ if TYPE_CHECKING:
 DEFAULT_URL = "http://127.0.0.1:8000"
 URL_VARIABLE, TOKEN_VARIABLE = "CUMEM_SLEEP_SERVE_URL", "CUMEM_SLEEP_SERVE_TOKEN"
 _OF_VAULTS = ("memory", "pinned", "adopted", "touched", "asleep", "left", "spilled", "files_free", "files_read")
+_LOOK_WITHIN_S = 30.0
 _ASK_WITHIN_S = 1800.0  # a model that is to be woken may have to be started
+_MOST_ANSWER_BYTES = 64 << 20
+_NO_FRONT = "what answers there is no `cumem-sleep serve`"
 
 DESCRIPTION = """\
 Several models behind one OpenAI-compatible port. It starts their servers, puts idle
@@ -238,13 +241,17 @@ def ask(options: argparse.Namespace) -> dict[str, Any]:
     Raises:
         FrontUnavailable: nobody answers there, or not as was wanted.
     """
-    url = options.url or os.environ.get(URL_VARIABLE) or DEFAULT_URL
+    url = _url(options)
     if options.command == "status":
         return _request(url, "GET", "/status", None)
     call = {"model": options.model}
     if getattr(options, "level", None) is not None:
         call["level"] = options.level
     return {"model": _request(url, "POST", f"/admin/{options.command}", call)}
+
+
+def _url(options: argparse.Namespace) -> str:
+    return str(options.url or os.environ.get(URL_VARIABLE) or DEFAULT_URL)
 
 
 def _request(url: str, method: str, path: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -261,15 +268,15 @@ def _request(url: str, method: str, path: str, body: Mapping[str, Any] | None) -
         raise InvalidArgument(f"${TOKEN_VARIABLE}: expected printable ASCII characters without spaces")
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     try:
-        connection = kind(where.hostname, port, timeout=_ASK_WITHIN_S)
+        connection = kind(where.hostname, port, timeout=_LOOK_WITHIN_S if body is None else _ASK_WITHIN_S)
         try:
             content = None if body is None else json.dumps(body)
             connection.request(method, where.path.rstrip("/") + path, content, headers)
             answer = connection.getresponse()
-            found = json.loads(answer.read())
+            found = json.loads(answer.read(_MOST_ANSWER_BYTES))
         finally:
             connection.close()
-    except (OSError, http.client.HTTPException, ValueError) as error:
+    except (OSError, http.client.HTTPException, ValueError, RecursionError) as error:
         raise FrontUnavailable(f"no `cumem-sleep serve` answers at {url}: {type(error).__name__}: {error}") from error
     if answer.status != http.HTTPStatus.OK:
         hint = f" (${TOKEN_VARIABLE})" if answer.status == http.HTTPStatus.UNAUTHORIZED else ""
@@ -280,8 +287,20 @@ def _request(url: str, method: str, path: str, body: Mapping[str, Any] | None) -
             raise FrontUnavailable(f"{url}: {what}") from None
         raise InvalidState(f"{url}: {why}{hint}")
     if not isinstance(found, dict) or not found.keys() & {"models", "name"}:
-        raise FrontUnavailable(f"{url}: what answers there is no `cumem-sleep serve`")
+        raise FrontUnavailable(f"{url}: {_NO_FRONT}")
     return found
+
+
+def tables(options: argparse.Namespace, found: Mapping[str, Any]) -> list[Table]:
+    """What `ask` found, for people.
+
+    Raises:
+        FrontUnavailable: it is not what a front says.
+    """
+    try:
+        return status_tables(found) if options.command == "status" else [models_table([found["model"]])]
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise FrontUnavailable(f"{_url(options)}: {_NO_FRONT}, or one of another version") from None
 
 
 def models_table(models: list[dict[str, Any]]) -> Table:

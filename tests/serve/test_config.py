@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pwd
 import re
 from itertools import pairwise
 from pathlib import Path
@@ -538,6 +539,17 @@ def test_a_server_without_sleep_mode_is_stopped_when_it_is_idle_and_started_when
     assert (spec.idle, spec.levels, spec.at_start) == (((300.0, STOP),), (STOP,), "stopped")
     sglang = parse("models: {m: {command: sglang serve --model-path m}}").models["m"].spec("m")
     assert (sglang.idle, sglang.levels, sglang.at_start) == (((300.0, 1),), (1, STOP), "asleep")
+
+
+@pytest.mark.parametrize("state", ["", "relative"])
+def test_who_has_no_home_may_still_name_a_folder_of_logs(state: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a user of a container that nobody knows. The XDG specification has relative paths ignored."""
+    monkeypatch.setenv("XDG_STATE_HOME", state)
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
+    assert servers.default_logs() == Path("/.local/state/cumem-sleep/serve")
+    monkeypatch.setenv("XDG_STATE_HOME", "/state")
+    assert servers.default_logs() == Path("/state/cumem-sleep/serve")
 
 
 def test_files_of_different_models_differ() -> None:

@@ -361,6 +361,10 @@ def test_a_gate_whose_workers_give_no_answer_is_a_gate() -> None:
             ),
             Facts("active", 5, 3, "/v/sock"),
         ),
+        *(
+            (httpx.Response(200, json={"results": [{"usage": {"weights": _usage(5, 3)}, "place": place}]}), Facts())
+            for place in ({"vault": None}, {"vault": "a\0"}, 3)
+        ),
         (httpx.Response(200, json={"results": [{"usage": {}}]}), Facts("")),
         (FAILS, Facts("")),
         (httpx.Response(200, json={"results": [None]}), Facts()),

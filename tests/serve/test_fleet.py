@@ -12,13 +12,13 @@ import time
 from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import httpx
 import pytest
 from servers_of_tests import command, config, phases, running, until
 
-from cumem_sleep.serve import hardware, policy, units
+from cumem_sleep.serve import hardware, policy, servers, units
 from cumem_sleep.serve.engines.engine import Outcome
 from cumem_sleep.serve.engines.vllm import VllmEngine
 from cumem_sleep.serve.fleet import Fleet, ModelLease, NotInTime, OrderRefused, ServerFailed, UnknownModel
@@ -216,6 +216,19 @@ def test_a_server_that_does_not_start_is_named_with_its_last_words(
                 await fleet.wake("gone")
             assert "no-such-program: No such file" in failed.value.details
             assert "no-such-program: No such file" in str(fleet.status().models[1].last_words)
+
+    run(scenario())
+
+
+def test_a_server_starts_although_its_log_has_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> BinaryIO:
+        return open("/dev/full", "ab")
+
+    monkeypatch.setattr(servers, "open_log", full)
+
+    async def scenario() -> None:
+        async with running(config(tmp_path, a={})) as fleet, fleet.lease("a"):
+            assert fleet.status().models[0].error is None
 
     run(scenario())
 

@@ -383,11 +383,35 @@ def test_nobody_answers(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.
 def test_another_server_answers(
     code: int, answer: bytes, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    with another_server(code, answer, monkeypatch):
+        assert cli.main(["status", "--json"]) == 2
+    assert "is no `cumem-sleep serve`" in json.loads(capsys.readouterr().out)["error"]
+
+
+@pytest.mark.parametrize("asks", [["status"], ["wake", "a"]])
+@pytest.mark.parametrize("answer", ['{"models": 5}', '{"name": 1}', '{"models": [{}], "gpus": [{}]}', "[" * 100_000])
+def test_another_server_answers_what_looks_like_a_front(
+    asks: list[str], answer: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with another_server(200, answer.encode(), monkeypatch):
+        assert cli.main(asks) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "`cumem-sleep serve`" in said.err
+
+
+@contextmanager
+def another_server(code: int, answer: bytes, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Which answers once, where the front is looked for."""
+
     class Another(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
+            self.rfile.read(int(self.headers.get("content-length", 0)))
             self.send_response(code)
             self.end_headers()
             self.wfile.write(answer)
+
+        do_POST = do_GET  # noqa: N815
 
         def log_message(self, *_: object) -> None:
             pass
@@ -396,9 +420,8 @@ def test_another_server_answers(
         monkeypatch.setenv("CUMEM_SLEEP_SERVE_URL", f"http://127.0.0.1:{server.server_port}")
         thread = threading.Thread(target=server.handle_request)
         thread.start()
-        assert cli.main(["status", "--json"]) == 2
+        yield
         thread.join()
-    assert "is no `cumem-sleep serve`" in json.loads(capsys.readouterr().out)["error"]
 
 
 def test_an_empty_host_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -208,9 +208,9 @@ class Engine(ABC):
         await self._client.aclose()
 
     async def is_healthy(self) -> bool:
-        """Whether it answers its health check with success."""
+        """Whether it answers its health check with success: on a connection of its own, as requests need one."""
         try:
-            return (await self.ask("GET", self.health, ASK_WITHIN_S)).is_success
+            return (await self.ask("GET", self.health, ASK_WITHIN_S, headers={"Connection": "close"})).is_success
         except (httpx.HTTPError, OSError):
             return False
 

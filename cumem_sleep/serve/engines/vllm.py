@@ -222,7 +222,9 @@ class VllmEngine(Engine):
             if not self.has_layer:
                 return Facts("")
             backed_up_bytes = sum(int(tag["backed_up_bytes"]) for tag in usage)
-            vault = str(workers[0].get("place", {}).get("vault", ""))
+            vault = workers[0].get("place", {}).get("vault", "")
+            if not isinstance(vault, str) or not vault.isprintable():
+                raise ValueError(f"a vault at {vault!r}")
             version = str(workers[0].get("version", "active"))
             self.phases = _phases(workers)
             self.kept_bytes = sum(_kept_bytes(tag) for worker in workers for tag in worker["usage"].values())
