@@ -124,8 +124,9 @@ class RingReader:
 
     def stop(self) -> None:
         """Cancel everything, and wait for what is being read."""
-        self._is_stopping = True
-        self.cancel(None, "the vault ends")
+        with self._changed:  # or threads would take what is not cancelled yet, although no slot is free
+            self._is_stopping = True
+            self.cancel(None, "the vault ends")
         for thread in self._threads:
             thread.join()
 

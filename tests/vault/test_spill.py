@@ -242,6 +242,31 @@ def test_who_goes_is_done_with_when_nothing_of_it_is_being_read(ring: Ring) -> N
     assert len(ring.disk.offsets) <= ring.slots + 1
 
 
+def test_at_the_end_nothing_is_taken_that_no_slot_is_free_for(ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else that read would never end."""
+    cancel, threads = ring.reader.cancel, ring.reader._threads
+
+    def cancel_late(client: str | None, why: str) -> None:
+        def look() -> None:
+            with ring.reader._changed:
+                ring.reader._changed.notify_all()
+
+        looks = threading.Thread(target=look)
+        looks.start()
+        looks.join(0.2)
+        for thread in threads:
+            thread.join(0.05)
+        cancel(client, why)
+
+    monkeypatch.setattr(ring.reader, "cancel", cancel_late)
+    ring.disk.may_read.set()
+    ended = ring.read("client", 20)
+    eventually(lambda: not ring.reader._free, "all slots are in use")
+    ring.reader.stop()
+    ring.copy(ring.slots)
+    eventually(lambda: [str(error) for error in ended] == ["the vault ends"], "the read has ended")
+
+
 class SpillingSleeper(Segment):
     """A model of a process of its own, as far as the vault can see: it sleeps, or it is awake."""
 
