@@ -313,7 +313,7 @@ class Spiller:
         """Spill ahead, slowly, if too little memory is free."""
         missing = self._free_bytes - self._ledger.available_bytes() - self._pool.bytes_to_come()
         if missing > 0 and not self._pool.is_stopped and time.monotonic() >= self._try_again:
-            chosen, _ = self._ledger.to_spill(missing, self._may_tell)
+            chosen, _ = self._ledger.to_spill(missing, self._may_tell, ahead=True)
             self._write_some(chosen, is_awaited=False)
 
     def _write_some(self, chosen: Sequence[Entry], *, is_awaited: bool) -> None:

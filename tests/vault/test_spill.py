@@ -467,17 +467,23 @@ def test_what_another_vault_has_left_behind_goes_to_files(
     start_vault: StartVault,
     spill: pathlib.Path,
 ) -> None:
-    """Its slabs give their place back to memory that others can have."""
+    """Its slabs give their place back to memory that others can have, not before that is short."""
     allocator = make_allocator(vault=str(spilling.socket))
     address = allocator.malloc(SIZE, "weights")
     content = memory.fill_random(address, SIZE)
     allocator.sleep()
     spilling.kill()
-    options = ("--slab-size", "16MiB", "--spill", str(spill), "--spill-size", "256MiB")
+    options = ("--slab-size", "16MiB", "--spill", str(spill), "--spill-size", "256MiB", "--spill-free", "64MiB")
     vault = start_vault("72MiB", *options)
     tier_of(allocator).client()
-    assert vault.status()["adopted_bytes"] > 0
+    adopted_bytes = vault.status()["adopted_bytes"]
+    assert adopted_bytes > 0
     other = vault.client("other")
+    segment = Segment(other, allocator.malloc(PAGE), PAGE)
+    seal(other, segment.back_up(), "its own")
+    eventually(lambda: vault.status()["files_written_bytes"] >= PAGE, "it spills ahead")
+    assert vault.status()["adopted_bytes"] == adopted_bytes, "which leaves memory at once"
+    allocator.free(segment.address)
     other.reserve(vault.status()["gpus"][0]["uuid"], [vault.status()["memory_bytes"]])
     status = vault.status()
     assert status["adopted_bytes"] == 0
