@@ -245,6 +245,7 @@ class Spiller:
         self._batch: _Batch | None = None
         self._is_closed = False
         self._ahead_bytes = 0  # of what is being read ahead
+        self._ahead_is_awaited = False  # somebody waits for that memory
         self._wanted: dict[Entry, int] = {}  # to be read ahead, in place of what was used before that time
         self._ahead = ThreadPoolExecutor(1, "vault-read-ahead")
         for threads in (self._ahead, self._files.worker):
@@ -278,8 +279,12 @@ class Spiller:
                 self._begin_read(entry, extents)
 
     def _begin_read(self, entry: Entry, extents: list[SlabRange]) -> None:
-        self._ahead_bytes = entry.taken_bytes
-        future = self._ahead.submit(_read_ahead, list(self._requests(entry, extents)), self._is_reading)
+        self._ahead_bytes, self._ahead_is_awaited = entry.taken_bytes, False
+        future = self._ahead.submit(
+            _read_ahead,
+            list(self._requests(entry, extents)),
+            lambda: self._is_reading() and not self._ahead_is_awaited,
+        )
         future.add_done_callback(lambda future: self._post(partial(self._was_read, entry, extents, future)))
 
     def _was_read(self, entry: Entry, extents: list[SlabRange], future: Future[None]) -> None:
@@ -296,6 +301,7 @@ class Spiller:
 
     def make_room(self, nbytes: int) -> bool:
         """Begin to spill, if that is not under way; returns whether so much more can be dropped from memory then."""
+        self._ahead_is_awaited = True
         if self._batch is not None:
             self._batch.is_awaited = True
         missing = nbytes - self.writing_bytes - self._ahead_bytes
