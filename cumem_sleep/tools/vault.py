@@ -6,6 +6,7 @@ import argparse
 import os
 import signal
 import socket
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
@@ -145,6 +146,7 @@ def serve(options: argparse.Namespace, say: Callable[[str], None]) -> None:
             say(f"metrics at {metrics.url}")
         notify_systemd("READY=1")
         keep_pauses_short()
+        threading.excepthook = vault.thread_failed
         vault.run()
     say("ends")
 

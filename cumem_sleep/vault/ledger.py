@@ -468,7 +468,7 @@ class Ledger:
 
     # Files
 
-    def to_spill(self, nbytes: int, may: Callable[[Entry], bool]) -> tuple[list[Entry], int]:
+    def to_spill(self, nbytes: int, may: Callable[[Entry], bool], *, ahead: bool = False) -> tuple[list[Entry], int]:
         """What to spill so that so much more memory can be had, or as much as there is, and room in files.
 
         Adopted slabs come first: what lies there has slept longest. Copies of some may be under way. Unlike other calls
@@ -476,12 +476,13 @@ class Ledger:
 
         Args:
             may: whether an entry may be spilled.
+            ahead: nothing is short yet, so only what stays in memory, too: nothing of adopted slabs.
 
         Returns:
             Those, and how much is missing still.
         """
         room = self.free_file_bytes + sum(entry.taken_bytes for entry in self._retained_in_files())
-        adopted = ((slab.entries, slab.nbytes) for slab in self._slabs.values() if slab.is_adopted)
+        adopted = ((slab.entries, slab.nbytes) for slab in self._slabs.values() if slab.is_adopted and not ahead)
         others = (({entry}, entry.taken_bytes) for entry in self._spillable)
         chosen: dict[Entry, None] = {}
         for entries, gained in chain(adopted, others):

@@ -187,6 +187,11 @@ class Vault:
     def _serve_waiting(self) -> None:
         self._service.serve_waiting()
 
+    def thread_failed(self, failure: threading.ExceptHookArgs) -> None:
+        """For `threading.excepthook`: end, or clients would wait for ever for what that thread was to do."""
+        self._say("".join(traceback.format_exception(failure.exc_value)))
+        self._gpu_lost(VaultError(f"a thread of the vault has failed: {failure.exc_value!r}"))
+
     def _gpu_lost(self, failure: VaultError) -> None:
         self._failure = failure
         self.stop(wait=False)

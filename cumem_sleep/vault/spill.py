@@ -124,8 +124,9 @@ class RingReader:
 
     def stop(self) -> None:
         """Cancel everything, and wait for what is being read."""
-        self._is_stopping = True
-        self.cancel(None, "the vault ends")
+        with self._changed:  # or threads would take what is not cancelled yet, although no slot is free
+            self._is_stopping = True
+            self.cancel(None, "the vault ends")
         for thread in self._threads:
             thread.join()
 
@@ -244,6 +245,7 @@ class Spiller:
         self._batch: _Batch | None = None
         self._is_closed = False
         self._ahead_bytes = 0  # of what is being read ahead
+        self._ahead_is_awaited = False  # somebody waits for that memory
         self._wanted: dict[Entry, int] = {}  # to be read ahead, in place of what was used before that time
         self._ahead = ThreadPoolExecutor(1, "vault-read-ahead")
         for threads in (self._ahead, self._files.worker):
@@ -277,8 +279,12 @@ class Spiller:
                 self._begin_read(entry, extents)
 
     def _begin_read(self, entry: Entry, extents: list[SlabRange]) -> None:
-        self._ahead_bytes = entry.taken_bytes
-        future = self._ahead.submit(_read_ahead, list(self._requests(entry, extents)), self._is_reading)
+        self._ahead_bytes, self._ahead_is_awaited = entry.taken_bytes, False
+        future = self._ahead.submit(
+            _read_ahead,
+            list(self._requests(entry, extents)),
+            lambda: self._is_reading() and not self._ahead_is_awaited,
+        )
         future.add_done_callback(lambda future: self._post(partial(self._was_read, entry, extents, future)))
 
     def _was_read(self, entry: Entry, extents: list[SlabRange], future: Future[None]) -> None:
@@ -295,6 +301,7 @@ class Spiller:
 
     def make_room(self, nbytes: int) -> bool:
         """Begin to spill, if that is not under way; returns whether so much more can be dropped from memory then."""
+        self._ahead_is_awaited = True
         if self._batch is not None:
             self._batch.is_awaited = True
         missing = nbytes - self.writing_bytes - self._ahead_bytes
@@ -312,7 +319,7 @@ class Spiller:
         """Spill ahead, slowly, if too little memory is free."""
         missing = self._free_bytes - self._ledger.available_bytes() - self._pool.bytes_to_come()
         if missing > 0 and not self._pool.is_stopped and time.monotonic() >= self._try_again:
-            chosen, _ = self._ledger.to_spill(missing, self._may_tell)
+            chosen, _ = self._ledger.to_spill(missing, self._may_tell, ahead=True)
             self._write_some(chosen, is_awaited=False)
 
     def _write_some(self, chosen: Sequence[Entry], *, is_awaited: bool) -> None:

@@ -15,13 +15,14 @@ from functools import partial
 
 import numpy as np
 import pytest
-from running import SECONDS, RunningVault, eventually
+from running import SECONDS, RunningVault, Segment, eventually
 from support import AWAKE, PAGE, Memory, assert_clean_exit, bf16_weights, run_script
 from test_sleeping import MakeAllocator, check, fill, leave, through
+from test_storm import Vaults
 from world import Phase, World, check_every_call, phases
 
 from cumem_sleep import CuMemAllocator, CumemSleepError, OutOfHostMemory, _core, sim
-from cumem_sleep.errors import VaultError, VaultUnavailable
+from cumem_sleep.errors import VaultError, VaultLost, VaultUnavailable
 from cumem_sleep.vault import memory as slabs
 from cumem_sleep.vault import protocol
 from cumem_sleep.vault.client import VaultClient
@@ -61,6 +62,18 @@ def test_every_driver_call_may_fail_once(vault: RunningVault, phase: Phase) -> N
 
 def lent_bytes(vault: RunningVault) -> int:
     return sum(client["lent_bytes"] for client in vault.status()["clients"])
+
+
+def test_a_mistake_of_the_vault_reaches_who_waits_for_copies(folder: pathlib.Path, allocator: CuMemAllocator) -> None:
+    """It ends, for it cannot copy any more; otherwise they would hear for ever that it is at work."""
+    vault = Vaults(folder, BROKEN_LINKS="1")
+    segment = Segment(vault.client(), allocator.malloc(PAGE), PAGE)
+    with pytest.raises(VaultLost):
+        segment.back_up()
+    assert "AttributeError" in (folder / "said").read_text()
+    vault.process.communicate()
+    segment.client.close()
+    allocator.free(segment.address)
 
 
 # Open files

@@ -318,6 +318,7 @@ def test_adopted_slabs_are_spilled_as_a_whole_before_others() -> None:
     books.mark("a", [first.number], needed=False)
     chosen, missing = books.to_spill(2 * SLAB, lambda _: True)
     assert (chosen, missing) == ([both.entry, own.entry], SLAB - UNIT_BYTES), "of the first slab something would stay"
+    assert books.to_spill(SLAB, lambda _: True, ahead=True)[0] == [own.entry], "which stays in memory, too"
     books.begin_copy(both.entry)
     books.begin_spill(both.entry)
     books.end_spill(both.entry, is_written=True)

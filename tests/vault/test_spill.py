@@ -242,6 +242,31 @@ def test_who_goes_is_done_with_when_nothing_of_it_is_being_read(ring: Ring) -> N
     assert len(ring.disk.offsets) <= ring.slots + 1
 
 
+def test_at_the_end_nothing_is_taken_that_no_slot_is_free_for(ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else that read would never end."""
+    cancel, threads = ring.reader.cancel, ring.reader._threads
+
+    def cancel_late(client: str | None, why: str) -> None:
+        def look() -> None:
+            with ring.reader._changed:
+                ring.reader._changed.notify_all()
+
+        looks = threading.Thread(target=look)
+        looks.start()
+        looks.join(0.2)
+        for thread in threads:
+            thread.join(0.05)
+        cancel(client, why)
+
+    monkeypatch.setattr(ring.reader, "cancel", cancel_late)
+    ring.disk.may_read.set()
+    ended = ring.read("client", 20)
+    eventually(lambda: not ring.reader._free, "all slots are in use")
+    ring.reader.stop()
+    ring.copy(ring.slots)
+    eventually(lambda: [str(error) for error in ended] == ["the vault ends"], "the read has ended")
+
+
 class SpillingSleeper(Segment):
     """A model of a process of its own, as far as the vault can see: it sleeps, or it is awake."""
 
@@ -442,17 +467,23 @@ def test_what_another_vault_has_left_behind_goes_to_files(
     start_vault: StartVault,
     spill: pathlib.Path,
 ) -> None:
-    """Its slabs give their place back to memory that others can have."""
+    """Its slabs give their place back to memory that others can have, not before that is short."""
     allocator = make_allocator(vault=str(spilling.socket))
     address = allocator.malloc(SIZE, "weights")
     content = memory.fill_random(address, SIZE)
     allocator.sleep()
     spilling.kill()
-    options = ("--slab-size", "16MiB", "--spill", str(spill), "--spill-size", "256MiB")
+    options = ("--slab-size", "16MiB", "--spill", str(spill), "--spill-size", "256MiB", "--spill-free", "64MiB")
     vault = start_vault("72MiB", *options)
     tier_of(allocator).client()
-    assert vault.status()["adopted_bytes"] > 0
+    adopted_bytes = vault.status()["adopted_bytes"]
+    assert adopted_bytes > 0
     other = vault.client("other")
+    segment = Segment(other, allocator.malloc(PAGE), PAGE)
+    seal(other, segment.back_up(), "its own")
+    eventually(lambda: vault.status()["files_written_bytes"] >= PAGE, "it spills ahead")
+    assert vault.status()["adopted_bytes"] == adopted_bytes, "which leaves memory at once"
+    allocator.free(segment.address)
     other.reserve(vault.status()["gpus"][0]["uuid"], [vault.status()["memory_bytes"]])
     status = vault.status()
     assert status["adopted_bytes"] == 0

@@ -36,7 +36,7 @@ from cumem_sleep.vault.files import SpillError, SpillFiles, SpillFolder
 from cumem_sleep.vault.ledger import FILES, UNIT_BYTES, Entry, Key, Ledger, SlabRange
 from cumem_sleep.vault.service import Service
 from cumem_sleep.vault.session import Session
-from cumem_sleep.vault.spill import Spiller, _Batch, _write
+from cumem_sleep.vault.spill import RingReader, Spiller, _Batch, _write
 
 __all__ = ["sleepers", "spill", "spilling"]
 pytestmark = [pytest.mark.sim]
@@ -230,6 +230,20 @@ def test_a_model_larger_than_the_memory_is_read_ahead_as_far_as_it_fits(large: L
     large.read_ahead([first, second, *others])
     assert large.reads == [1, 1]
     assert [bool(entry.extents) for entry in (first, second, *more)] == [True, True, False, False]
+
+
+def test_who_needs_the_memory_of_what_is_read_ahead_does_not_wait_for_other_reads(
+    large: LargeModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may go on and on."""
+    stands_back: list[Callable[[], bool]] = []
+    monkeypatch.setattr(spill_module, "_read_ahead", lambda _, is_reading: stands_back.append(is_reading))
+    monkeypatch.setattr(RingReader, "is_reading", True)
+    large.ledger.release("model", [hold.number for entry in large.entries[2:] for hold in entry.holds])
+    large.read_ahead(large.entries[:1])
+    assert stands_back[0]()
+    large.spiller.make_room(UNIT_BYTES)
+    assert not stands_back[0]()
 
 
 def test_what_several_hold_is_read_ahead_and_counted_once(large: LargeModel) -> None:
