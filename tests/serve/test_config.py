@@ -356,7 +356,7 @@ def test_vllm_is_told_where_to_listen_what_it_is_called_and_to_have_sleep_mode()
 
 
 def test_what_a_command_says_itself_is_left_as_it_is() -> None:
-    command = "/opt/bin/vllm serve m --enable-sleep-mode --served-model=mine --host 127.0.0.1 --port {port}"  # cut short
+    command = "/opt/bin/vllm serve m --enable-sleep-mode --served-model=mine --host 127.0.0.1 --port {port}"
     model = ModelConfig.model_validate({"command": command})
     words = servers.command_line("qwen", model, from_url("http://127.0.0.1:8123", None))
     assert words == command.replace("{port}", "8123").split()
