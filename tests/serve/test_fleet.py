@@ -220,6 +220,34 @@ def test_a_server_that_does_not_start_is_named_with_its_last_words(
     run(scenario())
 
 
+def test_changes_of_one_model_never_run_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It is looked for elsewhere, is to be started here, and then to be started anew, before that look has ended."""
+    here, there = {"at_start": "awake"}, {"url": "http://127.0.0.1:1", "at_start": "awake"}
+
+    async def scenario() -> None:
+        async with running(config(tmp_path, a=there)) as fleet:
+            for model in (here, {**here, "share": 0.5}):
+                await asyncio.sleep(0.1)
+                await fleet.reload(config(tmp_path, a=model))
+            await until(fleet, a=Phase.AWAKE)
+
+    run(scenario())
+    assert "the front failed" not in caplog.text
+
+
+def test_an_order_that_is_not_carried_out_ends_with_the_fleet(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with running(config(tmp_path, a={})) as fleet, fleet.lease("a"):
+            ordered = asyncio.create_task(fleet.sleep("a"))
+            await until(fleet, a=Phase.DRAINING)
+            stopping = asyncio.create_task(fleet.stop())
+            with pytest.raises(NotInTime, match="shutting down"):
+                await ordered
+        await stopping
+
+    run(scenario())
+
+
 def test_a_server_starts_although_its_log_has_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> BinaryIO:
         return open("/dev/full", "ab")
