@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 
 import httpx
 import pytest
+import uvloop
 from servers_of_tests import command, config, phases, running, until
 
 from cumem_sleep.serve import hardware, policy, servers, units
@@ -233,6 +234,23 @@ def test_changes_of_one_model_never_run_at_once(tmp_path: Path, caplog: pytest.L
 
     run(scenario())
     assert "the front failed" not in caplog.text
+
+
+def test_a_start_that_is_cancelled_at_any_moment_leaves_no_process(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        model = config(tmp_path, a={}).models["a"]
+        for rounds in range(8):
+            server = servers.Server("a", model, tmp_path / "logs", tmp_path)
+            starting = asyncio.create_task(server.start(lambda *_: None))
+            for _ in range(rounds):
+                await asyncio.sleep(0)
+            starting.cancel()
+            await asyncio.wait({starting})
+            below = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+            left = [pid for pid in below if str(tmp_path) in Path("/proc", pid, "cmdline").read_text()]
+            assert left == [], rounds
+
+    uvloop.run(scenario())
 
 
 def test_an_order_that_is_not_carried_out_ends_with_the_fleet(tmp_path: Path) -> None:
