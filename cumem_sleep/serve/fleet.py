@@ -181,6 +181,8 @@ class Fleet:
         self._closed = True
         for waiting in list(self._waiting.values()):
             _fail(waiting.granted, NotInTime("this front is shutting down", 10.0))
+        for obeyed in itertools.chain.from_iterable(self._orders.values()):
+            _fail(obeyed, NotInTime("this front is shutting down", 10.0))
         for lease in list(self._leases.values()):
             _resolve(lease.revoked, "this front is shutting down")
         ends_at = time.monotonic() + LEASES_END_WITHIN_S

@@ -305,6 +305,7 @@ class Scheduler:
             self._obey(model)
 
     def _become_stopped(self, model: Model) -> None:
+        model.operation = 0  # of a server by URL that is dropped while it is looked for: what it is in counts no more
         model.level = model.draining_since = model.revoked_at = None
         model.held_bytes = model.kept_bytes = 0
         model.sleeps_once_started = False

@@ -116,8 +116,8 @@ class Server:
             except OSError as error:  # the disk is full: a server may run all the same
                 logger.warning("%s: its log cannot be written: %s", self.name, error.strerror)
             folders = (str(self._folder), str(self._around.leaves or ""))
-            try:
-                self._process = await asyncio.create_subprocess_exec(
+            creating = asyncio.ensure_future(
+                asyncio.create_subprocess_exec(
                     *(sys.executable, "-I", "-S", str(_SUPERVISOR), str(os.getpid()), *folders, *command),
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=asyncio.subprocess.PIPE,  # for the server's pid
@@ -126,6 +126,13 @@ class Server:
                     start_new_session=True,
                     pass_fds=() if self._around.lock is None else (self._around.lock.descriptor,),
                 )
+            )
+            try:
+                self._process = await asyncio.shield(creating)
+            except asyncio.CancelledError:  # who cancels the making itself may leave a process that nobody knows
+                self._process = await creating
+                await asyncio.shield(self.stop())
+                raise
             except BaseException:
                 self._remove_folder()
                 raise

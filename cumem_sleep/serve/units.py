@@ -74,6 +74,19 @@ def with_details(error: str, unit: Unit) -> str:
     return f"{error}; {unit.last_words}" if unit.last_words else error
 
 
+async def _until_ended(before: asyncio.Task[None]) -> None:
+    """Who waits for a change and is cancelled has it cancelled, too, and waits on: two at once would mix."""
+    is_cancelled = False
+    while not before.done():
+        try:
+            await asyncio.wait({before})
+        except asyncio.CancelledError:
+            is_cancelled = True
+            before.cancel()
+    if is_cancelled:
+        raise asyncio.CancelledError
+
+
 class Units:
     """One for each model of a configuration, and for each that is being removed.
 
@@ -144,8 +157,9 @@ class Units:
     def remove(self, name: str) -> Engine | None:
         """Its server has been stopped, or is somebody else's. Returns its connections, to be closed."""
         unit = self._units.pop(name)
-        if unit.health is not None:
-            unit.health.cancel()
+        for task in (unit.change, unit.health):
+            if task is not None and task is not asyncio.current_task():
+                task.cancel()
         return unit.engine
 
     async def end(self) -> None:
@@ -194,7 +208,7 @@ class Units:
     ) -> None:
         """Do what the scheduler wants of a model, when what it wanted before has ended; and say what became of it."""
         if before is not None:
-            await asyncio.wait({before})
+            await _until_ended(before)
         started = time.monotonic()
         kind = type(action).__name__.lower()
         phases = {} if unit.engine is None else unit.engine.phases
@@ -245,7 +259,7 @@ class Units:
             return await self._start(unit)
         if isinstance(action, actions.Stop):
             if unit.server is not None:
-                await unit.server.stop()
+                await asyncio.shield(unit.server.stop())
             return Outcome(None, Phase.STOPPED)
         if unit.engine is None:
             return Outcome("it has no server", Phase.STOPPED)
@@ -413,6 +427,8 @@ class Units:
                 await self._learn(unit)
                 self._watch_health(unit)
                 return found
+            if self.config.models.get(unit.name) != config:
+                return Outcome("it is configured anew", found.state)
             now = time.monotonic()
             heard_at = heard_at if found.state is Phase.STOPPED else now
             if now - begin > limit_s or now - heard_at > nobody_s:

@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 
 import httpx
 import pytest
+import uvloop
 from servers_of_tests import command, config, phases, running, until
 
 from cumem_sleep.serve import hardware, policy, servers, units
@@ -216,6 +217,51 @@ def test_a_server_that_does_not_start_is_named_with_its_last_words(
                 await fleet.wake("gone")
             assert "no-such-program: No such file" in failed.value.details
             assert "no-such-program: No such file" in str(fleet.status().models[1].last_words)
+
+    run(scenario())
+
+
+def test_changes_of_one_model_never_run_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It is looked for elsewhere, is to be started here, and then to be started anew, before that look has ended."""
+    here, there = {"at_start": "awake"}, {"url": "http://127.0.0.1:1", "at_start": "awake"}
+
+    async def scenario() -> None:
+        async with running(config(tmp_path, a=there)) as fleet:
+            for model in (here, {**here, "share": 0.5}):
+                await asyncio.sleep(0.1)
+                await fleet.reload(config(tmp_path, a=model))
+            await until(fleet, a=Phase.AWAKE)
+
+    run(scenario())
+    assert "the front failed" not in caplog.text
+
+
+def test_a_start_that_is_cancelled_at_any_moment_leaves_no_process(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        model = config(tmp_path, a={}).models["a"]
+        for rounds in range(8):
+            server = servers.Server("a", model, tmp_path / "logs", tmp_path)
+            starting = asyncio.create_task(server.start(lambda *_: None))
+            for _ in range(rounds):
+                await asyncio.sleep(0)
+            starting.cancel()
+            await asyncio.wait({starting})
+            below = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+            left = [pid for pid in below if str(tmp_path) in Path("/proc", pid, "cmdline").read_text()]
+            assert left == [], rounds
+
+    uvloop.run(scenario())
+
+
+def test_an_order_that_is_not_carried_out_ends_with_the_fleet(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with running(config(tmp_path, a={})) as fleet, fleet.lease("a"):
+            ordered = asyncio.create_task(fleet.sleep("a"))
+            await until(fleet, a=Phase.DRAINING)
+            stopping = asyncio.create_task(fleet.stop())
+            with pytest.raises(NotInTime, match="shutting down"):
+                await ordered
+        await stopping
 
     run(scenario())
 

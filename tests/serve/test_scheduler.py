@@ -1135,3 +1135,17 @@ def test_what_an_earlier_sleep_kept_says_nothing_of_this_one() -> None:
     awake(world, "a", "b")
     world.send(KeptBytes("a", 401, was_told=True))
     assert world.scheduler.models["a"].kept is not KeptState.STAYS
+
+
+def test_what_a_server_was_found_in_counts_no_more_when_it_has_been_dropped() -> None:
+    """It was looked for while its URL changed and another model took the GPU: both would have been awake there."""
+    starts = {"one": "awake", "two": "stopped"}
+    elsewhere = [replace(spec("a", owned=False), identity=url, at_start=at) for url, at in starts.items()]
+    other = replace(spec("b"), at_start="awake")
+    scheduler = Scheduler((), 0)
+    (looks,) = scheduler.handle(Configured((elsewhere[0],), 1000), 0.0)
+    assert isinstance(looks, Start)
+    scheduler.handle(Configured((other, elsewhere[1]), 1000), 1.0)
+    scheduler.handle(Done("a", looks.operation), 2.0)
+    holders = [name for name, model in scheduler.models.items() if model.holds]
+    assert len(holders) == 1, holders
