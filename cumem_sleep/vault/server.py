@@ -267,7 +267,7 @@ class Vault:
         if not session.is_served:
             return
         try:
-            session.channel.flush()
+            session.flush()
             goes_on = not self._hears(session) or session.channel.receive()
         except OSError:
             goes_on = False

@@ -88,8 +88,15 @@ class Session:
             protocol.close_all(descriptors)
             return
         with suppress(OSError):
-            if self.channel.send(body, descriptors) and descriptors:
-                raise VaultError(memory.NO_MORE_FILES)
+            if self.channel.send(body, descriptors):
+                self.known_slabs.clear()  # of one at least it has none: it gets all again
+                if descriptors:
+                    raise VaultError(memory.NO_MORE_FILES)
+
+    def flush(self) -> None:
+        """Send what has to wait no longer. Raises OSError: the connection has ended."""
+        if self.channel.flush():
+            self.known_slabs.clear()
 
     def answer(self, request: int, result: Mapping[str, Any] | Exception) -> None:
         """The one answer to a request. With it the client may ask on."""

@@ -11,6 +11,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from functools import partial
 from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any, cast
@@ -340,13 +341,21 @@ def test_bytes_that_come_in_several_parts_are_all_read(
 
 
 def test_a_descriptor_that_the_kernel_does_not_send_is_not_known_to_its_owner() -> None:
-    """So many may be on their way to those who sleep, and so read nothing."""
+    """So many may be on their way to those who sleep, and so read nothing. The socket may be full when it is said."""
     vault, client = socket.socketpair()
     session = Session(vault, 0, 0.0, print)
-    session.channel._socket = FullKernel(vault)  # type: ignore[assignment]
+    kernel = FullKernel(vault)
+    session.channel._socket = kernel  # type: ignore[assignment]
+    send = partial(Service._send_descriptor, cast(Any, None), session, client.fileno(), {"slab": 1 << 40, "bytes": 1})
     with pytest.raises(VaultError, match="open no more files"):
-        Service._send_descriptor(cast(Any, None), session, client.fileno(), {"slab": 1 << 40, "bytes": 1})
+        send()
     assert not session.known_slabs
+    for send_rest in (session.flush, lambda: session.send({"busy": True})):
+        kernel.is_full = True
+        send()
+        kernel.is_full = False
+        send_rest()
+        assert not session.known_slabs
     session.close()
     client.close()
 
