@@ -54,7 +54,7 @@ class VaultExtent:
         sealed: what it holds; others may share it, so it is not written again. None: not known yet.
         needed: the vault may not evict it.
         is_lost: it went with the vault that kept it, or that vault has given it away.
-        is_in_the_way: a vault that spills has adopted it: as long as it is not in files, that cannot evict it.
+        is_in_the_way: a vault that spills has adopted it, and can neither spill it nor evict it.
     """
 
     gpu: str
@@ -244,9 +244,7 @@ class VaultTier(Tier):
             {
                 place
                 for place, extent in changing
-                if extent.is_lost
-                or extent.backup in gone
-                or (extent.is_in_the_way and not needed and not extent.is_in_files)
+                if extent.is_lost or extent.backup in gone or (extent.is_in_the_way and not needed)
             }
         )
 

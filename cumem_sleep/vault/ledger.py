@@ -4,8 +4,8 @@ Memory comes in slabs. An *entry* is a backup: extents of slabs, shared by the *
 segment. A hold is needed (its segment sleeps, or is about to) or retained (its segment is awake). What nobody needs may
 be evicted, least recently used first, and before it what is *expendable*: nothing is evicted for that, and it is zeroed
 before others get its memory. A slab that another vault has left behind is *adopted*: it has the entries that
-its owners show, and nothing new is written there. It goes as a whole, when nothing lies there any more; so entries in
-it may be spilled, and are dropped from it at once, but evicting one gains nothing.
+its owners show, and nothing new is written there. Nor is it spilled: its owners hold it, and the kernel takes nothing
+out of a sealed one, so nobody would gain memory before they wake.
 
 Where there is room in files, sealed entries may lie there, too, or there only. What may be done to an entry that is not
 adopted:
@@ -30,7 +30,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate, chain, islice
+from itertools import accumulate, islice
 from typing import NamedTuple
 
 from ..errors import InvalidArgument, InvalidState, OutOfHostMemory, format_bytes
@@ -373,8 +373,6 @@ class Ledger:
             known = self._slabs.get(slab)
             if known is None or not known.is_adopted or size < 1 or offset + size > known.nbytes:
                 raise InvalidArgument(f"extent {slab}:{offset}+{size}: it does not lie in an adopted slab")
-            if offset % UNIT_BYTES or size % UNIT_BYTES:  # files have whole pages
-                raise InvalidArgument(f"extent {slab}:{offset}+{size}: expected multiples of {UNIT_BYTES}")
         if not 0 < nbytes <= sum(extent.nbytes for extent in extents):
             raise InvalidArgument(f"extents of {sum(e.nbytes for e in extents)} bytes cannot hold {nbytes} bytes")
         entry = Entry(nbytes, sum(extent.nbytes for extent in extents), list(extents), key, note, is_adopted=True)
@@ -463,38 +461,27 @@ class Ledger:
         """One copy fewer is under way."""
         entry.copies -= 1
         self._count(entry, [_ALL], -1, -1)
-        if entry.is_adopted and entry.is_in_files and not entry.copies:
-            self._drop_from_memory(entry)
 
     # Files
 
-    def to_spill(self, nbytes: int, may: Callable[[Entry], bool], *, ahead: bool = False) -> tuple[list[Entry], int]:
-        """What to spill so that so much more memory can be had, or as much as there is, and room in files.
+    def to_spill(self, nbytes: int, may: Callable[[Entry], bool]) -> list[Entry]:
+        """What to spill so that so much more can be dropped from memory, or as much as there is, and room in files.
 
-        Adopted slabs come first: what lies there has slept longest. Copies of some may be under way. Unlike other calls
-        this one takes longer where more is held.
+        Copies of some may be under way. Unlike other calls this one takes longer where more is held.
 
         Args:
             may: whether an entry may be spilled.
-            ahead: nothing is short yet, so only what stays in memory, too: nothing of adopted slabs.
-
-        Returns:
-            Those, and how much is missing still.
         """
         room = self.free_file_bytes + sum(entry.taken_bytes for entry in self._retained_in_files())
-        adopted = ((slab.entries, slab.nbytes) for slab in self._slabs.values() if slab.is_adopted and not ahead)
-        others = (({entry}, entry.taken_bytes) for entry in self._spillable)
-        chosen: dict[Entry, None] = {}
-        for entries, gained in chain(adopted, others):
+        chosen: list[Entry] = []
+        for entry in self._spillable:
             if nbytes <= 0:
                 break
-            more = [entry for entry in entries if not entry.spilled and entry not in chosen]
-            taken = sum(entry.taken_bytes for entry in more)
-            if taken <= room and all(entry.needed and may(entry) for entry in more):
-                chosen.update(dict.fromkeys(more))
-                room -= taken
-                nbytes -= gained
-        return [*chosen], max(0, nbytes)
+            if entry.taken_bytes <= room and may(entry):
+                chosen.append(entry)
+                room -= entry.taken_bytes
+                nbytes -= entry.taken_bytes
+        return chosen
 
     def begin_spill(self, entry: Entry) -> None:
         """Set its place in files aside, and evict what is merely retained there; a copy of it is under way then."""
@@ -740,7 +727,7 @@ class Ledger:
 
     def _drop_from_memory(self, entry: Entry) -> None:
         self._free_memory(entry)
-        entry.extents, entry.slabs, entry._ends, entry.is_adopted = [], set(), [], False
+        entry.extents, entry.slabs, entry._ends = [], set(), []
         for group in entry.counts:
             self._held[group][3] += entry.taken_bytes
         self._queue(entry)

@@ -140,7 +140,7 @@ class Service:
                 self._post,
                 may_tell=lambda entry: all(owner.may_be_told for owner in self._owners_of(entry)),
                 tell=self._tell_of_files,
-                changed=self._memory_came_back,
+                changed=self.serve_waiting,
             )
 
     def look(self) -> None:

@@ -309,8 +309,8 @@ class Spiller:
             return True
         if self._pool.is_stopped or time.monotonic() < self._try_again:
             return False
-        chosen, missing = self._ledger.to_spill(missing, self._may_tell)
-        if missing:
+        chosen = self._ledger.to_spill(missing, self._may_tell)
+        if sum(entry.taken_bytes for entry in chosen) < missing:
             return False
         self._write_some(chosen, is_awaited=True)  # what is being copied comes later
         return True
@@ -319,8 +319,7 @@ class Spiller:
         """Spill ahead, slowly, if too little memory is free."""
         missing = self._free_bytes - self._ledger.available_bytes() - self._pool.bytes_to_come()
         if missing > 0 and not self._pool.is_stopped and time.monotonic() >= self._try_again:
-            chosen, _ = self._ledger.to_spill(missing, self._may_tell, ahead=True)
-            self._write_some(chosen, is_awaited=False)
+            self._write_some(self._ledger.to_spill(missing, self._may_tell), is_awaited=False)
 
     def _write_some(self, chosen: Sequence[Entry], *, is_awaited: bool) -> None:
         """Begin with the next batch of these, unless there is one."""

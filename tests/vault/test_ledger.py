@@ -298,37 +298,6 @@ def test_extents_that_are_not_in_an_adopted_slab_are_not_taken(extent: SlabRange
     check(books)
 
 
-def test_adopted_slabs_are_spilled_as_a_whole_before_others() -> None:
-    books = Ledger(lambda _: None, FILE_BYTES)
-    books.add_slab(1, SLAB)
-    (own,) = books.reserve("b", GPU, [UNIT_BYTES])
-    books.seal("b", own.number, key("own"))
-    for number in (7, 8):
-        books.add_adopted_slab(number, SLAB)
-    both, first = (
-        books.show(
-            "a", GPU, key(f"{at}"), "", UNIT_BYTES, [SlabRange(slab, at * UNIT_BYTES, UNIT_BYTES) for slab in slabs]
-        )
-        for at, slabs in enumerate([(7, 8), (7,)])
-    )
-    chosen, missing = books.to_spill(SLAB + UNIT_BYTES, lambda _: True)
-    assert ({*chosen}, missing) == ({both.entry, first.entry}, 0), (
-        "what lies in both slabs gives back the second one, too"
-    )
-    books.mark("a", [first.number], needed=False)
-    chosen, missing = books.to_spill(2 * SLAB, lambda _: True)
-    assert (chosen, missing) == ([both.entry, own.entry], SLAB - UNIT_BYTES), "of the first slab something would stay"
-    assert books.to_spill(SLAB, lambda _: True, ahead=True)[0] == [own.entry], "which stays in memory, too"
-    books.begin_copy(both.entry)
-    books.begin_spill(both.entry)
-    books.end_spill(both.entry, is_written=True)
-    assert books.empty_adopted_slabs() == [], "it is being read from there"
-    books.end_copy(both.entry)
-    assert books.empty_adopted_slabs() == [8]
-    assert not both.entry.extents
-    check(books)
-
-
 def test_slabs_are_emptied_of_what_nobody_needs() -> None:
     books = ledger(3)
     needed, old, new = (books.reserve(owner, GPU, [SLAB])[0] for owner in "abc")
@@ -562,9 +531,6 @@ def test_what_is_done_to_so_many_backups_costs_no_more_where_there_are_more(call
     assert 0 < few == many
 
 
-ADOPTED = 100  # the first number of these slabs
-
-
 class LedgerMachine(stateful.RuleBasedStateMachine):
     """Beside a model that knows only which hold is whose, and of which bytes."""
 
@@ -575,7 +541,7 @@ class LedgerMachine(stateful.RuleBasedStateMachine):
         self.zeroing: list[Entry] = []
         self.writing: list[Entry] = []
         self.reading: dict[Entry, list[SlabRange]] = {}
-        self.freed_bytes = self.adopted = 0
+        self.freed_bytes = 0
         self.books = Ledger(self.zeroing.append, FILE_BYTES, self.free)
         for number in range(3):
             self.books.add_slab(number, SLAB)
@@ -588,29 +554,12 @@ class LedgerMachine(stateful.RuleBasedStateMachine):
     @stateful.rule(units=st.integers(1, 24))
     def spill(self, units: int) -> None:
         retained = {number for number, hold in holds_of(self.books).items() if not hold.entry.needed}
-        for entry in self.books.to_spill(units * UNIT_BYTES, lambda _: True)[0]:
+        for entry in self.books.to_spill(units * UNIT_BYTES, lambda _: True):
             if not entry.copies:
                 self.books.begin_spill(entry)
                 self.writing.append(entry)
         assert self.mine.keys() - holds_of(self.books).keys() <= retained, "something needed was evicted"
         self.forget_evicted()
-
-    @stateful.rule(owner=owners, units=st.lists(st.integers(1, 2), min_size=1, max_size=3))
-    def adopt(self, owner: str, units: list[int]) -> None:
-        """Each in two parts, which other slabs may have."""
-        self.adopted += 1
-        slabs = (ADOPTED + self.adopted, ADOPTED + self.adopted - 1)
-        self.books.add_adopted_slab(slabs[0], SLAB)
-        for at, count in enumerate(units):
-            there = [slab for slab in slabs if slab in self.books._slabs]
-            extents = [SlabRange(slab, at * 2 * UNIT_BYTES, count * UNIT_BYTES) for slab in there]
-            name = key(f"adopted {self.adopted} {at}", count * UNIT_BYTES)
-            self.mine[self.books.show(owner, GPU, name, "", count * UNIT_BYTES, extents).number] = owner
-
-    @stateful.rule()
-    def remove_adopted(self) -> None:
-        for number in self.books.empty_adopted_slabs():
-            self.books.remove_slab(number)
 
     @stateful.precondition(lambda self: self.writing)
     @stateful.rule(is_written=st.booleans())
@@ -773,8 +722,7 @@ class LedgerMachine(stateful.RuleBasedStateMachine):
         assert {hold.number: hold.owner for hold in holds_of(self.books).values()} == self.mine
         held = self.books.held()
         coming = sum(extent.nbytes for extents in self.reading.values() for extent in extents)
-        adopted = sum(entry.taken_bytes for entry in self.books._entries if entry.is_adopted)
-        in_memory = held.asleep_bytes + held.awake_bytes - held.spilled_bytes + coming - adopted
+        in_memory = held.asleep_bytes + held.awake_bytes - held.spilled_bytes + coming
         assert in_memory + self.books.free_bytes == self.books.own_bytes
 
 

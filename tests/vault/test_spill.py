@@ -18,7 +18,6 @@ from running import MIB, RunningVault, Segment, eventually, lone_link, seal
 from support import PAGE, Memory
 from test_failures import descriptors_left
 from test_link import BorrowedStub, Streams
-from test_recovery import tier_of
 from test_sleeping import leave
 from test_storm import Vaults
 
@@ -456,44 +455,6 @@ def test_an_allocator_wakes_from_files_that_a_killed_vault_has_left(
     allocator.wake_up()
     assert memory.read(address, SIZE) == content
     client.close()
-    allocator.free(address)
-    leave()
-
-
-def test_what_another_vault_has_left_behind_goes_to_files(
-    spilling: RunningVault,
-    make_allocator: Callable[..., CuMemAllocator],
-    memory: Memory,
-    start_vault: StartVault,
-    spill: pathlib.Path,
-) -> None:
-    """Its slabs give their place back to memory that others can have, not before that is short."""
-    allocator = make_allocator(vault=str(spilling.socket))
-    address = allocator.malloc(SIZE, "weights")
-    content = memory.fill_random(address, SIZE)
-    allocator.sleep()
-    spilling.kill()
-    options = ("--slab-size", "16MiB", "--spill", str(spill), "--spill-size", "256MiB", "--spill-free", "64MiB")
-    vault = start_vault("72MiB", *options)
-    tier_of(allocator).client()
-    adopted_bytes = vault.status()["adopted_bytes"]
-    assert adopted_bytes > 0
-    other = vault.client("other")
-    segment = Segment(other, allocator.malloc(PAGE), PAGE)
-    seal(other, segment.back_up(), "its own")
-    eventually(lambda: vault.status()["files_written_bytes"] >= PAGE, "it spills ahead")
-    assert vault.status()["adopted_bytes"] == adopted_bytes, "which leaves memory at once"
-    allocator.free(segment.address)
-    other.reserve(vault.status()["gpus"][0]["uuid"], [vault.status()["memory_bytes"]])
-    status = vault.status()
-    assert status["adopted_bytes"] == 0
-    assert status["spilled_bytes"] >= SIZE
-    other.close()
-    allocator.wake_up()
-    assert memory.read(address, SIZE) == content
-    assert allocator.sleep().copied_bytes == 0, "it stays in files"
-    allocator.wake_up()
-    assert memory.read(address, SIZE) == content
     allocator.free(address)
     leave()
 

@@ -10,7 +10,6 @@ import re
 import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
@@ -19,7 +18,7 @@ from typing import Any, cast
 
 import pytest
 from disk_faults import DiskFaults
-from running import RunningVault, Segment, eventually, seal
+from running import RunningVault
 from support import Memory
 from test_clients import FullKernel
 from test_failures import descriptors_left
@@ -33,7 +32,7 @@ from cumem_sleep.errors import VaultError, VaultLost, VaultUnavailable
 from cumem_sleep.vault import memory as memory_module
 from cumem_sleep.vault import moves
 from cumem_sleep.vault import spill as spill_module
-from cumem_sleep.vault.client import Shown, VaultClient
+from cumem_sleep.vault.client import VaultClient
 from cumem_sleep.vault.files import SpillError, SpillFiles, SpillFolder
 from cumem_sleep.vault.ledger import FILES, UNIT_BYTES, Entry, Key, Ledger, SlabRange
 from cumem_sleep.vault.service import Service
@@ -167,34 +166,6 @@ def test_who_needs_the_memory_of_what_is_being_read_ahead_waits_for_it(
     sleeper.wake()
     sleeper.close()
     other.close()
-    vault.close()
-
-
-def test_an_owner_that_dies_while_what_was_adopted_is_written_leaves_nothing(
-    folder: pathlib.Path, spill: pathlib.Path, allocator: CuMemAllocator
-) -> None:
-    faults = DiskFaults(folder / "disk")
-    options = ("--spill", str(spill), "--spill-size", "256MiB")
-    vault = Vaults(folder, "72MiB", "16MiB", *options, FAULTS_OF_THE_DISK=str(folder / "disk"))
-    before = Segment(vault.client("owner"), allocator.malloc(SIZE), SIZE)
-    backup = before.back_up()
-    shown = Shown(backup, seal(before.client, backup, "model"), before.client.slabs)
-    vault.kill()
-    vault.start()
-    faults.throttle("write", 16)
-    owner, other = vault.client("owner"), vault.client("other")
-    owner.show(before.gpu, [shown])
-    with ThreadPoolExecutor() as threads:
-        reserved = threads.submit(other.reserve, before.gpu, [vault.status()["memory_bytes"]])
-        eventually(lambda: vault.status()["files_writing_bytes"] > 0, "it is being written")
-        for client in (owner, before.client):
-            client.close()
-        other.release(reserved.result())
-    other.close()
-    eventually(vault.is_unused, "nothing is left")
-    status = vault.status()
-    assert (status["adopted_bytes"], status["files_free_bytes"]) == (0, status["files_bytes"])
-    allocator.free(before.address)
     vault.close()
 
 
