@@ -85,7 +85,7 @@ class Use:
     awake_since: float
     kept_bytes: int = 0
 
-    def kept_until(self) -> float:
+    def protected_until(self) -> float:
         """Nobody may push it out before."""
         return self.awake_since + self.spec.keep_s
 

@@ -437,7 +437,7 @@ class Scheduler:
             other.use
             for other in holders
             if other.is_up
-            and other.use.kept_until() <= self._now
+            and other.use.protected_until() <= self._now
             and (model.waiting or (not model.failures and not other.running and other.spec.at_start != "awake"))
         ]
         return policy.to_push_out(model.spec, free, candidates)
@@ -587,7 +587,7 @@ class Scheduler:
         for model in self.models.values():
             yield model.retry_at
             if model.is_up:
-                yield model.use.kept_until()
+                yield model.use.protected_until()
             if model.draining_since is not None and model.running:
                 yield model.draining_since + model.spec.drain_s
             if model.revoked_at is not None:

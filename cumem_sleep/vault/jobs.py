@@ -150,7 +150,7 @@ class JobQueue:
         return None if client is None else self._take(client, most_bytes)
 
     @property
-    def has_to_relay(self) -> bool:
+    def may_be_relayed(self) -> bool:
         """Whether the link of another GPU may carry something."""
         return any(jobs[0].may_be_relayed for jobs in self._turns.values())
 

@@ -35,7 +35,7 @@ from typing import NamedTuple
 
 from ..errors import InvalidArgument, InvalidState, OutOfHostMemory, format_bytes
 
-FILES = 0  # the number of the slab that all files are in the ledger
+FILES = 0  # of the slab that stands for all files together
 UNIT_BYTES = 64 << 10  # what an extent's size is rounded up to: small beside a backup, large for a copy
 _HOLDERS_NAMED = 5  # when memory is short
 

@@ -144,7 +144,7 @@ class VaultLink:
         """The other GPUs with a link, each with the reason why that carries nothing for this one; "" if it does."""
         others = [each for each in list(self._group.links) if each is not self]
         return {
-            each.device: self._group.refusal(each.device, self.device) or each._relay.rests(self.device)
+            each.device: self._group.refusal(each.device, self.device) or each._relay.refusal(self.device)
             for each in others
         }
 
@@ -207,7 +207,7 @@ class VaultLink:
             if each is not self
             and each.turns.waiting_bytes >= WORTH_RELAYING_BYTES
             and self._may_help(each)
-            and each.turns.has_to_relay
+            and each.turns.may_be_relayed
         ]
         return max(others, key=lambda each: (each is self._home, each.turns.waiting_bytes), default=None)
 
@@ -215,7 +215,7 @@ class VaultLink:
         return any(each is not self and each._may_help(self) for each in list(self._group.links))
 
     def _may_help(self, home: VaultLink) -> bool:
-        return not (self._group.refusal(self.device, home.device) or self._relay.rests(home.device))
+        return not (self._group.refusal(self.device, home.device) or self._relay.refusal(home.device))
 
     def _turn_to(self, home: VaultLink, in_flight: deque[_InFlight]) -> None:
         """Copy for this one from here on."""
@@ -272,7 +272,7 @@ class VaultLink:
             in_flight.append(_InFlight(streams[::-1] if self._to_host else streams, home, job, piece))
         except Exception as error:
             _close(streams)
-            self._relay.fail(home.device, error)
+            self._relay.disable(home.device, error)
             self._give_back(home, job, piece)
 
     def _give_back(self, home: VaultLink, job: Job, piece: LinkPiece) -> None:
@@ -412,7 +412,7 @@ class VaultLink:
         except Exception as error:
             _close(streams)
             if home is not self:
-                self._relay.fail(home.device, error)
+                self._relay.disable(home.device, error)
                 self._give_back(home, job, piece)
                 return
             with self._group.lock:

@@ -25,7 +25,7 @@ class Move(NamedTuple):
     extents: Sequence[Sequence[int]]
 
 
-def said(moves: Iterable[Move]) -> bytes:
+def encoded(moves: Iterable[Move]) -> bytes:
     """As a log says them."""
     return "".join(json.dumps(move, separators=(",", ":")) + "\n" for move in moves).encode()
 
@@ -65,7 +65,7 @@ class MoveLog:
             self._punched = pages
 
     def close(self) -> None:
-        """The client reads on."""
+        """Close this end; the client can still read its own."""
         close_all([self._descriptor])
         self._descriptor = -1
 

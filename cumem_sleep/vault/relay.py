@@ -50,8 +50,8 @@ class Relay:
         self._staging: _core.Scratch | None = None
         self._reached_by: set[int] = set()  # GPUs that access it
         self._begun = 0  # copies; each uses the slot after that of the one before
-        self._rests: dict[int, tuple[float, str]] = {}  # until when, and why, by the GPU whose memory it would reach
-        self._trials: dict[int, list[tuple[float, float]]] = {}  # by that, too: seconds of both ways
+        self._paused: dict[int, tuple[float, str]] = {}  # until when, and why, by the GPU whose memory it would reach
+        self._trials: dict[int, list[tuple[float, float]]] = {}  # by that GPU: seconds of both ways, each time
         self._said: set[str] = set()
         self._failure = ""
 
@@ -60,14 +60,14 @@ class Relay:
         """Whether it has staging memory."""
         return self._staging is not None
 
-    def rests(self, target: int) -> str:
+    def refusal(self, target: int) -> str:
         """Why it copies nothing for that GPU now; "" if it does."""
         if self._failure:
             return self._failure
-        until, why = self._rests.get(target, (0.0, ""))
+        until, why = self._paused.get(target, (0.0, ""))
         return why if time.monotonic() < until else ""
 
-    def fail(self, target: int, error: Exception) -> None:
+    def disable(self, target: int, error: Exception) -> None:
         """Copy nothing any more, for nobody: a copy may still use the staging memory."""
         self._say(target, error)
         self._failure = _text(error)
@@ -76,10 +76,10 @@ class Relay:
         """Whether its rate is not known yet: then `begin` waits for the copy, and nothing else may be in flight."""
         return len(self._trials.get(target, ())) < _TRIALS
 
-    def rest(self, target: int, why: object) -> None:
+    def pause(self, target: int, why: object) -> None:
         """Copy nothing for that GPU for a while."""
         self._say(target, why)
-        self._rests[target] = time.monotonic() + _AGAIN_S, _text(why)
+        self._paused[target] = time.monotonic() + _AGAIN_S, _text(why)
         self._trials.pop(target, None)
 
     def _say(self, target: int, why: object) -> None:
@@ -92,19 +92,19 @@ class Relay:
     def open(self, target: int) -> bool:
         """Have staging memory that the GPU `target` reaches; nothing is in flight if that one is new.
 
-        Returns: False where there is too little memory, or the driver refuses: then it rests.
+        Returns: False where there is too little memory, or the driver refuses: then it pauses.
         """
         if self._staging is None or target not in self._reached_by:
             try:
                 self.close()
                 free_bytes, _ = _core.memory_info(self.device)
                 if free_bytes < SLOTS * RELAYED_BYTES + _LEFT_BYTES:
-                    self.rest(target, "it has too little memory left")
+                    self.pause(target, "it has too little memory left")
                     return False
                 self._staging = _core.Scratch(self.device, SLOTS * RELAYED_BYTES, list({*self._reached_by, target}))
                 self._reached_by.add(target)
             except Exception as error:  # whatever it is: the thread goes on without
-                self.rest(target, error)
+                self.pause(target, error)
                 return False
         return True
 
@@ -155,7 +155,7 @@ class Relay:
             return
         peer_s, link_s = (min(seconds) for seconds in zip(*trials[1:], strict=True))
         if peer_s * _WORTH > link_s:
-            self.rest(target, "copies between them are slow, as without NVLink")
+            self.pause(target, "copies between them are slow, as without NVLink")
 
 
 def _text(why: object) -> str:

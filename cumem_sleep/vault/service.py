@@ -27,7 +27,7 @@ from .files import SpillFiles
 from .jobs import BorrowedMemory, Job, LinkPiece, PieceSource
 from .ledger import Entry, HeldBytes, Hold, Key, SlabRange, needed_bytes
 from .link import PIECE_BYTES, CopyTotals, LinkGroup, VaultLink
-from .moves import Move, MoveLog, said
+from .moves import Move, MoveLog, encoded
 from .pool import VaultPool
 from .protocol import Nonsense, VaultMessage, boolean, integer, integers, objects, rows, table, text
 from .range_table import check_table, table_pieces
@@ -296,7 +296,7 @@ class Service:
                     return
                 self._do(each.asked, partial(self._reserved, each))
             elif not self._will_have(each, available):
-                of_files = self._spiller.said() if self._spiller is not None else ""
+                of_files = self._spiller.room_in_words() if self._spiller is not None else ""
                 refusal = self._pool.out_of_memory(each.needed_bytes, available, self._names(), of_files)
                 self._answer(each.asked, refusal)
             elif each.waits:
@@ -678,7 +678,7 @@ class Service:
                 Move([hold.number for hold in entry.holds if hold.owner is session.owner], self._in_all_files(entry))
                 for entry in mine
             ]
-            told.append((session.moves, said(moves)))
+            told.append((session.moves, encoded(moves)))
         for log, moved in told:
             log.make_room(moved)
         for log, moved in told:

@@ -34,7 +34,7 @@ _LEAST_SLOTS = 4
 REQUESTS_AT_ONCE = 8  # requests in flight: what a fast disk needs
 _BATCH_BYTES = 256 << 20
 TRY_AGAIN_S = 5.0  # after a disk was full, or failed
-_STAND_BACK_S = 0.01  # who writes ahead, while others read
+_STAND_BACK_S = 0.01  # how long work in the background pauses while somebody's wake reads
 _ALIGNMENT = 2 << 20
 
 
@@ -117,7 +117,7 @@ class RingReader:
             self._changed.notify_all()
 
     def cancel(self, client: Hashable, why: str = "the client has gone") -> None:
-        """Read no more for this client (None: for any). The link is told, too."""
+        """Read no more for this client (None: for any). Copies of a link are cancelled there."""
         with self._changed:
             self._queue.cancel(client, VaultError(why))
             self._changed.notify_all()
@@ -379,8 +379,8 @@ class Spiller:
         """Of what is being spilled."""
         return self._batch.nbytes if self._batch else 0
 
-    def said(self) -> str:
-        """Of the files, for who gets no memory."""
+    def room_in_words(self) -> str:
+        """How much is free in files, and why nothing is spilled, for an error that says what memory is missing."""
         free = f"{format_bytes(self._ledger.free_file_bytes)} of {format_bytes(self._files.nbytes)} of files are free"
         return f"{free}; {self.failure}" if self.failure else free
 

@@ -150,7 +150,7 @@ class Conductor:
         paused = bool(is_paused and await within(ASK_WITHIN_S, is_paused()))
         if changes != self._changes or not (seen is None or self._still_holds(seen)):
             return False
-        self.handle(events.Answered(sleeps, None if ranks is None else metrics.said(ranks), paused))
+        self.handle(events.Answered(sleeps, None if ranks is None else metrics.states_of(ranks), paused))
         if self.model.phase is GatePhase.AWAKE:
             self.failure = None
         return True
@@ -166,7 +166,7 @@ class Conductor:
         """Find out what is mapped, where the engine's word is not enough; False if they do not answer."""
         ranks = await self._ask_ranks()
         if ranks:
-            self.handle(events.WorkersSaid(metrics.said(ranks)))
+            self.handle(events.WorkersSaid(metrics.states_of(ranks)))
         return bool(ranks)
 
     async def look_how_deep(self) -> None:
@@ -178,7 +178,7 @@ class Conductor:
         if not (self.model.asleep or self.model.is_doubtful):
             return
         if (ranks := await self._status.fresh(self.engine)) and changes == self._changes:
-            self.handle(events.WorkersSaid(metrics.said(ranks)))
+            self.handle(events.WorkersSaid(metrics.states_of(ranks)))
 
     async def look_what_is_loaded(self) -> None:
         """After a load, before it is noted: what the workers say that it left out. Asked twice, as in `ask_workers`."""

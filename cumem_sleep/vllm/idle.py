@@ -36,7 +36,7 @@ class IdleSleep:
     ) -> None:
         self._settings, self._conductor = settings, conductor
         self._unfinished, self._is_clear = unfinished, is_clear
-        self._requests = 0  # that are held here, or answered
+        self._requests = 0  # in progress: held here, or being answered
         self._until = 0.0  # the model stays awake, as far as this server knows
         self._resting = Resting()
         self._watch: asyncio.Task[None] | None = None

@@ -75,7 +75,7 @@ def asleep_and_lost(ranks: Iterable[RankStatus]) -> tuple[set[str], bool]:
     return {tag for tag, _ in usages}, lost
 
 
-def said(ranks: Iterable[RankStatus]) -> Workers:
+def states_of(ranks: Iterable[RankStatus]) -> Workers:
     """What the workers say of their memory, for the gate's model."""
     ranks = list(ranks)
     asleep, lost = asleep_and_lost(ranks)

@@ -223,7 +223,7 @@ def test_a_relay_that_fails_leaves_its_pieces_to_others(
     memory.fill_random(mine.address, TOTAL)
     memory.close()
     resting = [each for each in host.relays(to_host=False) if each.device]
-    holding.is_over = lambda: any(each.rests(0) for each in resting)
+    holding.is_over = lambda: any(each.refusal(0) for each in resting)
     sim.fail(call, error="CUDA_ERROR_INVALID_VALUE")
     mine.read(backup)
     assert memory.read(mine.address, TOTAL) == content
@@ -269,7 +269,7 @@ def test_at_every_driver_call_that_fails_bytes_are_right_or_the_request_fails(
     for after in range(6):
         for to_host in (True, False):
             for each in host.links(to_host):
-                each._relay._rests.clear()
+                each._relay._paused.clear()
                 each._relay._failure = ""
                 each._relay._trials.clear()
         sim.fail(call, after=after, error="CUDA_ERROR_INVALID_VALUE")
@@ -432,7 +432,7 @@ def test_a_relay_is_judged_by_its_rate(
     for carried in (3, 6):
         may_copy.clear()
         asked = ask(home, 40)
-        eventually(lambda: bool(helper._relay.rests(0)), "it was judged")
+        eventually(lambda: bool(helper._relay.refusal(0)), "it was judged")
         may_copy.set()
         eventually(lambda ended=asked: ended == [None], "all is copied")  # type: ignore[misc]
         assert [way for way in driver.carried if way != (0, "link")] == [(0, "peer"), (1, "link")] * carried

@@ -269,7 +269,7 @@ def test_the_last_failure_is_said_with_its_time_until_something_is_spilled(
         large.wait()
     at = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d [+-]\d{4}"
     assert re.fullmatch(rf"the disk is full \(at {at}\)", large.spiller.failure)
-    assert large.spiller.failure in large.spiller.said()
+    assert large.spiller.failure in large.spiller.room_in_words()
     monkeypatch.setattr(spill_module, "_write", print)
     large.spiller._try_again = 0.0
     assert large.spiller.make_room(UNIT_BYTES)

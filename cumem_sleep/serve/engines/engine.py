@@ -293,7 +293,7 @@ def _certificates() -> ssl.SSLContext:
     return ssl.create_default_context()
 
 
-def said(answer: httpx.Response) -> str:
+def error_of(answer: httpx.Response) -> str:
     """The message of an error, in whichever shape it comes."""
     try:
         body: Any = answer.json()

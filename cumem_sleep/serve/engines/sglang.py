@@ -26,7 +26,7 @@ import httpx
 from ..address import Address
 from ..command import packages_beside, values
 from ..status import Phase
-from .engine import ASK_WITHIN_S, Engine, Facts, Outcome, said, text_of
+from .engine import ASK_WITHIN_S, Engine, Facts, Outcome, error_of, text_of
 
 SAVES_MEMORY = ("--enable-memory-saver", "--enable-weights-cpu-backup")
 _SHIM = Path("cumem_sleep/integrations/torch_memory_saver/shim")
@@ -139,7 +139,7 @@ class SglangEngine(Engine):
                 return f"its server cannot release its memory and keep its weights: it needs {' '.join(SAVES_MEMORY)}"
             path = f"/flush_cache?timeout={0.9 * self._within_s:g}"
             answer = await self.ask("POST", path)
-            return "" if answer.is_success else f"/flush_cache: {answer.status_code}: {said(answer)}"
+            return "" if answer.is_success else f"/flush_cache: {answer.status_code}: {error_of(answer)}"
         except (httpx.HTTPError, OSError, ValueError, KeyError, TypeError) as error:
             return text_of(error)
 
@@ -155,7 +155,7 @@ class SglangEngine(Engine):
             return Outcome(None, to, 1 if to is Phase.ASLEEP else None)
         if answer.status_code in _NEVER_REACHED_IT:
             self._state = before
-        return Outcome(f"{path}: {answer.status_code}: {said(answer)}", self._state)
+        return Outcome(f"{path}: {answer.status_code}: {error_of(answer)}", self._state)
 
 
 def _bytes(gib: float) -> int:

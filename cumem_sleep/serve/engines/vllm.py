@@ -16,7 +16,7 @@ from ..address import Address
 from ..command import LOOPBACK, packages_beside, values
 from ..policy import OF_LAYER
 from ..status import Phase
-from .engine import ASK_EVERY_S, ASK_WITHIN_S, Engine, Facts, Failed, Outcome, said, text_of
+from .engine import ASK_EVERY_S, ASK_WITHIN_S, Engine, Facts, Failed, Outcome, error_of, text_of
 
 GATE = "cumem_sleep.vllm.SleepGate"
 _RESET = "/reset_prefix_cache"
@@ -343,7 +343,7 @@ def _check(path: str, answer: httpx.Response) -> httpx.Response:
     if answer.status_code in (httpx.codes.NOT_FOUND, httpx.codes.METHOD_NOT_ALLOWED):
         raise Failed(_NO_SLEEP_MODE, is_unknown=True)
     if not answer.is_success:
-        raise Failed(f"{path}: {answer.status_code}: {said(answer)}")
+        raise Failed(f"{path}: {answer.status_code}: {error_of(answer)}")
     return answer
 
 
