@@ -62,6 +62,7 @@ def test_snippets_are_found() -> None:
         "python",
         "bash",
         "text",
+        "toml",
         "yaml",
         "",
         "{eval-rst}",
