@@ -74,10 +74,11 @@ class Host:
 
 
 @pytest.fixture
-def host(folder: pathlib.Path, allocator: CuMemAllocator) -> Iterator[Host]:
+def host(folder: pathlib.Path, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
     sim.configure(devices=3)
     allocator._operations.open()
     running = Host(folder)
+    monkeypatch.setattr(threading, "excepthook", running.vault.thread_failed)  # or a test would hang, not fail
     yield running
     running.vault.stop(wait=False)
     running.thread.join(30)

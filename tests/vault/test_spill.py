@@ -27,7 +27,7 @@ from cumem_sleep.errors import VaultError, VaultLost
 from cumem_sleep.tools import cli
 from cumem_sleep.vault import files
 from cumem_sleep.vault import spill as spill_module
-from cumem_sleep.vault.client import VaultBackup
+from cumem_sleep.vault.client import VaultBackup, VaultClient
 from cumem_sleep.vault.files import PAGE_BYTES, SpillError, SpillFile, SpillFolder
 from cumem_sleep.vault.jobs import LinkPiece, PieceSource
 from cumem_sleep.vault.link import VaultLink
@@ -353,16 +353,24 @@ def test_what_is_about_to_wake_is_read_ahead_where_memory_is_free(
     assert spilling.status()["files_read_bytes"] == read, "it has come from memory"
 
 
-def test_what_is_prepared_for_wakes_without_the_disk(
-    spilling: RunningVault, make_allocator: Callable[..., CuMemAllocator], memory: Memory
-) -> None:
-    allocator = make_allocator(vault=str(spilling.socket))
+def asleep_in_files(
+    vault: RunningVault, make_allocator: Callable[..., CuMemAllocator], memory: Memory
+) -> tuple[CuMemAllocator, int, bytes, VaultClient]:
+    """An allocator, an address and its content, and the other client that has taken all memory."""
+    allocator = make_allocator(vault=str(vault.socket))
     address = allocator.malloc(SIZE, "weights")
     content = memory.fill_random(address, SIZE)
     allocator.sleep()
-    other = spilling.client("other")
-    other.reserve(spilling.status()["gpus"][0]["uuid"], [spilling.status()["memory_bytes"]])
-    assert spilling.status()["spilled_bytes"] >= SIZE
+    other = vault.client("other")
+    other.reserve(vault.status()["gpus"][0]["uuid"], [vault.status()["memory_bytes"]])
+    assert vault.status()["spilled_bytes"] >= SIZE
+    return allocator, address, content, other
+
+
+def test_what_is_prepared_for_wakes_without_the_disk(
+    spilling: RunningVault, make_allocator: Callable[..., CuMemAllocator], memory: Memory
+) -> None:
+    allocator, address, content, other = asleep_in_files(spilling, make_allocator, memory)
     other.close()
     allocator.prepare().wait()
     eventually(lambda: spilling.status()["spilled_bytes"] == 0, "it is in memory")
@@ -441,14 +449,7 @@ def test_memory_is_kept_free_ahead(
 def test_an_allocator_wakes_from_files_that_a_killed_vault_has_left(
     spilling: RunningVault, make_allocator: Callable[..., CuMemAllocator], memory: Memory
 ) -> None:
-    allocator = make_allocator(vault=str(spilling.socket))
-    address = allocator.malloc(SIZE, "weights")
-    content = memory.fill_random(address, SIZE)
-    allocator.sleep()
-    client = spilling.client("others")
-    gpu = spilling.status()["gpus"][0]["uuid"]
-    client.reserve(gpu, [spilling.status()["memory_bytes"]])
-    assert spilling.status()["spilled_bytes"] >= SIZE
+    allocator, address, content, client = asleep_in_files(spilling, make_allocator, memory)
     spilling.kill()
     with pytest.raises(VaultLost):
         client.status()

@@ -266,9 +266,8 @@ class Engine(ABC):
         content = bytearray()
         try:
             async with self._client.stream(method, path, **asked) as answer:
-                if (
-                    encoding := answer.headers.get("content-encoding", _PLAIN)
-                ) != _PLAIN:  # it might grow beyond bounds
+                encoding = answer.headers.get("content-encoding", _PLAIN)
+                if encoding != _PLAIN:  # it might grow beyond bounds
                     raise httpx.DecodingError(f"its answer is compressed ({encoding[:20]!r}), and was not to be")
                 async for piece in answer.aiter_bytes():
                     content += piece
