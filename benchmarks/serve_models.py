@@ -9,6 +9,11 @@ same model's first token when awake. Then many clients ask at once: every answer
 directly and through the front, in turns. Last, each model in turn is started in place of another that is stopped: that
 is a switch without sleep mode. Those for which there is no time are named. A phase that fails says why, and the others
 are done. It needs the extra `serve`.
+
+Two models of 32B's shape whose compressed backups lie in a vault, with the links of all GPUs:
+
+    python benchmarks/serve_models.py --out serve_models_links.json --models a=32B,b=32B --compress \
+        --vault 110 --vault-options '--gpus 0 1 2 3'
 """
 
 from __future__ import annotations
@@ -38,6 +43,7 @@ from ending import end
 from layers import SIMULATED
 from model_server import HOST, Answer, Deadline, completion, exit_on_sigterm, read_completion
 from record import machine_apart, touch_host_memory
+from vault_process import Vault
 
 MODELS = {"large": ("8B", []), "fp8": ("14B", ["--quantization", "fp8"]), "small": ("0.6B", [])}
 EXECUTION = {
@@ -108,8 +114,8 @@ class Bench:
     """The front, and what is known of its models.
 
     Attributes:
-        expected: the tokens of the first time, by model and prompt.
         models: those that have started; the last is the smallest.
+        expected: the tokens of the first time, by model and prompt.
         start_s: what the start of each took.
         awake_s: first tokens of requests that found their model awake, by model; those to new prompts are left out.
     """
@@ -117,9 +123,9 @@ class Bench:
     front: Endpoint
     deadline: Deadline
     chance: random.Random
+    models: list[str]
     facts: Facts = field(default_factory=dict)
     expected: dict[tuple[str, int], list[Any]] = field(default_factory=dict)
-    models: list[str] = field(default_factory=lambda: list(MODELS))
     start_s: dict[str, float] = field(default_factory=dict)
     awake_s: dict[str, list[float]] = field(default_factory=dict)
 
@@ -312,9 +318,9 @@ def restarts(bench: Bench, budget_s: float) -> Facts:
 # The front
 
 
-def write_models(arguments: argparse.Namespace, file: Path) -> None:
+def write_models(arguments: argparse.Namespace, file: Path, vault: str) -> None:
     models: Facts = {}
-    for name, (shape, options) in MODELS.items():
+    for name, (shape, options) in arguments.models.items():
         write_config(arguments.work / shape, SHAPES[shape])
         command = [*shlex.split(arguments.server_command), str(arguments.work / shape)]
         if not arguments.server_command:
@@ -332,8 +338,11 @@ def write_models(arguments: argparse.Namespace, file: Path) -> None:
             "levels": [1],
         }
     environment = {"VLLM_CACHE_ROOT": str(arguments.work / "cache"), "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    environment |= {"VLLM_USE_FLASHINFER_SAMPLER": "0", "CUMEM_SLEEP_COMPRESS": "auto" if arguments.compress else "off"}
+    if vault:
+        environment["CUMEM_SLEEP_VAULT"] = vault
     for model in models.values():
-        model["env"] = {**environment, "VLLM_USE_FLASHINFER_SAMPLER": "0"}
+        model["env"] = environment
     front = {"port": arguments.port, "admin_token": TOKEN}
     whole = {"front": front, "logs": str(arguments.out.parent / "logs"), "models": models}
     if SIMULATED or arguments.server_command:
@@ -403,24 +412,33 @@ def free_port() -> int:
 
 def run(arguments: argparse.Namespace, facts: Facts, save: Callable[[], None]) -> None:
     arguments.port = arguments.port or free_port()
+    vault_bytes = arguments.vault << 30
     arguments.work.mkdir(parents=True, exist_ok=True)
     file, log = arguments.work / "models.yaml", arguments.out.with_name("serve_models.log")
-    write_models(arguments, file)
     if not facts["machine"].get("simulated"):
         # The front looks up what the host has left. Some virtual machines show only what has been used.
-        touch_host_memory(TOUCHED_BYTES)
-    bench = Bench(Endpoint(arguments.port), Deadline(arguments.deadline), random.Random(arguments.seed), facts)
+        touch_host_memory(TOUCHED_BYTES + vault_bytes)
+    deadline, names = Deadline(arguments.deadline), list(arguments.models)
+    bench = Bench(Endpoint(arguments.port), deadline, random.Random(arguments.seed), names, facts)
     phases: dict[str, Callable[[], Facts]] = {
         "answers": lambda: know_answers(bench),
         "one after the other": lambda: one_after_the_other(bench, arguments.requests),
         "many at once": lambda: many_at_once(bench, arguments.load, arguments.clients),
-        "answers are still the same": lambda: one_after_the_other(bench, 3 * len(MODELS)),
+        "answers are still the same": lambda: one_after_the_other(bench, 3 * len(names)),
         "overhead": lambda: overhead(bench, arguments.overhead, arguments.clients),
         "restarts": lambda: restarts(bench, arguments.restart_seconds),
     }
-    with front_of(file, log) as process:
+    with contextlib.ExitStack() as stack:
+        vault = None
+        if vault_bytes:
+            vault = stack.enter_context(Vault(vault_bytes, *shlex.split(arguments.vault_options)))
+            facts["vault pinned after"] = vault.wait_until_pinned()
+        write_models(arguments, file, vault.socket if vault is not None else "")
+        process = stack.enter_context(front_of(file, log))
         facts["start"] = wait_until_started(bench, process, log)
         for name, phase in phases.items():
+            if arguments.phases and name not in arguments.phases:
+                continue
             begin = time.monotonic()
             try:
                 facts[name] = phase()
@@ -430,6 +448,8 @@ def run(arguments: argparse.Namespace, facts: Facts, save: Callable[[], None]) -
             save()
         with contextlib.suppress(Exception):
             facts["models at the end"] = bench.status()
+            if vault is not None:
+                facts["vault"] = vault.status()
     facts["the front ended in order"] = process.returncode == 0
 
 
@@ -460,9 +480,21 @@ def table(facts: Facts) -> list[str]:
     return lines + [f"FAILED {name}: {error}" for name, error in facts["failed"].items()]
 
 
+def models_of(text: str) -> dict[str, tuple[str, list[str]]]:
+    pairs = dict(part.split("=") for part in text.split(","))
+    if unknown := set(pairs.values()) - set(SHAPES):
+        raise argparse.ArgumentTypeError(f"no such shape: {', '.join(sorted(unknown))}; there are {', '.join(SHAPES)}")
+    return {name: (shape, []) for name, shape in pairs.items()}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="where the raw result goes (JSON)")
+    parser.add_argument("--models", type=models_of, default=MODELS, help="NAME=SHAPE,… (default: large, fp8 and small)")
+    parser.add_argument("--compress", action="store_true", help="compressed backups")
+    parser.add_argument("--vault", type=int, default=0, metavar="GIB", help="through a vault with so much memory")
+    parser.add_argument("--vault-options", default="", help="of `cumem-sleep vault`")
+    parser.add_argument("--phases", type=lambda names: names.split(","), help="only these, as 'answers,overhead'")
     parser.add_argument("--requests", type=int, default=200, help="one after the other (default: %(default)s)")
     parser.add_argument("--load", type=int, default=200, help="requests by many clients (default: %(default)s)")
     parser.add_argument("--clients", type=int, default=16, help="that ask at once (default: %(default)s)")
@@ -493,7 +525,7 @@ def main() -> None:
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     facts: Facts = {
         "machine": {"simulated": True} if SIMULATED or arguments.server_command else machine_apart("vllm"),
-        "models": {name: [shape, *options] for name, (shape, options) in MODELS.items()},
+        "models": {name: [shape, *options] for name, (shape, options) in arguments.models.items()},
         "execution": arguments.execution,
         "failed": {},
     }

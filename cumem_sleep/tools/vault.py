@@ -78,9 +78,9 @@ def add_command(
     command.add_argument("--socket", type=path, metavar="PATH", help=socket_text)
     text = "the GPUs to serve, by CUDA ordinal or UUID, all prepared at the start (default: all, of which the first is)"
     command.add_argument("--gpus", nargs="+", default=[], metavar="GPU", help=text)
-    text = "whose links carry copies for other GPUs, over NVLink: none (off, default), those of all GPUs that the vault"
-    text += " uses already (auto), or of these GPUs, by CUDA ordinal or UUID, which it prepares at the start"
-    command.add_argument("--relay", nargs="+", default=["off"], metavar="GPU", help=text)
+    text = "whose links carry copies for other GPUs, over NVLink: those of all GPUs that the vault uses already (auto,"
+    text += " default), none (off), or those of these GPUs, by CUDA ordinal or UUID, which it prepares at the start"
+    command.add_argument("--relay", nargs="+", default=["auto"], metavar="GPU", help=text)
     text = f"take memory in slabs of this size (default: {format_bytes(DEFAULT_SLAB_BYTES)}, or more with much memory)"
     command.add_argument("--slab-size", type=size, metavar="SIZE", help=text)
     text = "serve Prometheus metrics at http://HOST:PORT/metrics (HOST by default 127.0.0.1; port 0: any that is free)"
