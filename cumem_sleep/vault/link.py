@@ -29,6 +29,7 @@ from .relay import SLOTS, Relay
 
 PIECE_BYTES = 64 << 20  # about a millisecond of a link
 WORTH_RELAYING_BYTES = 128 << 20  # that wait for one link: less of it, it has carried as soon by itself
+SMALL_PIECES_BYTES = 1 << 30  # that wait: with more, large pieces save time of the vault's threads
 QUIET_S = 0.005  # without copies for its own GPU: from then on a link helps others
 STAGING_S = 10.0  # without copies for others: then the memory for these goes
 _PAUSE_S = 1.0  # without copies: what comes then is another operation's
@@ -228,8 +229,8 @@ class VaultLink:
         """Copy the next piece for this GPU."""
         self._choose(in_flight)
         most = [self._most_bytes()] if self._best is not None else []
-        if self._is_helped():
-            most.append(RELAYED_BYTES)  # what this link holds on to, others wait for
+        if self.turns.waiting_bytes < SMALL_PIECES_BYTES and self._is_helped():
+            most.append(RELAYED_BYTES)  # what this link holds on to, others wait for at the end
         with self._group.lock:
             taken = self.turns.take(min(most, default=None))
         if taken is None:

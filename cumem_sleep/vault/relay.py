@@ -18,7 +18,7 @@ from .jobs import RELAYED_BYTES, LinkPiece
 
 SLOTS = 4  # of staging memory: as many pieces may be in flight
 _LEFT_BYTES = 256 << 20  # of a GPU's memory; what is less is not taken for staging
-_TRIALS = 3  # the first is not judged: the driver may set something up
+_MOST_TRIALS = 12  # the first is not judged: the driver may set something up. Busy threads of the vault delay others
 _LEAST_TIMED_BYTES = 4 << 20  # smaller pieces are not judged: their time is mostly latency
 _WORTH = 2.0  # times the link's rate is the least that copies between the two GPUs must have
 _AGAIN_S = 60.0  # until it is tried again where memory or the rate was too low
@@ -52,6 +52,7 @@ class Relay:
         self._begun = 0  # copies; each uses the slot after that of the one before
         self._paused: dict[int, tuple[float, str]] = {}  # until when, and why, by the GPU whose memory it would reach
         self._trials: dict[int, list[tuple[float, float]]] = {}  # by that GPU: seconds of both ways, each time
+        self._worth: set[int] = set()  # GPUs to whose memory it is fast enough
         self._said: set[str] = set()
         self._failure = ""
 
@@ -74,13 +75,14 @@ class Relay:
 
     def is_on_trial(self, target: int) -> bool:
         """Whether its rate is not known yet: then `begin` waits for the copy, and nothing else may be in flight."""
-        return len(self._trials.get(target, ())) < _TRIALS
+        return target not in self._worth and len(self._trials.get(target, ())) < _MOST_TRIALS
 
     def pause(self, target: int, why: object) -> None:
         """Copy nothing for that GPU for a while."""
         self._say(target, why)
         self._paused[target] = time.monotonic() + _AGAIN_S, _text(why)
         self._trials.pop(target, None)
+        self._worth.discard(target)
 
     def _say(self, target: int, why: object) -> None:
         """Once."""
@@ -151,10 +153,12 @@ class Relay:
             return
         trials = self._trials.setdefault(target, [])
         trials.append((peer_s, link_s))
-        if len(trials) < _TRIALS:
+        if len(trials) == 1:
             return
         peer_s, link_s = (min(seconds) for seconds in zip(*trials[1:], strict=True))
-        if peer_s * _WORTH > link_s:
+        if peer_s * _WORTH <= link_s:
+            self._worth.add(target)
+        elif len(trials) >= _MOST_TRIALS:
             self.pause(target, "copies between them are slow, as without NVLink")
 
 

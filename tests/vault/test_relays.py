@@ -40,7 +40,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (jobs, relay):
         monkeypatch.setattr(module, "RELAYED_BYTES", PAGE // 2)
     monkeypatch.setattr(relay, "_LEFT_BYTES", 0)
-    monkeypatch.setattr(relay, "_TRIALS", 0)
+    monkeypatch.setattr(relay, "_MOST_TRIALS", 0)
     monkeypatch.setattr(link, "WORTH_RELAYING_BYTES", PAGE)
     monkeypatch.setattr(link, "QUIET_S", 0.0)
     monkeypatch.setattr(service, "PIECE_BYTES", PAGE)
@@ -346,6 +346,8 @@ class Carrying:
         self.may_end = threading.Event()
         self.may_end.set()
         self.carried: list[tuple[int, str]] = []
+        self.late_s: deque[float] = deque()  # by which the first copies between GPUs take longer
+        self.nbytes: list[int] = []  # of each copy to the host
 
     def stream(self, device: int) -> CarryingStream:
         return CarryingStream(self, device)
@@ -362,13 +364,14 @@ class CarryingStream:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def to_host(self, *_: object) -> None:
+    def to_host(self, _block: object, _offset: int, _address: int, nbytes: int) -> None:
         self._driver.carried.append((self.device, "link"))
+        self._driver.nbytes.append(nbytes)
         self._seconds += self._driver.link_s
 
     def within_devices(self, *_: object) -> None:
         self._driver.carried.append((self.device, "peer"))
-        self._seconds += self._driver.peer_s
+        self._seconds += self._driver.peer_s + (self._driver.late_s.popleft() if self._driver.late_s else 0.0)
 
     def follow(self, other: CarryingStream) -> None:
         self._seconds, other._seconds = self._seconds + other._seconds, 0.0
@@ -389,7 +392,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Carrying:
     monkeypatch.setattr(link, "time", clock)
     monkeypatch.setattr(relay, "time", clock)
     monkeypatch.setattr(relay, "_LEAST_TIMED_BYTES", 1)
-    monkeypatch.setattr(relay, "_TRIALS", 3)
+    monkeypatch.setattr(relay, "_MOST_TRIALS", 3)
     return made
 
 
@@ -445,6 +448,43 @@ def test_a_relay_is_judged_by_its_rate(
     eventually(lambda: home.turns.waiting_bytes < PAGE, "it carries all that is worth it")
     may_copy.set()
     eventually(lambda: ended == [None], "all is copied")
+
+
+def test_a_busy_vault_is_not_taken_for_a_slow_way(
+    driver: Carrying, group: LinkGroup, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its threads wait for each other, which makes single copies look slow; one that does not is enough."""
+    monkeypatch.setattr(relay, "_MOST_TRIALS", 12)
+    driver.late_s.extend([0.0004] * 9)
+    may_copy = threading.Event()
+    choose = VaultLink._choose
+
+    def held(mine: VaultLink, in_flight: deque[object]) -> None:
+        assert mine.device or may_copy.wait(30)
+        choose(mine, in_flight)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(VaultLink, "_choose", held)
+    home, helper = VaultLink(0, group), VaultLink(1, group)
+    ended = ask(home, 40)
+    eventually(lambda: home.turns.waiting_bytes < PAGE, "it carries all that is worth it")
+    may_copy.set()
+    eventually(lambda: ended == [None], "all is copied")
+    assert not helper._relay.refusal(0)
+    assert "slow" not in caplog.text
+
+
+def test_a_link_that_is_helped_takes_small_pieces_when_little_is_left(
+    driver: Carrying, group: LinkGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link, "SMALL_PIECES_BYTES", 4 * PAGE)
+    monkeypatch.setattr(link, "WORTH_RELAYING_BYTES", 1 << 40)  # the other one could help, and finds too little
+    home = VaultLink(0, group)
+    VaultLink(1, group)
+    ended: list[Exception | None] = []
+    pieces = deque(LinkPiece(None, 0, 0, PAGE) for _ in range(16))  # type: ignore[arg-type]
+    home.submit(Job("client", Reached(), pieces, ended.append))
+    eventually(lambda: ended == [None], "all is copied")
+    assert driver.nbytes == [PAGE] * 13 + [PAGE // 2] * 6
 
 
 def test_a_link_helps_nobody_while_its_own_gpu_needs_it(
