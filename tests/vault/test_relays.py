@@ -477,6 +477,7 @@ def test_a_link_that_is_helped_takes_small_pieces_when_little_is_left(
     driver: Carrying, group: LinkGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(link, "SMALL_PIECES_BYTES", 4 * PAGE)
+    monkeypatch.setattr(link, "RELAYED_BYTES", PAGE // 2)
     monkeypatch.setattr(link, "WORTH_RELAYING_BYTES", 1 << 40)  # the other one could help, and finds too little
     home = VaultLink(0, group)
     VaultLink(1, group)
