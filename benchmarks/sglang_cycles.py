@@ -204,13 +204,14 @@ def one(way: str, arguments: argparse.Namespace) -> None:
     for number in range(arguments.cycles):
         if time.monotonic() < ends_at:
             measured.cycle(f"cycle {number + 1}", [None], [None])
-    measured.cycle("kv_cache, weights", [["kv_cache"], ["weights"]], [["weights"], ["kv_cache"]])
+    rest = ["kv_cache", "cuda_graph"] if "graphs" in way.split("-") else ["kv_cache"]
+    measured.cycle("kv_cache, weights", [rest, ["weights"]], [["weights"], rest])
     before = measured.expected
     measured.write(1)
     measured.expected = measured.answers()
     notes.note("written", writing_changes_answers=measured.expected != before)
     measured.write(2)
-    measured.cycle("update", [None], [["weights"], ["kv_cache"]], write=lambda: measured.write(1))
+    measured.cycle("update", [None], [["weights"], rest], write=lambda: measured.write(1))
     if cuda:
 
         def check(action: str) -> tuple[bool, str]:
