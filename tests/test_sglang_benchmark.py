@@ -98,10 +98,12 @@ def test_a_way_makes_these_calls_and_compares_what_the_engine_says(
         *[("release", None), ("resume", weights), ("write",), ("resume", cache)],
     ]
     machine = {"gpu": "A GPU", "driver": "580.1", "cores": 16, "torch": "2.11.0"}
-    said, *_, last = benchmark_module("measured.sglang").table({**result, "machine": machine})
+    measured = {**result, "machine": machine}
+    said, _, _, _, first, second = benchmark_module("measured.sglang").tables_of([measured, measured])
     assert said.startswith("SGLang 0, Qwen3-")
-    assert last.startswith("| cumem-sleep, torch | 0.0")
-    assert last.split(" | ")[5] == "2"
+    assert first == second, "of one machine they are in one table"
+    assert first.startswith("| cumem-sleep, torch | 0.0")
+    assert first.split(" | ")[5] == "2"
 
 
 def test_a_way_after_which_the_engine_says_something_else_fails_alone(folder: pathlib.Path) -> None:

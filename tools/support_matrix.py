@@ -184,23 +184,35 @@ WITH_OTHERS: dict[str, dict[str, Ran | Tested | Sequence[Tested]]] = {
     "sleep and wake": {
         "PyTorch": Ran("decoder.json"),
         "torch_memory_saver": Ran("saver.json", (*_SAVER, "ours")),
-        "SGLang": Tested(_CALLS, "test_release_and_resume_memory_occupation"),
+        "SGLang": Ran("sglang_cycles.json", ("ways", "ours")),
+        "TRL": Ran("trl_colocated.json", ("ways", "ours-2")),
         TRAINERS: (
             Tested(_CALLS, "test_buffers_of_deep_ep_are_left_out"),
             Tested(_CALLS, "test_gradients_are_dropped_and_parameters_stay_for_the_update"),
             Tested(_CALLS, "test_release_and_resume_memory_occupation"),
         ),
     },
-    "training": {"torch_memory_saver": Ran("saver.json", ("training loop", "ours"))},
-    "compressed backups": {"PyTorch": Ran("compressed.json")},
-    "the vault": {"PyTorch": Ran("vault.json"), "torch_memory_saver": Ran("saver.json", (*_SAVER, "ours, vault"))},
+    "training": {
+        "torch_memory_saver": Ran("saver.json", ("training loop", "ours")),
+        "TRL": Ran("trl_colocated.json", ("ways", "ours-1")),
+    },
+    "compressed backups": {
+        "PyTorch": Ran("compressed.json"),
+        "SGLang": Ran("sglang_cycles_special.json", ("ways", "ours-compressed")),
+    },
+    "the vault": {
+        "PyTorch": Ran("vault.json"),
+        "torch_memory_saver": Ran("saver.json", (*_SAVER, "ours, vault")),
+        "SGLang": Ran("sglang_cycles_special.json", ("ways", "ours-vault")),
+    },
     "level 3": {"PyTorch": Ran("bench_level_3.json")},
     "several ranks": {"PyTorch": Tested("operations/test_agreement.py", "test_a_group_of_torch_distributed")},
     "kept ranges": {"PyTorch": Ran("kept_ranges.json")},
     "backups on disk": {
+        "PyTorch": Ran("vault_spill.json"),
         "torch_memory_saver": Tested(
             "integrations/test_torch_memory_saver.py", "test_disk_backups_go_to_a_vault_that_spills"
-        )
+        ),
     },
 }
 
@@ -223,7 +235,7 @@ def _versions() -> dict[str, str]:
     return {
         "PyTorch": ", ".join(sorted(ran)),
         "torch_memory_saver": str(Ran("saver.json", (*_SAVER, "theirs")).result["version"]),
-        "SGLang": re.findall(r"sglang==([\d.]+)", _ci())[0],
+        "SGLang": str(Ran("sglang_cycles.json", ("ways", "ours")).result["sglang"]),
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from .results import is_there, load, machine
@@ -13,24 +14,34 @@ COLUMNS = ("first release", "later ones", "resume", "answers after it", "cycles"
 
 
 def tables() -> list[str]:
-    """One for each result that is there."""
-    found = [table(load(name)) for name in RESULTS if is_there(name)]
+    """Of the results that are there."""
+    return tables_of(map(load, filter(is_there, RESULTS)))
+
+
+def tables_of(results: Iterable[dict[str, Any]]) -> list[str]:
+    """Those of the same model, machine and number of GPUs in one."""
+    by_head: dict[str, list[str]] = {}
+    for result in results:
+        by_head.setdefault(_head(result), []).extend(_rows(result))
+    found = [[head, "", *header(COLUMNS), *rows] for head, rows in by_head.items()]
     return [line for number, lines in enumerate(found) for line in [*([""] if number else []), *lines]]
 
 
-def table(result: dict[str, Any]) -> list[str]:
+def _head(result: dict[str, Any]) -> str:
     """Seconds of the cycles of all memory; in all ways tokens and weights were the same."""
-    summary, failures = result["summary"], result["failures"]
-    ways = {way: found for way, found in summary.items() if found.get("cycles") and way not in failures}
     version = next(facts["sglang"] for facts in result["ways"].values() if "sglang" in facts)
     gpus = f" on {result['tensor_parallel']} GPUs" if result["tensor_parallel"] > 1 else ""
-    return [
+    return (
         f"SGLang {version}, Qwen3-{result['shape']}'s shape{gpus}, weights backed up; the same tokens, log"
-        f" probabilities and weights after each cycle. {machine(result)}. Seconds, medians of the later cycles:",
-        "",
-        *header(COLUMNS),
-        *(row(_name(way), _cells(found)) for way, found in ways.items()),
-    ]
+        f" probabilities and weights after each cycle. {machine(result)}. Seconds, medians of the later cycles:"
+    )
+
+
+def _rows(result: dict[str, Any]) -> list[str]:
+    """Of the ways that did not fail."""
+    summary, failures = result["summary"], result["failures"]
+    ways = {way: found for way, found in summary.items() if found.get("cycles") and way not in failures}
+    return [row(_name(way), _cells(found)) for way, found in ways.items()]
 
 
 def _name(way: str) -> str:
