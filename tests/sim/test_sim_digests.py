@@ -89,7 +89,7 @@ def test_other_numbers_of_threads_are_refused(digesting: Digesting, threads: int
 
 
 def test_memory_that_is_not_mapped_is_refused(digesting: Digesting) -> None:
-    digesting.note((digesting.address, 0), (digesting.address + PAGE, 1))
+    digesting.note((digesting.address, 0), (digesting.driver.reserve(PAGE), 1))
     assert digesting.launch() == INVALID_VALUE
 
 
