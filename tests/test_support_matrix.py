@@ -95,6 +95,6 @@ def test_what_the_code_refuses_is_refused_whatever_ran(matrix: Any, monkeypatch:
         )
     (kept,) = (feature for feature in matrix.WITH_VLLM if feature.versions)
     assert kept.versions == kept_kv.VERSIONS
-    assert [kept.cell(version).partition("]")[0] for version in ("0.18.1", "0.33.0")] == ["[refused", "[simulator"]
+    assert [kept.cell(version).partition("]")[0] for version in ("0.11.2", "0.33.0")] == ["[refused", "[simulator"]
     monkeypatch.setattr(compatibility, "OLDEST", (0, 27))
     assert all("compatibility.py" in feature.cell("0.26.0") for feature in matrix.WITH_VLLM)
