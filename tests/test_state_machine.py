@@ -424,7 +424,7 @@ def test_random_sequences() -> None:
     run_state_machine_as_test(
         Sequences,
         settings=settings(
-            max_examples=200,
+            max_examples=100,
             stateful_step_count=25,
             deadline=None,
             database=None,
