@@ -412,25 +412,30 @@ def group() -> Iterator[LinkGroup]:
         each.stop()
 
 
-def ask(mine: VaultLink, pieces: int) -> list[Exception | None]:
-    ended: list[Exception | None] = []
-    todo = deque(LinkPiece(None, 0, 0, PAGE // 2) for _ in range(pieces))  # type: ignore[arg-type]
-    mine.submit(Job("client", Reached(), todo, ended.append))
-    return ended
-
-
-def test_a_relay_is_judged_by_its_rate(
-    driver: Carrying, group: LinkGroup, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """As slow as without NVLink it rests a while, which is said once."""
-    may_copy = threading.Event()
-    choose = VaultLink._choose
+@pytest.fixture
+def may_copy(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Until it is set, the link of GPU 0 copies nothing."""
+    may_copy, choose = threading.Event(), VaultLink._choose
 
     def held(mine: VaultLink, in_flight: deque[object]) -> None:
         assert mine.device or may_copy.wait(30)
         choose(mine, in_flight)  # type: ignore[arg-type]
 
     monkeypatch.setattr(VaultLink, "_choose", held)
+    return may_copy
+
+
+def ask(mine: VaultLink, pieces: int, nbytes: int = PAGE // 2) -> list[Exception | None]:
+    ended: list[Exception | None] = []
+    todo = deque(LinkPiece(None, 0, 0, nbytes) for _ in range(pieces))  # type: ignore[arg-type]
+    mine.submit(Job("client", Reached(), todo, ended.append))
+    return ended
+
+
+def test_a_relay_is_judged_by_its_rate(
+    driver: Carrying, group: LinkGroup, may_copy: threading.Event, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As slow as without NVLink it rests a while, which is said once."""
     driver.peer_s = 0.0002
     home, helper = VaultLink(0, group), VaultLink(1, group)
     for carried in (3, 6):
@@ -451,19 +456,15 @@ def test_a_relay_is_judged_by_its_rate(
 
 
 def test_a_busy_vault_is_not_taken_for_a_slow_way(
-    driver: Carrying, group: LinkGroup, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    driver: Carrying,
+    group: LinkGroup,
+    may_copy: threading.Event,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Its threads wait for each other, which makes single copies look slow; one that does not is enough."""
     monkeypatch.setattr(relay, "_MOST_TRIALS", 12)
     driver.late_s.extend([0.0004] * 9)
-    may_copy = threading.Event()
-    choose = VaultLink._choose
-
-    def held(mine: VaultLink, in_flight: deque[object]) -> None:
-        assert mine.device or may_copy.wait(30)
-        choose(mine, in_flight)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(VaultLink, "_choose", held)
     home, helper = VaultLink(0, group), VaultLink(1, group)
     ended = ask(home, 40)
     eventually(lambda: home.turns.waiting_bytes < PAGE, "it carries all that is worth it")
@@ -481,9 +482,7 @@ def test_a_link_that_is_helped_takes_small_pieces_when_little_is_left(
     monkeypatch.setattr(link, "WORTH_RELAYING_BYTES", 1 << 40)  # the other one could help, and finds too little
     home = VaultLink(0, group)
     VaultLink(1, group)
-    ended: list[Exception | None] = []
-    pieces = deque(LinkPiece(None, 0, 0, PAGE) for _ in range(16))  # type: ignore[arg-type]
-    home.submit(Job("client", Reached(), pieces, ended.append))
+    ended = ask(home, 16, PAGE)
     eventually(lambda: ended == [None], "all is copied")
     assert driver.nbytes == [PAGE] * 13 + [PAGE // 2] * 6
 
