@@ -44,6 +44,15 @@ def test_gpus_that_relay_have_their_contexts_before_a_client_comes(start_vault: 
     assert vault.said("takes about 512.03 MiB of GPU 0 and 1 for a context\n")
 
 
+@pytest.mark.parametrize(("options", "refusal"), [([], ""), (["--relay", "off"], "--relay leaves it out")])
+def test_links_of_gpus_in_use_help_each_other_unless_told_not_to(
+    start_vault: StartVault, options: list[str], refusal: str
+) -> None:
+    vault = start_vault("16MiB", "--gpus", "0", "1", *options, **TWO_GPUS)
+    eventually(lambda: all(gpu["helpers"] for gpu in vault.status()["gpus"]), "both have links")
+    assert [list(gpu["helpers"].values()) for gpu in vault.status()["gpus"]] == [[refusal], [refusal]]
+
+
 def test_the_first_client_of_a_gpu_keeps_nobody_else_waiting(start_vault: StartVault) -> None:
     """Its context would take five minutes. Clients of another GPU do all that there is to do meanwhile."""
     vault = start_vault("16MiB", **TWO_GPUS, CUMEM_SLEEP_SIM_CONTEXT_US_PER_MIB=str(20 * 10**6))
