@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from processor import slowness
 
 from cumem_sleep.serve.body import BadBody, FormFinder, JsonFinder, ModelFinder, finder_for, renamed
 
@@ -209,7 +210,7 @@ COSTLY = {
 
 @pytest.mark.parametrize("kind", COSTLY)
 def test_each_byte_costs_the_same_and_little(kind: str) -> None:
-    """The least of some rounds, since others use this machine, too."""
+    """By the median of some rounds, since others use this machine, too."""
     new, before, unit = COSTLY[kind]
     piece = unit * ((64 << 10) // len(unit))
     finder = new()
@@ -219,4 +220,4 @@ def test_each_byte_costs_the_same_and_little(kind: str) -> None:
         started = time.process_time()
         finder.look(piece)
         costs_s.append(time.process_time() - started)
-    assert sorted(costs_s)[32] < 0.010 / 16, "10 ms for each MiB"
+    assert sorted(costs_s)[32] < 0.010 / 16 * slowness(), "10 ms for each MiB"

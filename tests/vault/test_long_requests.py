@@ -15,6 +15,7 @@ from contextlib import suppress
 
 import numpy as np
 import pytest
+from processor import slowness
 from running import SECONDS, Segment, eventually, seal, take_back
 from support import PAGE
 from test_failures import descriptors_left
@@ -33,15 +34,6 @@ pytestmark = [pytest.mark.sim, pytest.mark.slow]
 MANY = 6400
 MEMORY = 3 * MANY * UNIT_BYTES
 HOLD_S = 0.1  # of the processor's time: others may have the processor meanwhile
-NOMINAL_S = 0.05  # for which the same processor counts to a million; a slower one may hold longer
-
-
-def counting_s() -> float:
-    """Of the processor's time, for counting to a million."""
-    begin, number = time.thread_time(), 0
-    while number < 1_000_000:
-        number += 1
-    return time.thread_time() - begin
 
 
 class Watched(selectors.DefaultSelector):
@@ -108,7 +100,7 @@ def many(folder: pathlib.Path, allocator: CuMemAllocator, monkeypatch: pytest.Mo
         sys.set_int_max_str_digits(before[1])
         sim.reset()
     assert not thread.is_alive()
-    limit_s = HOLD_S * max(1.0, counting_s() / NOMINAL_S)
+    limit_s = HOLD_S * slowness()
     print(f"the longest hold: {Watched.longest_s * 1e3:.1f} ms, of {limit_s * 1e3:.1f}")
     assert Watched.longest_s < limit_s
 

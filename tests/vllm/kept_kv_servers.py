@@ -171,7 +171,7 @@ def main() -> None:
         line = ["--model", str(watched_server.model_folder(folder)), "--served-model-name", "model"]
         line += watched_server.options("recording_hashing_worker.RecordingHashingWorker")
         line += ["--enable-sleep-mode", "--block-size", "16", "--num-gpu-blocks-override", "61"]
-        line += ["--api-server-count", "2", "--enable-prompt-tokens-details"]
+        line += ["--api-server-count", "2", "--enable-prompt-tokens-details", "--disable-uvicorn-access-log"]
         line += ["--data-parallel-size", str(options.engines)]
         line += ["--middleware", "cumem_sleep.vllm.SleepGate", "--middleware", "kept_kv_servers.Named"]
         with socket.create_server(("127.0.0.1", 0)) as free:
