@@ -146,8 +146,8 @@ class Conductor:
             ranks = await self._status.fresh(self.engine)
         # vLLM from 0.18 on also says that it sleeps while its scheduler is only paused. The workers know the
         # difference.
-        is_paused = getattr(self.engine, "is_paused", None) if sleeps and ranks is None else None
-        paused = bool(is_paused and await within(ASK_WITHIN_S, is_paused()))
+        says_so = sleeps and ranks is None and hasattr(self.engine, "is_paused")
+        paused = says_so and await within(ASK_WITHIN_S, data_parallel.is_any_paused(self.engine))
         if changes != self._changes or not (seen is None or self._still_holds(seen)):
             return False
         self.handle(events.Answered(sleeps, None if ranks is None else metrics.states_of(ranks), paused))
@@ -384,7 +384,7 @@ class Conductor:
                 calls = model.calls_to_wake()
                 what = f"level {model.level}{', weights loaded' if EngineCall.RELOAD in calls else ''}"
                 start = time.perf_counter()
-                if self.several_servers and model.asleep:
+                if self.several_servers and model.asleep and not model.state.kept:
                     await self.flush()  # a sibling may have let a request through
                 for call in calls:
                     await self._make(call)

@@ -19,6 +19,15 @@ async def is_any_sleeping(engine: Any) -> bool:
     return any(await _each(engine, engine.is_sleeping, "is_sleeping"))
 
 
+async def is_any_paused(engine: Any) -> bool:
+    """Whether an engine says that its scheduler is paused. vLLM 0.33's client fails where engines differ.
+
+    Raises:
+        Exception: the engine's own.
+    """
+    return any(await _each(engine, engine.is_paused, "is_scheduler_paused"))
+
+
 def sleeps_with_others(parallel: Any) -> bool:
     """Whether this server has only some of the engines that step together, and others of this deployment the rest."""
     has_others = any(getattr(parallel, f"data_parallel_{name}_lb", False) for name in ("external", "hybrid"))

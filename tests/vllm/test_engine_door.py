@@ -41,3 +41,5 @@ def test_each_engine_of_data_parallelism_can_be_asked(vllm_version: tuple[int, i
     assert "self.core_engines" in inspect.getsource(core_client.MPClient.__init__)
     assert '"collective_rpc", method, timeout, args, kwargs' in inspect.getsource(client.collective_rpc_async)
     assert '"is_sleeping"' in inspect.getsource(client.is_sleeping_async)
+    if hasattr(client, "is_scheduler_paused_async"):
+        assert '"is_scheduler_paused"' in inspect.getsource(client.is_scheduler_paused_async)

@@ -265,6 +265,20 @@ def test_with_several_servers_weights_loaded_through_another_count(serve: Serve,
     run(scenario())
 
 
+@pytest.mark.parametrize("mode", ["keep", "abort"])
+def test_with_several_servers_a_request_wakes_those_that_another_kept(serve: Serve, mode: str) -> None:
+    """What a sibling let through in a sleep that keeps none never runs."""
+
+    async def scenario() -> None:
+        first, second = await two_servers(serve, on_request="wake")
+        assert (await first.post(f"/sleep?mode={mode}")).code == 200
+        first.engine.queue = ["one of the first server's"]
+        assert (await second.ask()).body == {"text": "good"}
+        assert len(first.engine.queue) == (mode == "keep")
+
+    run(scenario())
+
+
 def test_with_several_servers_concurrent_requests_do_not_ask_without_end(serve: Serve) -> None:
     async def scenario() -> None:
         client = serve()
