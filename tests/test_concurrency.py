@@ -24,7 +24,7 @@ from support import (
 
 from cumem_sleep import CuMemAllocator, CumemSleepError, DriverError, InvalidState, _core, sim
 
-SLOW_COPIES_US = "100000"  # others have all the time that they need meanwhile
+SLOW_COPIES_US = "300000"  # others have all the time that they need meanwhile
 
 
 class TestOperations:

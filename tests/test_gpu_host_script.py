@@ -163,7 +163,7 @@ def test_a_suite_whose_time_is_over_says_what_it_knows(host: pathlib.Path, parts
         "trap 'echo \"this has failed\"; exit 2' INT\n"
         "while true; do sleep 0.1; done\n"
     )
-    status, said, _ = run(host, parts, COMMIT="c0ffee", LIMIT_S="3")
+    status, said, _ = run(host, parts, COMMIT="c0ffee", LIMIT_S="8")
     assert status == 1
     assert "this has failed" in said
 

@@ -30,6 +30,12 @@ def signal_main() -> None:
     signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
 
 
+def signalled(work: Callable[[], object]) -> None:
+    """Do it, and have the signal come meanwhile."""
+    threading.Timer(0.02, signal_main).start()
+    work()
+
+
 def raising(error: BaseException) -> Callable[[], object]:
     def work(*_: object) -> None:
         raise error
@@ -438,9 +444,8 @@ class TestPreparation:
         assert at_gate.wait(30)
         handler(raising(KeyboardInterrupt()))
         for _ in range(3):
-            threading.Timer(0.02, signal_main).start()
             with pytest.raises(KeyboardInterrupt):
-                preparation.wait(30)
+                signalled(lambda: preparation.wait(30))
             assert preparation.running
             assert not preparation.wait(0)
         gate.set()
@@ -465,9 +470,8 @@ class TestPreparation:
         work = preparation.stop if call == "stop" else getattr(allocator, call)
         handler(raising(KeyboardInterrupt()))
         for _ in range(3):
-            threading.Timer(0.02, signal_main).start()
             with pytest.raises(KeyboardInterrupt):
-                work()
+                signalled(work)
         gate.set()
         allocator.release_backups()
         assert not preparation.running

@@ -304,7 +304,7 @@ class TestSleepAndWake:
         monkeypatch.setattr(_core, "wait_for_running_work", never)
         monkeypatch.setattr(process.THIS_PROCESS.deadlines, "lock_s", 0.2)
         report = allocator.sleep(level=3)
-        assert begun.is_set()
+        assert begun.wait(30)
         assert "work on the GPU did not end" in report.why_not_deeper
         assert "unpin" not in report.phases
         assert sim.stats().registered_bytes == registered
@@ -882,8 +882,8 @@ class TestRefused:
         monkeypatch: pytest.MonkeyPatch,
         block: Callable[[CuMemAllocator], AbstractContextManager[None]],
     ) -> None:
-        monkeypatch.setattr(process.THIS_PROCESS.deadlines, "calls_end_s", 0.05)
-        with block(allocator):
+        with block(allocator), monkeypatch.context() as patch:
+            patch.setattr(process.THIS_PROCESS.deadlines, "calls_end_s", 0.05)
             self.assert_refused(allocator, allocator.sleep(level=3), "using_cuda()")
         allocator.sleep(level=3)
         assert_deep(allocator)
@@ -894,13 +894,14 @@ class TestRefused:
     def test_blocks_of_using_cuda_that_end_in_any_order_and_on_any_thread(
         self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch, order: list[int]
     ) -> None:
-        monkeypatch.setattr(process.THIS_PROCESS.deadlines, "calls_end_s", 0.05)
         blocks = [allocator.using_cuda() for _ in range(3)]
         blocks[0].__enter__()
         in_thread(blocks[1].__enter__)
         blocks[2].__enter__()
         for number in order:
-            self.assert_refused(allocator, allocator.sleep(level=3), "using_cuda()")
+            with monkeypatch.context() as patch:
+                patch.setattr(process.THIS_PROCESS.deadlines, "calls_end_s", 0.05)
+                self.assert_refused(allocator, allocator.sleep(level=3), "using_cuda()")
             leave = functools.partial(blocks[number].__exit__, None, None, None)
             if number == 2:
                 in_thread(leave)
@@ -914,23 +915,26 @@ class TestRefused:
     def test_a_generator_in_using_cuda_that_another_thread_closes(
         self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(process.THIS_PROCESS.deadlines, "calls_end_s", 0.05)
-
         def use() -> Iterator[None]:
             with allocator.using_cuda():
                 yield
 
         generators = [use()]
         next(generators[0])
-        self.assert_refused(allocator, allocator.sleep(level=3), "using_cuda()")
+        with monkeypatch.context() as patch:
+            patch.setattr(process.THIS_PROCESS.deadlines, "calls_end_s", 0.05)
+            self.assert_refused(allocator, allocator.sleep(level=3), "using_cuda()")
         in_thread(generators.clear)
         allocator.sleep(level=3)
         assert_deep(allocator)
         allocator.wake_up()
 
     @pytest.mark.usefixtures("weights")
-    def test_a_block_may_call_cuda_while_another_thread_asks_for_level_3(self, allocator: CuMemAllocator) -> None:
+    def test_a_block_may_call_cuda_while_another_thread_asks_for_level_3(
+        self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """Also if the block was entered twice, and one of the two ended elsewhere."""
+        monkeypatch.setattr(process.THIS_PROCESS.deadlines, "calls_end_s", 60.0)
         inner = allocator.using_cuda()
         reports: list[SleepReport] = []
         with allocator.using_cuda():

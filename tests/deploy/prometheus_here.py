@@ -69,7 +69,7 @@ def scraping(folder: Path, targets: Mapping[str, str]) -> Iterator[Prometheus]:
     assert {job["job_name"] for job in config["scrape_configs"]} == targets.keys()
     for job in config["scrape_configs"]:
         job["static_configs"] = [{"targets": [targets[job["job_name"]]]}]
-    config["global"] = {"scrape_interval": "500ms", "scrape_timeout": "500ms", "evaluation_interval": "500ms"}
+    config["global"] = {"scrape_interval": "1s", "scrape_timeout": "1s", "evaluation_interval": "500ms"}
     config["rule_files"] = [str(DEPLOY / "prometheus" / name) for name in config["rule_files"]]
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
     with socket.socket() as free:

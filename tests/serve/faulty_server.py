@@ -24,7 +24,7 @@ import uvicorn
 from cumem_sleep.http.asgi import Message, refusal, response
 from cumem_sleep.serve.simulated_server import PARTS, SimulatedServer, SimulatedServerOptions, _send_all
 
-NOTICED_WITHIN_S = 3.0  # that a client has left; on a busy machine this takes its time
+NOTICED_WITHIN_S = 20.0  # that a client has left; on a busy machine this takes its time
 
 
 def lives(pid: str) -> bool:

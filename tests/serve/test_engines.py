@@ -231,24 +231,26 @@ WRONG: dict[str, Nonsense] = {
 }
 
 
-def connected(kind: str, answer: Callable[[httpx.Request], httpx.Response]) -> Engine:
-    return ENGINES[kind](Address("http://m"), 0.1, httpx.MockTransport(answer))
+def connected(kind: str, answer: Callable[[httpx.Request], httpx.Response], within_s: float = 60.0) -> Engine:
+    return ENGINES[kind](Address("http://m"), within_s, httpx.MockTransport(answer))
 
 
 @pytest.fixture
-def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+def within_s(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> float:
+    """What all answers have: little where one never ends."""
+    seconds = 0.5 if "an endless body, bit by bit" in request.node.callspec.params.values() else 60.0
     for module in (engine, vllm, sglang):
-        monkeypatch.setattr(module, "ASK_WITHIN_S", 0.05)
+        monkeypatch.setattr(module, "ASK_WITHIN_S", seconds)
     monkeypatch.setattr(vllm, "ASK_EVERY_S", 0.0)
+    return seconds
 
 
-@pytest.mark.usefixtures("_soon")
 @pytest.mark.parametrize("nonsense", [*REFUSES, *WRONG])
-def test_a_server_that_answers_nonsense_is_believed_nothing(kind: str, nonsense: str) -> None:
+def test_a_server_that_answers_nonsense_is_believed_nothing(kind: str, nonsense: str, within_s: float) -> None:
     answers = REFUSES | WRONG
 
     async def scenario() -> None:
-        one = connected(kind, lambda _: answers[nonsense]())
+        one = connected(kind, lambda _: answers[nonsense](), within_s)
         assert await one.is_healthy() is (nonsense in WRONG)
         assert await one.names() == ()
         await one.learn_version()
@@ -304,9 +306,8 @@ def test_an_answer_without_end_leaves_nothing_behind(kind: str, much: Nonsense) 
     assert peak < 3 * engine.MOST_ANSWER_BYTES
 
 
-@pytest.mark.usefixtures("_soon")
 @pytest.mark.parametrize("refusal", REFUSES)
-def test_what_fails_to_sleep_or_to_wake_is_not_said_to_have_done_it(kind: str, refusal: str) -> None:
+def test_what_fails_to_sleep_or_to_wake_is_not_said_to_have_done_it(kind: str, refusal: str, within_s: float) -> None:
     """And of what went wrong half-way nobody says that it is as before, but where that is certain."""
     moves = ("/sleep", "/wake_up", "/release_memory_occupation", "/resume_memory_occupation")
     saves = {"enable_memory_saver": True, "enable_weights_cpu_backup": True}
@@ -319,12 +320,12 @@ def test_what_fails_to_sleep_or_to_wake_is_not_said_to_have_done_it(kind: str, r
 
     async def scenario() -> None:
         nonlocal fails
-        one = connected(kind, answer)
+        one = connected(kind, answer, within_s)
         slept = await one.sleep(1)
         assert slept.error
         assert slept.state is (None if ENGINES[kind].LEVELS else Phase.AWAKE)
         await one.close()
-        one, fails = connected(kind, answer), False
+        one, fails = connected(kind, answer, within_s), False
         if ENGINES[kind].LEVELS:
             assert await one.sleep(1) == Outcome(None, Phase.ASLEEP, 1)
             fails = True
@@ -336,7 +337,7 @@ def test_what_fails_to_sleep_or_to_wake_is_not_said_to_have_done_it(kind: str, r
     asyncio.run(asyncio.wait_for(scenario(), 60))
 
 
-@pytest.mark.usefixtures("_soon")
+@pytest.mark.usefixtures("within_s")
 def test_a_server_that_is_not_there_is_not_asleep(kind: str) -> None:
     def nobody(_: httpx.Request) -> httpx.Response:
         raise httpx.ConnectError("nobody")

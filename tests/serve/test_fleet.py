@@ -482,7 +482,10 @@ def test_gpu_memory_is_looked_up_before_a_wake(
                 assert model.error is not None
                 assert "GPU 0 has 30.0 GiB free, and the wake needs 60.0" in model.error
                 free = 60 << 30
-            await fleet.wake("a")
+            for _ in range(60):  # of a second each, which a busy machine may need for less
+                with suppress(NotInTime):
+                    await fleet.wake("a")
+                    break
 
     with caplog.at_level("INFO", "cumem_sleep.serve"):
         run(scenario())

@@ -8,6 +8,7 @@ import pytest
 from front_world import World, a_world, ask, get, post, run, until
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from processor import slowness
 
 from cumem_sleep.http.asgi import not_canonical
 from cumem_sleep.serve import hosts
@@ -140,7 +141,7 @@ def test_a_long_path_costs_no_more_than_it_has_bytes() -> None:
         place = place_of(f"/models/{'a/' * 300}b/v1/responses/{'x' * 256}/cancel")
         assert place is not None
         assert place.model == "a/" * 300 + "b"
-    assert time.process_time() - began < 1.0
+    assert time.process_time() - began < slowness()
 
 
 @pytest.mark.parametrize("lines", [(), (bearer("wrong"),), (bearer(KEY + "x"),), ("Authorization: Basic " + KEY,)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
+from processor import slowness
 
 from cumem_sleep.serve.masking import holds_any, masked
 
@@ -62,7 +63,7 @@ def test_any_log_is_masked_at_once(text: str) -> None:
     """The last 64 KiB of one are masked while requests wait."""
     began = time.process_time()
     masked(text * ((64 << 10) // len(text)))
-    assert time.process_time() - began < 2.0
+    assert time.process_time() - began < 2.0 * slowness()
 
 
 def test_a_known_secret_is_not_shown_wherever_it_stands() -> None:

@@ -200,12 +200,13 @@ def test_a_server_behind_a_shell_is_told_to_end_before_it_is_killed(fronts: Fron
     """A shell dies of the signal and does not pass it on."""
     file = fronts.folder / "ended"
     polite = f"""\
-import signal, sys, time
+import os, signal, sys, time
 signal.signal(signal.SIGTERM, lambda *_: (time.sleep(4), open({str(file)!r}, "w"), sys.exit()))
+open({str(fronts.pids)!r}, "w").write(f"{{os.getpid()}}\\n")
 time.sleep(3600)
 """
     command = f"{shlex.join([sys.executable, '-c', polite])} & {fronts.server()}; true"
-    front = fronts.start(["sh", "-c", command], 0)
+    front = fronts.start(["sh", "-c", command], 1)
     front.terminate()
     assert front.wait(WITHIN_S) == 0
     assert file.exists(), "it was killed within its time"

@@ -318,7 +318,7 @@ def check(folder: Path, total: int, faults: float) -> None:
     assert "gives up the KV cache" in (folder / "front.log").read_text()
     assert max(sizes) - sizes[0] <= FLAT_BYTES
     if faults:
-        assert tally.longest_s <= WAIT_S + 10
+        assert tally.longest_s <= WAIT_S + 40
     else:
         assert tally.outcomes.keys() <= {"answered", "left"}
         lasted_s = max(map(float, (folder / "lasted").read_text().split()))  # nothing else is waited for to drain one

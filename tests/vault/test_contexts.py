@@ -27,7 +27,7 @@ def has_context(vault: RunningVault, at: int) -> bool:
 def test_gpus_that_are_named_have_their_contexts_before_a_client_comes(start_vault: StartVault) -> None:
     vault = start_vault("16MiB", "--gpus", "1", "0", CUMEM_SLEEP_SIM_CONTEXT_BYTES=str(CONTEXT), **TWO_GPUS)
     eventually(lambda: has_context(vault, 0) and has_context(vault, 1), "both are there")
-    assert vault.said("takes about 512.03 MiB of GPU 1 and 0 for a context\n")
+    eventually(lambda: vault.said("takes about 512.03 MiB of GPU 1 and 0 for a context\n"), "it has said so")
 
 
 def test_of_all_gpus_the_first_has_its_context_before_a_client_comes(start_vault: StartVault) -> None:
@@ -35,13 +35,14 @@ def test_of_all_gpus_the_first_has_its_context_before_a_client_comes(start_vault
     vault.wait_until_ready()
     eventually(lambda: has_context(vault, 0), "the first one is there")
     assert not has_context(vault, 1)
-    assert vault.said("takes about 512.03 MiB of GPU 0 for a context; of each other one when its first client comes")
+    said = "takes about 512.03 MiB of GPU 0 for a context; of each other one when its first client comes"
+    eventually(lambda: vault.said(said), "it has said so")
 
 
 def test_gpus_that_relay_have_their_contexts_before_a_client_comes(start_vault: StartVault) -> None:
     vault = start_vault("16MiB", "--relay", "1", CUMEM_SLEEP_SIM_CONTEXT_BYTES=str(CONTEXT), **TWO_GPUS)
     eventually(lambda: has_context(vault, 0) and has_context(vault, 1), "both are there")
-    assert vault.said("takes about 512.03 MiB of GPU 0 and 1 for a context\n")
+    eventually(lambda: vault.said("takes about 512.03 MiB of GPU 0 and 1 for a context\n"), "it has said so")
 
 
 @pytest.mark.parametrize(("options", "refusal"), [([], ""), (["--relay", "off"], "--relay leaves it out")])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from running import SECONDS, RunningVault, eventually
 from support import BACKED_UP, PAGE, Memory
-from test_recovery import DEADLINE_S, once_it_goes_on, tier_of
+from test_recovery import fall_silent, once_it_goes_on, speak, tier_of
 from test_sleeping import MakeAllocator, check, fill, leave
 
 from cumem_sleep import CuMemAllocator, OutOfDeviceMemory, _core, sim
@@ -26,12 +26,11 @@ FOR_EVER = 10**6
 
 @pytest.fixture
 def through(make_allocator: MakeAllocator, vault: RunningVault) -> Iterator[MakeAllocator]:
-    """Makes allocators that use the vault, and soon give it up."""
+    """Makes allocators that use the vault."""
 
     def make(**settings: object) -> CuMemAllocator:
         allocator = make_allocator(vault=str(vault.socket), **settings)
         allocator._operations.open()
-        tier_of(allocator).client().deadline_s = DEADLINE_S
         return allocator
 
     yield make
@@ -44,9 +43,9 @@ def copied_in(vault: RunningVault) -> int:
     return int(vault.status()["gpus"][0]["copied_in_bytes"])
 
 
-def goes_on(vault: RunningVault, copied_before: int, nbytes: int) -> None:
+def goes_on(vault: RunningVault, allocator: CuMemAllocator, copied_before: int, nbytes: int) -> None:
     """Let it, and wait until it has made the copies that it was asked for before."""
-    vault.signal(signal.SIGCONT)
+    speak(vault, allocator)
     eventually(lambda: copied_in(vault) >= copied_before + nbytes, "the late copies are made")
 
 
@@ -55,7 +54,7 @@ def sleep_is_given_up(allocator: CuMemAllocator, vault: RunningVault, monkeypatc
     begin = VaultTransfers.begin
 
     def stopped(*arguments: Any) -> None:
-        vault.signal(signal.SIGSTOP)
+        fall_silent(vault, allocator)
         begin(*arguments)
 
     with monkeypatch.context() as patch:
@@ -73,14 +72,14 @@ def test_a_late_copy_does_not_overwrite_what_was_written_after_the_next_wake(
     ((address, _),) = contents.items()
     allocator.sleep()
     copied = copied_in(vault)
-    vault.signal(signal.SIGSTOP)
+    fall_silent(vault, allocator)
     sim.fail(call, times=4)
     with pytest.raises(VaultLost):
         allocator.wake_up()
     allocator.wake_up()  # reads for itself
     check(memory, contents)
     contents[address] = memory.fill_random(address, 2 * PAGE)
-    goes_on(vault, copied, 2 * PAGE)
+    goes_on(vault, allocator, copied, 2 * PAGE)
     check(memory, contents)
     once_it_goes_on(allocator.sleep)
     allocator.wake_up()
@@ -95,7 +94,7 @@ def test_memory_that_the_driver_never_takes_back_is_not_used_again(
     allocator = through()
     contents = fill(allocator, memory, "weights", "default")
     allocator.sleep()
-    vault.signal(signal.SIGSTOP)
+    fall_silent(vault, allocator)
     sim.fail(call, times=FOR_EVER)
     with pytest.raises(VaultLost):
         allocator.wake_up()
@@ -103,7 +102,7 @@ def test_memory_that_the_driver_never_takes_back_is_not_used_again(
         with pytest.raises(DriverError, match=call):
             allocator.wake_up()
         assert {segment.sleep for segment in _core.segments()} == {BACKED_UP}
-    vault.signal(signal.SIGCONT)
+    speak(vault, allocator)
     once_it_goes_on(lambda: tier_of(allocator).client())
     allocator.wake_up()  # the same memory, which nobody else has any more
     check(memory, contents)
@@ -126,10 +125,9 @@ def test_memory_that_a_stopped_vault_has_is_had_back_when_it_goes_on(
     def stopped(*arguments: Any) -> None:
         begun(*arguments)
         eventually(lambda: "cumem-sim-device" in maps.read_text(), "the vault maps the memory")
-        vault.signal(signal.SIGSTOP)
+        fall_silent(vault, allocator)
 
     client = tier_of(allocator).client()
-    client.deadline_s = DEADLINE_S
     with monkeypatch.context() as patch:
         patch.setattr(VaultTransfers, "begun", stopped)
         with pytest.raises(VaultLost):
@@ -139,7 +137,7 @@ def test_memory_that_a_stopped_vault_has_is_had_back_when_it_goes_on(
     with pytest.raises(OutOfDeviceMemory):
         allocator.wake_up()
     assert {segment.sleep for segment in _core.segments()} == {BACKED_UP}
-    goes_on(vault, 0, 2 * PAGE)
+    goes_on(vault, allocator, 0, 2 * PAGE)
     allocator.wake_up()
     check(memory, contents)
     leave()
@@ -156,7 +154,7 @@ def test_memory_that_a_stopped_vault_has_is_not_reported_as_freed(
     if then == "it is killed":
         vault.kill()
     else:
-        vault.signal(signal.SIGCONT)
+        speak(vault, allocator)
         once_it_goes_on(lambda: tier_of(allocator).client())
     allocator.wake_up()
     memory.fill_random(address, 2 * PAGE)
@@ -219,7 +217,7 @@ class TestBorrowed:
     ) -> None:
         allocator, contents, cache = asleep
         copied = copied_in(vault)
-        vault.signal(signal.SIGSTOP)
+        fall_silent(vault, allocator)
         sim.fail(call, times=FOR_EVER)
         with pytest.raises(VaultLost):
             allocator.wake_up()
@@ -232,6 +230,6 @@ class TestBorrowed:
         monkeypatch.setattr(wake_operation, "asleep", relents)
         allocator.wake_up()
         contents[cache] = memory.fill_random(cache, 4 * PAGE)
-        goes_on(vault, copied, 1)
+        goes_on(vault, allocator, copied, 1)
         once_it_goes_on(lambda: tier_of(allocator).client())
         check(memory, contents)

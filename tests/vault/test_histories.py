@@ -127,7 +127,7 @@ class VaultHistory(History):
             self.log.append("another vault")
             self.vault.start_anew()
             if not _core.driver_calls_suspended():  # as they are at level 3
-                tier_of(self.allocator).client()  # to which all is shown that sleeps
+                eventually(self.connects, "all that sleeps was shown to it")
         else:
             self.vault.go_on()
         self.check()
@@ -140,6 +140,13 @@ class VaultHistory(History):
 
             eventually(succeeds, f"{name} succeeds")
             self.check()
+
+    def connects(self) -> bool:
+        """A vault that has just begun takes memory first, and may take longer than it has to answer."""
+        with suppress(VaultError):
+            tier_of(self.allocator).client()
+            return True
+        return False
 
     def fault(self) -> tuple[str, int, str, int]:
         """Mostly of what undoes a wake, or a step of it, for as long as a second one takes to succeed."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import resource
-import signal
 import sys
 import types
 from collections import deque
@@ -20,6 +19,7 @@ import pytest
 from kept_cache import Cache
 from running import MIB, RunningVault, Segment, eventually, from_slabs, lone_link, seal, take_back
 from support import AWAKE, PAGE, Memory, forget_devices
+from test_recovery import fall_silent, speak
 
 from cumem_sleep import CuMemAllocator, CumemSleepError, DriverError, InvalidArgument, InvalidState, _core, sim
 from cumem_sleep.errors import VaultLost
@@ -209,16 +209,15 @@ class TestLost:
         self, cache: Cache, vault: RunningVault, monkeypatch: pytest.MonkeyPatch, silent_from: str
     ) -> None:
         cache.check_kept(cache.sleep())
-        client_of(cache).deadline_s = 0.2
         mark = VaultClient.mark
 
         def then_silent(*args: Any, **kwargs: Any) -> list[VaultBackup]:
-            vault.signal(signal.SIGSTOP)
+            fall_silent(vault, cache.allocator)
             return mark(*args, **kwargs)
 
         if silent_from == "the beginning":
             cache.allocator.wake_up("weights")
-            vault.signal(signal.SIGSTOP)
+            fall_silent(vault, cache.allocator)
         else:
             monkeypatch.setattr(VaultClient, "mark", then_silent)
         verbs = noting_requests(monkeypatch)
@@ -226,18 +225,17 @@ class TestLost:
             cache.check_lost("vault")
             assert "copy_table" not in verbs
         finally:
-            vault.signal(signal.SIGCONT)
+            speak(vault, cache.allocator)
 
     def test_a_vault_that_is_silent_while_it_copies_fails_the_wake(
         self, cache: Cache, vault: RunningVault, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Because it may write to that memory yet. The next wake has other memory."""
         cache.check_kept(cache.sleep())
-        client_of(cache).deadline_s = 0.2
         copy_table = VaultClient.copy_table
 
         def silent(*args: Any, **kwargs: Any) -> int:
-            vault.signal(signal.SIGSTOP)
+            fall_silent(vault, cache.allocator)
             return copy_table(*args, **kwargs)
 
         with monkeypatch.context() as patch:
@@ -248,7 +246,7 @@ class TestLost:
         cache.check_lost("does not answer")
         cache.contents = {address: np.random.bytes(len(content)) for address, content in cache.contents.items()}
         cache.fill()
-        vault.signal(signal.SIGCONT)
+        speak(vault, cache.allocator)
         eventually(
             lambda: not any(each["open_requests"] for each in vault.status()["clients"] if each["lent_bytes"]),
             "it has copied",
@@ -267,7 +265,6 @@ class TestLost:
         self, cache: Cache, vault: RunningVault, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         cache.check_kept(cache.sleep())
-        client_of(cache).deadline_s = 0.2
         copy_table, begun = VaultClient.copy_table, []
 
         def first_wrong_then_silent(
@@ -277,7 +274,7 @@ class TestLost:
                 begun.append(copy_table(client, lent, backup, ranges + 8, to_host=to_host))
                 assert vault.status(), "it has answered"
                 return begun[0]
-            vault.signal(signal.SIGSTOP)
+            fall_silent(vault, cache.allocator)
             return copy_table(client, lent, backup, ranges, to_host=to_host)
 
         with monkeypatch.context() as patch:
@@ -285,7 +282,7 @@ class TestLost:
             with pytest.raises(InvalidArgument, match="multiples of 16"):
                 cache.allocator.wake_up()
         assert all(segment.sleep != AWAKE for segment in _core.segments())
-        vault.signal(signal.SIGCONT)
+        speak(vault, cache.allocator)
 
         def wakes() -> bool:
             with suppress(VaultLost):
@@ -319,17 +316,16 @@ class TestLost:
     ) -> None:
         cache.allocator.sleep()
         cache.allocator.wake_up()
-        client_of(cache).deadline_s = 0.2
         copy_table = VaultClient.copy_table
 
         def silent(*args: Any, **kwargs: Any) -> int:
-            vault.signal(signal.SIGSTOP)
+            fall_silent(vault, cache.allocator)
             return copy_table(*args, **kwargs)
 
         with monkeypatch.context() as patch:
             patch.setattr(VaultClient, "copy_table", silent)
             assert "does not answer" in cache.sleep().not_kept
-        vault.signal(signal.SIGCONT)
+        speak(vault, cache.allocator)
         cache.check_lost("does not answer")
 
     def test_changed_bytes_are_noticed(self, cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:

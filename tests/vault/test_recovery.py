@@ -66,6 +66,22 @@ class StoppedVault:
         self.client.deadline_s = SECONDS
 
 
+def fall_silent(vault: RunningVault, allocator: CuMemAllocator) -> None:
+    """The vault is stopped, and this client of it gives it up soon, until `speak`."""
+    client = tier_of(allocator)._client
+    assert client is not None
+    client.deadline_s = DEADLINE_S  # not before: a vault that answers has its time
+    vault.signal(signal.SIGSTOP)
+
+
+def speak(vault: RunningVault, allocator: CuMemAllocator) -> None:
+    """It goes on."""
+    client = tier_of(allocator)._client
+    assert client is not None
+    client.deadline_s = SECONDS
+    vault.signal(signal.SIGCONT)
+
+
 def once_it_goes_on(call: Callable[[], object]) -> None:
     """Repeat the call until the vault has said that it is there."""
 
@@ -255,11 +271,11 @@ class TestStopped:
         allocator = through()
         contents = fill(allocator, memory, "weights", "default")
         allocator.sleep()
-        tier_of(allocator).client().deadline_s = DEADLINE_S
-        vault.signal(signal.SIGSTOP)
+        fall_silent(vault, allocator)
         with pytest.raises(VaultLost):
             allocator.wake_up()
         vault.kill()
+        tier_of(allocator)._client.deadline_s = SECONDS  # type: ignore[union-attr]
         another = start_vault("64MiB", "--slab-size", "16MiB")
         another.wait_until_ready()
         allocator.wake_up()

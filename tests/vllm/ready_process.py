@@ -40,7 +40,7 @@ class ReadyProcess:
         assert self._process.stdin is not None
         order = _Order([str(program), *arguments], environment, str(log))
         self._process.stdin.write(json.dumps(vars(order)).encode() + b"\n")
-        return Program(self, int(self.said()))
+        return Program(self, int(self.said().removeprefix(b"began ")))
 
     def said(self, within_s: float | None = None) -> bytes:
         """The next line, or nothing."""
@@ -75,7 +75,7 @@ class Program:
 
     def _look(self, within_s: float | None) -> int | None:
         if self._status is None and (line := self._parent.said(within_s)):
-            self._status = int(line)
+            self._status = int(line.removeprefix(b"ended "))
         return self._status
 
     def send_signal(self, number: int) -> None:
@@ -116,8 +116,8 @@ def _serve() -> _Order | None:
         child = os.fork()
         if child == 0:
             return _Order(**json.loads(line))
-        print(child, flush=True)
-        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+        print("began", child, flush=True)
+        print("ended", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
     return None
 
 

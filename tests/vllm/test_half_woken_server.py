@@ -20,6 +20,8 @@ def test_a_half_woken_model_is_neither_asleep_nor_awake_until_it_is_mended(
         pytest.skip("the worker needs sleep modes, which vLLM has from 0.18 on")
     log = tmp_path / "half_woken.txt"
     program = ready_process.run(pathlib.Path(__file__).with_name("half_woken_server.py"), log=log)
-    code = program.wait(880)
-    program.end()
+    try:
+        code = program.wait(800)
+    finally:
+        program.end()
     assert code == 0, log.read_text()[-20_000:]

@@ -29,14 +29,14 @@ ASKED = {"messages": [{"role": "user", "content": "Who are you?"}]}
 def podman(*arguments: object) -> str:
     """What it prints."""
     command = ["podman", *map(str, arguments)]
-    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=120).stdout
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=600).stdout
 
 
 def fetch(url: str, body: object = None, key: str = "") -> str:
     """The answer, as soon as anybody listens there."""
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Authorization": f"Bearer {key}"} if key else {})
-    for _ in range(300):
+    for _ in range(1500):
         try:
             with urllib.request.urlopen(request, timeout=60) as answer:
                 return str(answer.read().decode())
@@ -100,7 +100,7 @@ class TestCompose:
     def test_prometheus_scrapes_both(self) -> None:
         for _ in range(300):
             targets = json.loads(fetch("http://127.0.0.1:9090/api/v1/targets"))["data"]["activeTargets"]
-            if targets and all(target["health"] != "unknown" for target in targets):
+            if targets and all(target["health"] == "up" for target in targets):
                 break
             time.sleep(0.2)
         assert {target["scrapeUrl"]: target["health"] for target in targets} == {
