@@ -862,8 +862,14 @@ def test_a_server_that_woke_on_its_way_to_a_deeper_sleep_is_not_taken_for_asleep
             engine = fleet._units["b"].engine
             assert isinstance(engine, VllmEngine)
             target.append(engine)
-            with suppress(Exception):
-                await asyncio.wait_for(fleet.sleep("b", 3), 8)
+            deeper = asyncio.create_task(fleet.sleep("b", 3))
+            ends = time.monotonic() + 120
+            while available != [GIB]:
+                assert time.monotonic() < ends, "it was never refused"
+                await asyncio.sleep(0.02)
+            await asyncio.wait([deeper], timeout=8)
+            deeper.cancel()
+            await asyncio.wait([deeper])
             (status,) = (each for each in fleet.status().models if each.name == "b")
             assert available == [GIB]
             assert (await engine.look()).state is not Phase.AWAKE or status.phase is not Phase.ASLEEP

@@ -24,4 +24,4 @@ def test_a_half_woken_model_is_neither_asleep_nor_awake_until_it_is_mended(
         code = program.wait(800)
     finally:
         program.end()
-    assert code == 0, log.read_text()[-20_000:]
+    assert code == 0, log.read_text()[-8_000:]
