@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from fake_vllm import TAGS, FakeEngine, FakeVllm
 from gate_client import Serve, run
 
-from cumem_sleep.vllm import data_parallel
 from cumem_sleep.vllm.sleeping_model import GatePhase
 
 pytestmark = pytest.mark.usefixtures("gate_environment")
@@ -514,15 +511,22 @@ def test_after_a_load_by_hand_that_failed_requests_hear_why(
     run(scenario())
 
 
-def test_engines_that_differ_in_whether_they_are_paused_are_asked_one_by_one() -> None:
+def test_engines_that_differ_in_whether_they_are_paused_are_asked_one_by_one(serve: Serve) -> None:
     """VLLM 0.33's client fails then."""
 
     async def call(utility: str, engine: int) -> bool:
-        assert utility == "is_scheduler_paused"
-        return engine == 1
+        return {"is_sleeping": True, "is_scheduler_paused": engine == 1}[utility]
 
     async def is_paused() -> bool:
         raise RuntimeError("engines differ")
 
-    core = SimpleNamespace(core_engines=[0, 1], _call_utility_async=call)
-    assert asyncio.run(data_parallel.is_any_paused(SimpleNamespace(engine_core=core, is_paused=is_paused)))
+    async def scenario() -> None:
+        client = serve()
+        client.vllm.state.args.api_server_count = 2  # each request asks
+        vars(client.engine).update(plugin=False, is_paused=is_paused)
+        vars(client.engine.engine_core).update(core_engines=[0, 1], _call_utility_async=call)
+        await client.engine.pause_generation()
+        assert (await client.ask()).body == {"text": "queued"}
+        assert client.gate.model.phase is not GatePhase.UNKNOWN
+
+    run(scenario())
