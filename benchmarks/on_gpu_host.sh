@@ -12,7 +12,7 @@
 #   peers [500]  saver [~420]  saver_30 [~150]  saver_tests [~240]
 # With vLLM, from .gpu/1/*.tar.xz and .gpu/2/*.tar.xz, unless it is installed:
 #   serve [240]  serve_vault [~180]  switching [540]  switching_fp8 [300]  switching_vault [~200]
-#   models [~330; $MODELS_OPTIONS, as --restart-seconds 120]
+#   models [~330; $MODELS_OPTIONS, as --restart-seconds 120]  models_links [~220, several GPUs]
 #   serve_level_3 [~240; $LEVEL_3_OPTIONS, as --deadline 330]
 #   serve_level_3_own [~240, at once with it on a second GPU]
 #   kept_kv [~280; $KEPT_KV_OPTIONS, as --shape 8B --tokens 16000]  kept_kv_windows [~80]
@@ -333,6 +333,12 @@ part() {
     models)
         # shellcheck disable=SC2086 # several words
         with_vllm && measure 570 serve_models serve_models --deadline "$(left 540)" ${MODELS_OPTIONS:-}
+        ;;
+    models_links)
+        local gpus
+        gpus=$(nvidia-smi --query-gpu=index --format=csv,noheader | paste -sd ' ')
+        with_vllm && measure 400 serve_models serve_models_links --deadline "$(left 380)" --models a=32B,b=32B --compress \
+            --vault 110 --vault-options "--gpus $gpus" --phases "answers,one after the other" --requests 40
         ;;
     switching_vault)
         with_vllm && measure 300 switching switching_vault --load-format dummy --ways vault,level1-unprepared \
