@@ -155,7 +155,7 @@ def one(way: str, arguments: argparse.Namespace) -> None:
     notes.note("ready", shape=arguments.shape, is_ours=way.startswith("ours"))
     notes.wait_for_turn()
     if way == KERNELS:
-        compile_kernels(arguments.shape)
+        compile_kernels(SHAPES[arguments.shape].kv_heads // arguments.tensor_parallel)
         notes.note("done")
         return
     import sglang
@@ -227,14 +227,14 @@ def one(way: str, arguments: argparse.Namespace) -> None:
     os._exit(0)  # its processes end with the group
 
 
-def compile_kernels(shape: str) -> None:
-    """What SGLang would compile while it starts, side by side."""
+def compile_kernels(kv_heads: int) -> None:
+    """What SGLang would compile while it starts, side by side; heads of one rank."""
     os.environ["TVM_FFI_CUDA_ARCH_LIST"] = "9.0"  # set here, no thread takes it away from another
     import torch
     from sglang.jit_kernel import activation, clamp_position, kvcache, norm, resolve_future_token_ids, rope
     from sglang.jit_kernel.utils import override_jit_cuda_arch
 
-    kv_row_bytes = SHAPES[shape].kv_heads * HEAD_DIM * 2
+    kv_row_bytes = kv_heads * HEAD_DIM * 2
     jobs: list[Callable[[], object]] = [
         lambda: activation._jit_activation_module(torch.bfloat16),
         lambda: rope._jit_fused_rope_module(True, HEAD_DIM, torch.bfloat16),
