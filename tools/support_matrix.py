@@ -206,7 +206,10 @@ WITH_OTHERS: dict[str, dict[str, Ran | Tested | Sequence[Tested]]] = {
         "SGLang": Ran("sglang_cycles_special.json", ("ways", "ours-vault")),
     },
     "level 3": {"PyTorch": Ran("bench_level_3.json")},
-    "several ranks": {"PyTorch": Tested("operations/test_agreement.py", "test_a_group_of_torch_distributed")},
+    "several ranks": {
+        "PyTorch": Tested("operations/test_agreement.py", "test_a_group_of_torch_distributed"),
+        "SGLang": Ran("sglang_cycles_tensor_parallel.json", ("ways", "ours")),
+    },
     "kept ranges": {"PyTorch": Ran("kept_ranges.json")},
     "backups on disk": {
         "PyTorch": Ran("vault_spill.json"),

@@ -8,9 +8,14 @@ from typing import Any
 from .results import is_there, load, machine
 from .written import MIB, digits, header, row
 
-RESULTS = ("sglang_cycles.json", "sglang_cycles_special.json", "sglang_cycles_tensor_parallel.json")
+RESULTS = (
+    "sglang_cycles.json",
+    "sglang_cycles_special.json",
+    "sglang_cycles_graphs.json",
+    "sglang_cycles_tensor_parallel.json",
+)
 WHOSE = {"ours": "cumem-sleep", "theirs": "torch_memory_saver"}
-COLUMNS = ("first release", "later ones", "resume", "answers after it", "cycles", "GPU memory grew", "host memory grew")
+COLUMNS = ("first release", "later ones", "resume", "cycles", "GPU memory grew", "host memory grew")
 
 
 def tables() -> list[str]:
@@ -50,7 +55,7 @@ def _name(way: str) -> str:
 
 
 def _cells(found: dict[str, Any]) -> list[str]:
-    seconds = (found[name] for name in ("first_release_s", "release_s", "resume_s", "generate_s"))
+    seconds = (found[name] for name in ("first_release_s", "release_s", "resume_s"))
     grew = (
         "–" if found[name] is None else f"{found[name] / MIB:.0f} MiB" for name in ("grew_gpu_bytes", "grew_host_bytes")
     )
