@@ -1,5 +1,7 @@
 #include "errors.h"
 
+#include <pybind11/pybind11.h>
+
 #include "driver.h"
 #include "host_memory.h"
 
@@ -10,24 +12,26 @@ namespace cumem_sleep {
 namespace {
 
 void raise(const char* type, const py::tuple& arguments) {
-    const py::object error_type = errors().attr(type);
+    const py::object error_type = py::handle(errors()).attr(type);
     PyErr_SetObject(error_type.ptr(), error_type(*arguments).ptr());
 }
 
 }  // namespace
 
-py::handle errors() {
-    static const py::handle module = py::module_::import("cumem_sleep.errors").release();
+PyObject* errors() {
+    static PyObject* const module = py::module_::import("cumem_sleep.errors").release().ptr();
     return module;
 }
 
-py::handle operation_stopped() {
+PyObject* operation_stopped() {
     static PyObject* const type = PyErr_NewExceptionWithDoc(
         "cumem_sleep._core.OperationStopped",
         "The operation on this thread was asked to stop: by a signal handler that raised on its caller's thread.",
         PyExc_BaseException, nullptr);
     return type;
 }
+
+void throw_python_error() { throw py::error_already_set(); }
 
 void translate_error(std::exception_ptr pointer) {
     try {
@@ -42,7 +46,7 @@ void translate_error(std::exception_ptr pointer) {
     } catch (const InvalidState& error) {
         raise("InvalidState", py::make_tuple(error.what()));
     } catch (const OperationStopped&) {
-        PyErr_SetNone(operation_stopped().ptr());
+        PyErr_SetNone(operation_stopped());
     }
 }
 

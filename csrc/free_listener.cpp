@@ -1,11 +1,10 @@
 #include "free_listener.h"
 
 #include <atomic>
+#include <utility>
 
 #include "allocator.h"
 #include "operation.h"
-
-namespace py = pybind11;
 
 namespace cumem_sleep {
 
@@ -18,21 +17,15 @@ PyObject* on_free_callback = nullptr;
 
 int notify_python(void*) {
     notification_pending = false;
-    if (!on_free_callback) return 0;
-    try {
-        call_undisturbed(py::reinterpret_borrow<py::object>(on_free_callback));
-    } catch (py::error_already_set& error) {
-        error.restore();  // raised by a signal handler, so it belongs here
-        return -1;
-    }
-    return 0;
+    return !on_free_callback || call_undisturbed(on_free_callback) ? 0 : -1;
 }
 
 }  // namespace
 
-void on_free(py::object callback) {
-    Py_XDECREF(on_free_callback);
-    on_free_callback = callback.is_none() ? nullptr : callback.release().ptr();
+void on_free(PyObject* callback) {
+    if (callback == Py_None) callback = nullptr;
+    Py_XINCREF(callback);
+    Py_XDECREF(std::exchange(on_free_callback, callback));
     set_free_listener(on_free_callback ? +[] {
         if (!notification_pending.exchange(true) && Py_AddPendingCall(notify_python, nullptr) != 0)
             notification_pending = false;

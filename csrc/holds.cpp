@@ -1,10 +1,7 @@
 #include "holds.h"
 
-#include <pybind11/pybind11.h>
-
+#include "errors.h"
 #include "interpreter.h"
-
-namespace py = pybind11;
 
 namespace cumem_sleep {
 
@@ -14,22 +11,33 @@ namespace {
 // What is closed there is passed over, so nothing has to be put back, which could only be done in the same context.
 PyObject* context_variable() {
     static PyObject* const variable = PyContextVar_New("cumem_sleep_label", nullptr);
-    if (!variable) throw py::error_already_set();
+    if (!variable) throw_python_error();
     return variable;
+}
+
+// What a value of that variable, a capsule, holds.
+std::shared_ptr<OpenLabel>* label_in(PyObject* value) {
+    return static_cast<std::shared_ptr<OpenLabel>*>(PyCapsule_GetPointer(value, nullptr));
 }
 
 std::shared_ptr<OpenLabel> of_this_context() {
     PyObject* value = nullptr;
-    if (PyContextVar_Get(context_variable(), nullptr, &value) < 0) throw py::error_already_set();
+    if (PyContextVar_Get(context_variable(), nullptr, &value) < 0) throw_python_error();
     if (!value) return nullptr;
-    return *py::reinterpret_steal<py::capsule>(value).get_pointer<std::shared_ptr<OpenLabel>>();
+    std::shared_ptr<OpenLabel> opened = *label_in(value);
+    Py_DECREF(value);
+    return opened;
 }
 
 void set_for_this_context(const std::shared_ptr<OpenLabel>& opened) {
-    const py::capsule value(new std::shared_ptr<OpenLabel>(opened),
-                            [](void* pointer) { delete static_cast<std::shared_ptr<OpenLabel>*>(pointer); });
-    const py::object token = py::reinterpret_steal<py::object>(PyContextVar_Set(context_variable(), value.ptr()));
-    if (!token) throw py::error_already_set();
+    auto held = std::make_unique<std::shared_ptr<OpenLabel>>(opened);
+    PyObject* const value = PyCapsule_New(held.get(), nullptr, [](PyObject* dropped) { delete label_in(dropped); });
+    if (!value) throw_python_error();
+    held.release();
+    PyObject* const token = PyContextVar_Set(context_variable(), value);
+    Py_DECREF(value);
+    if (!token) throw_python_error();
+    Py_DECREF(token);
 }
 
 }  // namespace

@@ -1,4 +1,5 @@
-// Python's interpreter lock: releasing it for a scope, and what becomes of threads without it while Python exits.
+// Python's interpreter lock: taking or releasing it for a scope, and what becomes of threads without it while Python
+// exits.
 #pragma once
 
 #include <Python.h>
@@ -22,6 +23,23 @@ inline bool is_finalizing() {
     return _Py_IsFinalizing();
 #endif
 }
+
+class WithInterpreter {
+  public:
+    WithInterpreter() {
+        try {
+            state_ = PyGILState_Ensure();
+        } catch (abi::__forced_unwind&) {
+            stay_until_the_process_ends();
+        }
+    }
+    ~WithInterpreter() { PyGILState_Release(state_); }
+    WithInterpreter(const WithInterpreter&) = delete;
+    WithInterpreter& operator=(const WithInterpreter&) = delete;
+
+  private:
+    PyGILState_STATE state_;
+};
 
 class WithoutInterpreter {
   public:

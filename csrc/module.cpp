@@ -1,6 +1,5 @@
 // Python bindings: names, arguments, docstrings. Every function that calls the driver, or may wait, runs without the
 // interpreter lock.
-#include <pybind11/functional.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -212,7 +211,7 @@ void bind_segment_table(py::module_& module) {
         "reclaim", [] { return SegmentTable::get().reclaim() + reclaim_host_memory(); }, NoGil(),
         "Retry what the driver refused to free earlier; 0 if nothing is left.");
     module.def(
-        "on_free", &on_free, py::arg("callback").none(true),
+        "on_free", [](const py::object& callback) { on_free(callback.ptr()); }, py::arg("callback").none(true),
         "Call `callback` on the main thread, soon, after the free hook gave back a segment that had a backup, or\n"
         "whose memory the driver refused to take; None stops that.");
 }
@@ -391,7 +390,7 @@ void bind_copies(py::module_& module) {
 }
 
 void bind_operations(py::module_& module) {
-    module.attr("OperationStopped") = operation_stopped();
+    module.attr("OperationStopped") = py::handle(operation_stopped());
     module.def("stop_if_asked", &stop_if_asked, NoGil(),
                "Raise if the operation on this thread was asked to stop; elsewhere run pending signal handlers.");
     py::class_<LockGuard>(module, "LockGuard")
@@ -405,12 +404,19 @@ void bind_operations(py::module_& module) {
                 return std::make_unique<LockGuard>(self, wait);
             },
             py::arg("wait") = true, "Holds the lock; `with` gives whether it could be taken.")
-        .def("run", &OperationLock::run, py::arg("work"),
-             "Call `work` on a thread of its own, so that signals do not disturb it; what it returns or raises. If a\n"
-             "signal handler raises meanwhile, `work` is asked to stop, and the first of that is raised when it has.");
+        .def(
+            "run",
+            [](OperationLock& self, const py::object& work) {
+                return py::reinterpret_steal<py::object>(self.run(work.ptr()));
+            },
+            py::arg("work"),
+            "Call `work` on a thread of its own, so that signals do not disturb it; what it returns or raises. If a\n"
+            "signal handler raises meanwhile, `work` is asked to stop, and the first of that is raised when it has.");
     py::class_<Worker, std::shared_ptr<Worker>>(module, "Worker", "A thread that works until it is asked to stop.")
         .def(py::init([](std::string name) { return std::make_shared<Worker>(std::move(name)); }), py::arg("name"))
-        .def("start", &Worker::start, py::arg("work"), "Call `work` on the thread, once.")
+        .def(
+            "start", [](Worker& self, const py::object& work) { self.start(work.ptr()); }, py::arg("work"),
+            "Call `work` on the thread, once.")
         .def("ask_to_stop", &Worker::ask_to_stop)
         .def("pause", &Worker::pause, py::arg("seconds"),
              "Wait until it is asked to stop, at most this long; returns whether it was.")
@@ -430,6 +436,28 @@ void bind_threads(py::module_& module) {
     py::class_<HeapReserve>(module, "HeapReserve",
                             "While it exists, this thread can allocate so much in small pieces without a system call.")
         .def(py::init<size_t>(), py::arg("bytes"), NoGil());
+}
+
+// In production tasks are C++ only.
+AheadTask python_task(py::object work) {
+    const std::shared_ptr<py::object> shared(new py::object(std::move(work)), [](py::object* dropped) {
+        py::gil_scoped_acquire gil;
+        delete dropped;
+    });
+    return {[shared] {
+        py::gil_scoped_acquire gil;
+        (*shared)();
+    }};
+}
+
+// Converts a dictionary {key: [AheadTask, ...]}.
+Ahead::Tasks tasks_of(const py::dict& tasks) {
+    Ahead::Tasks result;
+    for (const auto& [key, mine] : tasks) {
+        result.emplace_back(py::cast<uint64_t>(key), std::vector<Ahead::Task>());
+        for (const auto& task : mine) result.back().second.push_back(py::cast<const AheadTask&>(task).task);
+    }
+    return result;
 }
 
 void bind_ahead(py::module_& module) {

@@ -57,7 +57,7 @@ using Error = std::unique_ptr<py::error_already_set>;
 Error raised() {
     auto error = std::make_unique<py::error_already_set>();
     if (!error->matches(operation_stopped())) return error;
-    PyErr_SetNone(operation_stopped().ptr());
+    PyErr_SetNone(operation_stopped());
     return std::make_unique<py::error_already_set>();
 }
 
@@ -169,12 +169,22 @@ class OperationHere {
 };
 
 template <class Ended>
-py::object outcome_of(Ended& operation, SignalErrors& of_signals) {
+PyObject* outcome_of(Ended& operation, SignalErrors& of_signals) {
     if (of_signals) of_signals.raise(operation.error());
     if (operation.error()) throw py::error_already_set(*operation.error());
     py::object result = operation.take_result();
     if (!result) throw std::bad_alloc();
-    return result;
+    return result.release().ptr();
+}
+
+// Throws what signal handlers raise, which run in the middle of it.
+void call_and_report_our_errors(const py::object& work) {
+    try {
+        work();
+    } catch (py::error_already_set& error) {
+        if (!error.matches(py::handle(errors()).attr("CumemSleepError"))) throw;
+        error.discard_as_unraisable(work);
+    }
 }
 
 }  // namespace
@@ -222,9 +232,10 @@ bool OperationLock::held_by_this_thread() {
     return held_ && owner_ == std::this_thread::get_id();
 }
 
-py::object OperationLock::run(const py::object& work) {
+PyObject* OperationLock::run(PyObject* called) {
+    const auto work = py::reinterpret_borrow<py::object>(called);
     make_ready_for_errors();
-    if (!Operation::is_possible() || held_by_this_thread()) return work();
+    if (!Operation::is_possible() || held_by_this_thread()) return work().release().ptr();
     Operation operation(work);
     if (!operation.start()) {
         OperationHere here(work);
@@ -236,25 +247,27 @@ py::object OperationLock::run(const py::object& work) {
     return outcome_of(operation, of_signals);
 }
 
-void call_undisturbed(const py::object& work) {
-    if (!Operation::is_possible()) {
-        try {
-            work();
-        } catch (py::error_already_set& error) {
-            if (!error.matches(errors().attr("CumemSleepError"))) throw;
-            error.discard_as_unraisable(work);
+bool call_undisturbed(PyObject* called) {
+    const auto work = py::reinterpret_borrow<py::object>(called);
+    try {
+        if (!Operation::is_possible()) {
+            call_and_report_our_errors(work);
+            return true;
         }
-        return;
+        Operation operation(work);
+        if (operation.start()) {
+            while (!operation.has_ended()) operation.wait();
+            if (operation.error()) operation.error()->discard_as_unraisable(work);
+            return true;
+        }
+        OperationHere here(work);
+        if (here.error()) here.error()->discard_as_unraisable(work);
+        if (here.of_signals()) here.of_signals().raise(nullptr);
+        return true;
+    } catch (py::error_already_set& error) {
+        error.restore();
+        return false;
     }
-    Operation operation(work);
-    if (operation.start()) {
-        while (!operation.has_ended()) operation.wait();
-        if (operation.error()) operation.error()->discard_as_unraisable(work);
-        return;
-    }
-    OperationHere here(work);
-    if (here.error()) here.error()->discard_as_unraisable(work);
-    if (here.of_signals()) here.of_signals().raise(nullptr);
 }
 
 }  // namespace cumem_sleep

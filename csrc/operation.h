@@ -12,11 +12,11 @@
 //   call_undisturbed    reported as unraisable         nobody yet: handlers run afterwards
 //
 // Where no thread can be started, an operation runs on its caller's. Handlers run in the middle of it then, but what
-// they raise is kept for its end (`HandlersRaiseLater`), and the table holds. What they raise in `call_undisturbed` is
-// thrown.
+// they raise is kept for its end (`HandlersRaiseLater`), and the table holds. What they raise in `call_undisturbed`,
+// its caller gets.
 #pragma once
 
-#include <pybind11/pybind11.h>
+#include <Python.h>
 
 #include <condition_variable>
 #include <memory>
@@ -36,11 +36,11 @@ class OperationLock {
     bool acquire(bool wait);
     void release();
 
-    // Calls `work` on a thread of its own and returns its result or throws what it raised. If signal handlers raised
-    // meanwhile, throws the first of their exceptions once `work` has ended, whatever its outcome. Calls `work` on this
-    // thread instead if no thread can be started (with the same outcomes), or if this thread belongs to the layer or
-    // has the lock.
-    pybind11::object run(const pybind11::object& work);
+    // Calls `work` on a thread of its own and returns its result (a new reference) or throws what it raised. If signal
+    // handlers raised meanwhile, throws the first of their exceptions once `work` has ended, whatever its outcome.
+    // Calls `work` on this thread instead if no thread can be started (with the same outcomes), or if this thread
+    // belongs to the layer or has the lock.
+    PyObject* run(PyObject* work);
 
   private:
     bool held_by_this_thread();
@@ -70,7 +70,7 @@ class LockGuard {
 
 // Calls `work` on a thread of its own and lets signal handlers run only afterwards: for callbacks that Python runs at
 // an arbitrary place. Errors are reported as unraisable, like those of finalisers. If no thread can be started, `work`
-// and the handlers run here, and what the handlers raise is thrown when it has ended.
-void call_undisturbed(const pybind11::object& work);
+// and the handlers run here; if a handler raises, that is Python's error when `work` has ended, and this returns false.
+bool call_undisturbed(PyObject* work);
 
 }  // namespace cumem_sleep

@@ -10,8 +10,6 @@
 #include "interpreter.h"
 #include "thread_role.h"
 
-namespace py = pybind11;
-
 namespace cumem_sleep {
 
 namespace {
@@ -23,17 +21,16 @@ using Seconds = std::chrono::duration<double>;
 
 Worker::Worker(std::string name) : name_(std::move(name)), process_(getpid()) {}
 
-void Worker::start(const py::object& work) {
+void Worker::start(PyObject* work) {
     if (started_.exchange(true)) throw InvalidState("the thread " + name_ + " was already started");
     try {
         if (is_finalizing()) throw std::runtime_error("Python exits");
-        PyObject* const called = work.ptr();
         auto self = shared_from_this();
-        Py_INCREF(called);
+        Py_INCREF(work);
         try {
-            start_thread(name_, [self, called] { self->perform(called); }).detach();
+            start_thread(name_, [self, work] { self->perform(work); }).detach();
         } catch (...) {
-            Py_DECREF(called);
+            Py_DECREF(work);
             throw;
         }
     } catch (const std::exception& error) {

@@ -1,7 +1,7 @@
 // `Worker`: a background thread that calls Python.
 #pragma once
 
-#include <pybind11/pybind11.h>
+#include <Python.h>
 #include <sys/types.h>
 
 #include <atomic>
@@ -20,7 +20,7 @@ class Worker : public std::enable_shared_from_this<Worker> {
     explicit Worker(std::string name);
 
     // Calls `work` on the thread, once. Throws InvalidState if no thread can be started.
-    void start(const pybind11::object& work);
+    void start(PyObject* work);
     bool running() const noexcept;
     void ask_to_stop() noexcept { asked_.set(); }
     bool asked_to_stop() const noexcept { return asked_.is_set(); }
