@@ -1,4 +1,4 @@
-"""Three models behind `cumem-sleep serve` (`serve_models.py`)."""
+"""Models behind `cumem-sleep serve` (`serve_models.py`)."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from .results import machine
 from .written import digits, header, row, spread
 
 Facts = dict[str, Any]
+OVER_LINKS = "serve_models_links.json"
 _EXECUTION = {
     "eager": "without CUDA graphs",
     "graphs": "with CUDA graphs, not compiled",
@@ -50,7 +51,20 @@ def table(result: Facts) -> list[str]:
         f"Of {one['compared']} first tokens after a switch {one['within the limit']} took no longer than 1.05 times"
         " sleep and wake, 20 ms, and the median first token of the same model while it was awake. Then"
         f" {many['clients']} clients at once, {many['requests']} requests: {digits(many['seconds'])} s,"
-        f" {sum(many['errors'].values())} errors. A restart is the stop of the model that ran and the start of this"
-        f" one.{''.join(left_out)}"
+        f" {sum(many['errors'].values())} errors.{''.join(left_out)}"
         + "".join(f" Failed: {phase}: {why.splitlines()[0]}." for phase, why in result["failed"].items()),
+    ]
+
+
+def over_links(result: Facts) -> list[str]:
+    """Large models whose compressed backups lie in a vault that uses the links of all GPUs."""
+    one = result["one after the other"]
+    switches, awake = one["switches"], one["first tokens of a model that is awake"].values()
+    sleeps, wakes = ([switch["own"][switch[end]] for switch in switches] for end in ("old", "new"))
+    return [
+        f"**Two {next(iter(result['models'].values()))[0]} models on one GPU behind `cumem-sleep serve`**, compressed,"
+        f" over the links of {result['machine']['gpus']} × {machine(result)}, vLLM {result['machine']['vllm']}: a first"
+        f" token came {spread([switch['first_token_s'] for switch in switches])} s after a switch, of which the sleep"
+        f" took {spread(sleeps)}, the wake {spread(wakes)} and the request itself"
+        f" {spread([seconds for each in awake for seconds in each])}."
     ]

@@ -15,6 +15,10 @@ RESULTS = (
     "sglang_cycles_tensor_parallel.json",
 )
 WHOSE = {"ours": "cumem-sleep", "theirs": "torch_memory_saver"}
+INTRODUCTION = (
+    "Seconds, medians of the later cycles; weights backed up; the same tokens, log probabilities and weights after each"
+    " cycle."
+)
 COLUMNS = ("first release", "later ones", "resume", "cycles", "GPU memory grew", "host memory grew")
 
 
@@ -28,18 +32,15 @@ def tables_of(results: Iterable[dict[str, Any]]) -> list[str]:
     by_head: dict[str, list[str]] = {}
     for result in results:
         by_head.setdefault(_head(result), []).extend(_rows(result))
-    found = [[head, "", *header(COLUMNS), *rows] for head, rows in by_head.items()]
+    found = [[f"{head}:", "", *header(COLUMNS), *rows] for head, rows in by_head.items()]
+    found[:1] = [[f"{INTRODUCTION} {head}", *rest] for head, *rest in found[:1]]
     return [line for number, lines in enumerate(found) for line in [*([""] if number else []), *lines]]
 
 
 def _head(result: dict[str, Any]) -> str:
-    """Seconds of the cycles of all memory; in all ways tokens and weights were the same."""
     version = next(facts["sglang"] for facts in result["ways"].values() if "sglang" in facts)
-    gpus = f" on {result['tensor_parallel']} GPUs" if result["tensor_parallel"] > 1 else ""
-    return (
-        f"SGLang {version}, Qwen3-{result['shape']}'s shape{gpus}, weights backed up; the same tokens, log"
-        f" probabilities and weights after each cycle. {machine(result)}. Seconds, medians of the later cycles:"
-    )
+    gpus = f"{result['tensor_parallel']} × " if result["tensor_parallel"] > 1 else ""
+    return f"SGLang {version}, Qwen3-{result['shape']}'s shape, {gpus}{machine(result)}"
 
 
 def _rows(result: dict[str, Any]) -> list[str]:
