@@ -69,6 +69,14 @@ class Command:
         assert self.process.wait() == 0, self.log.read_text()
 
 
+def answer_of(front: Command, model: str) -> str:
+    """What one of the demo's models says."""
+    body = json.dumps({"model": model, "messages": [{"role": "user", "content": "?"}]}).encode()
+    with urllib.request.urlopen(f"{front.url}/v1/chat/completions", body, timeout=60) as answer:
+        said: str = json.load(answer)["choices"][0]["message"]["content"]
+    return said
+
+
 @contextmanager
 def running(*arguments: str, log: Path, env: dict[str, str] | None = None) -> Iterator[Command]:
     started = Command(*arguments, log=log, env=env)
@@ -517,10 +525,8 @@ def test_the_demo_switches_and_leaves_nothing(
 ) -> None:
     with running("--demo", "--port", "0", log=tmp_path / "log") as front:
         for name in ("qwen-8b", "gpt-4o-mini", "embedder"):
-            body = json.dumps({"model": name, "messages": [{"role": "user", "content": "?"}]}).encode()
-            with urllib.request.urlopen(f"{front.url}/v1/chat/completions", body, timeout=60) as answer:
-                speaks = "qwen-14b" if name == "gpt-4o-mini" else name
-                assert f"This is {speaks}," in json.load(answer)["choices"][0]["message"]["content"]
+            speaks = "qwen-14b" if name == "gpt-4o-mini" else name
+            assert f"This is {speaks}," in answer_of(front, name)
         with urllib.request.urlopen(f"{front.url}/status", timeout=60) as answer:
             status = json.load(answer)
         assert status["simulated"]
@@ -556,7 +562,7 @@ def test_a_demo_that_is_killed_leaves_nothing(tmp_path: Path) -> None:
     runtime.mkdir()
     variables = {**os.environ, "XDG_RUNTIME_DIR": str(runtime), "TMPDIR": str(runtime)}
     front = Command("--demo", "--port", "0", log=tmp_path / "log", env=variables)
-    front.says("qwen-8b: sleep in")
+    answer_of(front, "qwen-8b")  # in the place of another, which sleeps
     front.process.kill()
     front.process.wait()
     while list(runtime.iterdir()):
