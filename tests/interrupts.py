@@ -38,8 +38,6 @@ CODEC = (compressor, chunks, kernels, memory, plan, slots, workspace)
 _TRACED_FILES = {str(module.__file__) for module in (*SLEEP, *WAKE, *PREPARE, *MALLOC, *CODEC, kept)}
 Place = types.ModuleType | Callable[..., object]
 Position = tuple[str, int, str]  # file and function, line, event
-# Of the places, in their order. Two tests of the same places take a quarter each.
-HALF, QUARTER, OTHER_QUARTER = slice(None, None, 2), slice(None, None, 4), slice(2, None, 4)
 # What the handlers raise, one after the other, at one place; and what the caller is to get.
 STORMS: list[tuple[type[BaseException], list[type[BaseException]]]] = [
     (KeyboardInterrupt, [KeyboardInterrupt]),
@@ -172,14 +170,14 @@ def name_of(place: Place) -> str:
     return name_of_code(inspect.unwrap(place).__code__)  # type: ignore[attr-defined]
 
 
-def choose(positions: list[Position], share: slice = HALF) -> list[int]:
+def choose(positions: list[Position]) -> list[int]:
     """The first time that each place is reached, and the last return from each C function: loops make the rest.
 
-    Of these a share: neighbours are a line or a call apart, and all of them take ten minutes.
+    Of these every other one: neighbours are a line or a call apart, and all of them take ten minutes.
     """
     first = {position: index for index, position in reversed(list(enumerate(positions)))}
     last = {position: index for index, position in enumerate(positions) if position[2] == "c_return"}
-    return sorted({*first.values(), *last.values()})[share]
+    return sorted({*first.values(), *last.values()})[::2]
 
 
 def assert_reached(positions: list[Position], places: Iterable[Place]) -> None:
@@ -187,15 +185,12 @@ def assert_reached(positions: list[Position], places: Iterable[Place]) -> None:
     assert not missed, f"not reached: {', '.join(name.rstrip(':') for name in missed)}"
 
 
-def check_interrupts(
-    world: World, phase: Phase, reached: Sequence[Place], *, only_there: bool = False, share: slice = HALF
-) -> None:
+def check_interrupts(world: World, phase: Phase, reached: Sequence[Place], *, only_there: bool = False) -> None:
     """At every place of the operation.
 
     Args:
         reached: modules and functions, each of which the operation has to reach.
         only_there: at no other place.
-        share: which of the places.
     """
     phase.prepare(world)
     phase.operate(world)  # what is done only once is not to shift the places
@@ -207,7 +202,7 @@ def check_interrupts(
     problems = []
     assert_reached(clean.positions, reached)
     names = tuple(map(name_of, reached)) if only_there else ""
-    chosen = [index for index in choose(clean.positions, share) if clean.positions[index][0].startswith(names)]
+    chosen = [index for index in choose(clean.positions) if clean.positions[index][0].startswith(names)]
     for index in chosen:
         try:
             phase.prepare(world)
@@ -219,7 +214,7 @@ def check_interrupts(
             problems.append(f"{event} at line {line} of {file}: {type(error).__name__}: {error}")
             begin_anew(world)
             unaccounted_bytes = world.unaccounted_bytes()
-    assert len(chosen) > 60
+    assert len(chosen) > 100
     assert not problems, f"{len(problems)} of {len(chosen)}:\n" + "\n".join(problems[:20])
 
 

@@ -13,9 +13,7 @@ from collections.abc import Callable
 import pytest
 from interrupts import (
     MALLOC,
-    OTHER_QUARTER,
     PREPARE,
-    QUARTER,
     SLEEP,
     WAKE,
     Position,
@@ -38,14 +36,14 @@ INTERRUPTED = {"first sleep": SLEEP, "sleep of changed": SLEEP, "wake of all": W
 @pytest.mark.slow
 @pytest.mark.parametrize("phase", phases(*INTERRUPTED), ids=str)
 def test_interrupt_anywhere(world: World, phase: Phase) -> None:
-    check_interrupts(world, phase, INTERRUPTED[phase.name], share=QUARTER)
+    check_interrupts(world, phase, INTERRUPTED[phase.name])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("phase", phases(*INTERRUPTED), ids=str)
 def test_interrupt_anywhere_where_no_thread_can_be_had(world: World, phase: Phase) -> None:
     with threads_refused():
-        check_interrupts(world, phase, INTERRUPTED[phase.name], share=OTHER_QUARTER)
+        check_interrupts(world, phase, INTERRUPTED[phase.name])
 
 
 @pytest.mark.slow

@@ -159,8 +159,7 @@ def test_all_that_a_server_started_ends_with_a_front_that_is_killed(fronts: Fron
 
 
 @pytest.mark.slow
-# Half a minute passes before what ignores SIGTERM is killed: once is enough.
-@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape != "one that ignores SIGTERM"])
+@pytest.mark.parametrize("shape", SHAPES)
 def test_a_front_that_is_told_to_end_leaves_nothing(fronts: Fronts, shape: str) -> None:
     front = start(fronts, shape)
     below = fronts.below(front)
