@@ -33,8 +33,8 @@ def tables_of(results: Iterable[dict[str, Any]]) -> list[str]:
     for result in results:
         by_head.setdefault(_head(result), []).extend(_rows(result))
     found = [[f"{head}:", "", *header(COLUMNS), *rows] for head, rows in by_head.items()]
-    found[:1] = [[f"{INTRODUCTION} {head}", *rest] for head, *rest in found[:1]]
-    return [line for number, lines in enumerate(found) for line in [*([""] if number else []), *lines]]
+    lines = [line for number, table in enumerate(found) for line in [*([""] if number else []), *table]]
+    return [f"{INTRODUCTION} {lines[0]}", *lines[1:]] if lines else []
 
 
 def _head(result: dict[str, Any]) -> str:

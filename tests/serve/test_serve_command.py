@@ -562,7 +562,8 @@ def test_a_demo_that_is_killed_leaves_nothing(tmp_path: Path) -> None:
     runtime.mkdir()
     variables = {**os.environ, "XDG_RUNTIME_DIR": str(runtime), "TMPDIR": str(runtime)}
     front = Command("--demo", "--port", "0", log=tmp_path / "log", env=variables)
-    answer_of(front, "qwen-8b")  # in the place of another, which sleeps
+    for name in ("qwen-8b", "embedder"):  # beside the third, which sleeps
+        answer_of(front, name)
     front.process.kill()
     front.process.wait()
     while list(runtime.iterdir()):
