@@ -13,6 +13,7 @@ import pytest
 from support import PAGE, Memory, assert_no_threads, hooks, in_thread, run_script, threads_refused
 
 from cumem_sleep import CuMemAllocator, CumemSleepError, InvalidState, _core, host_facts
+from cumem_sleep.allocator import _forget_freed_backups
 from cumem_sleep.operations import prepare
 
 pytestmark = pytest.mark.sim
@@ -211,6 +212,23 @@ class TestRun:
         with threads_refused(), pytest.raises(TimeoutError):
             lock.run(signal_main)
         assert signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN
+
+    def test_what_a_handler_raises_in_the_callback_of_a_free_arrives(
+        self, handler: Handler, allocator: CuMemAllocator
+    ) -> None:
+        """Where no thread can be had the handler runs in the middle of the callback."""
+        allocator._operations.open()
+        library = hooks()
+        address = library.cumem_sleep_malloc(PAGE, 0, None)
+        allocator._store.room.take(_core.segments()[:1], [], {})
+        handler(raising(TimeoutError()))
+        _core.on_free(signal_main)
+        try:
+            with threads_refused(), pytest.raises(TimeoutError):
+                until(lambda: library.cumem_sleep_free(address, PAGE, 0, None))
+        finally:
+            _core.on_free(_forget_freed_backups)
+        allocator.usage()
 
     @pytest.mark.parametrize("threads", THREADS)
     def test_what_is_raised_after_the_last_look_for_it_undoes_nothing(self, handler: Handler, threads: Threads) -> None:
