@@ -24,6 +24,15 @@ inline bool is_finalizing() {
 #endif
 }
 
+// Runs pending signal handlers, and, from Python 3.12 on, finalisers, in which a daemon thread may be ended, too.
+inline bool handlers_raise() {
+    try {
+        return PyErr_CheckSignals() != 0;
+    } catch (abi::__forced_unwind&) {
+        stay_until_the_process_ends();
+    }
+}
+
 class WithInterpreter {
   public:
     WithInterpreter() {

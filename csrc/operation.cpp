@@ -266,8 +266,12 @@ bool call_undisturbed(PyObject* called) {
         return true;
     } catch (py::error_already_set& error) {
         error.restore();
-        return false;
+    } catch (const std::bad_alloc&) {
+        PyErr_NoMemory();
+    } catch (const std::exception& error) {
+        PyErr_SetString(PyExc_RuntimeError, error.what());
     }
+    return false;
 }
 
 }  // namespace cumem_sleep

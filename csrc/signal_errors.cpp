@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "errors.h"
+#include "interpreter.h"
 
 namespace py = pybind11;
 
@@ -44,7 +45,7 @@ void add_context(const py::error_already_set& error, const py::error_already_set
 }  // namespace
 
 bool SignalErrors::run_handlers() {
-    if (PyErr_CheckSignals() == 0) return false;
+    if (!handlers_raise()) return false;
     note(std::make_unique<py::error_already_set>());
     return true;
 }

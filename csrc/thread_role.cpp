@@ -10,7 +10,7 @@ void stop_if_asked() {
     if (thread_role.worker) return;
     if (!thread_role.operation_asked || thread_role.is_callers) {
         const WithInterpreter interpreter;
-        if (PyErr_CheckSignals() != 0) throw_python_error();
+        if (handlers_raise()) throw_python_error();
     }
     if (thread_role.operation_asked && thread_role.operation_asked->is_set()) throw OperationStopped();
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import datetime
 import gc
 import os
 import random
@@ -625,6 +626,25 @@ class TestEnvironmentVariables:
         assert os.environ["SOMETHING"] == "second"
         second.__exit__(None, None, None)
         assert os.environ["SOMETHING"] == "before"
+
+
+class TestForeignValues:
+    """Of the context variable, which any Python code can reach through its context."""
+
+    @pytest.mark.parametrize("foreign", [None, "label", datetime.datetime_CAPI])
+    def test_are_refused(self, allocator: CuMemAllocator, foreign: object) -> None:
+        def misuse() -> None:
+            with allocator.regions.use_without_pool("weights"):
+                (variable,) = (each for each in contextvars.copy_context() if each.name == "cumem_sleep_label")
+                variable.set(foreign)
+                with pytest.raises(ValueError, match="PyCapsule"):
+                    allocator.malloc(PAGE)
+                with pytest.raises(ValueError, match="PyCapsule"), allocator.regions.use_without_pool("kv_cache"):
+                    pass
+
+        allocator.free(allocator.malloc(1))
+        contextvars.copy_context().run(misuse)
+        assert_outside()
 
 
 class TestRandomHistories:

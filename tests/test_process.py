@@ -476,6 +476,58 @@ class TestExit:
         assert "Python exits" in process.stdout
         assert process.stdout.endswith(" released")
 
+    @pytest.mark.skipif(
+        sys.version_info[:2] != (3, 12), reason="there a look for signals runs what another thread scheduled"
+    )
+    def test_a_daemon_is_ended_in_a_finaliser_that_a_look_for_signals_runs(self) -> None:
+        """It waits for the lock, and the collection that the main thread has scheduled runs there."""
+        process = run_script(
+            ALLOCATED,
+            """
+            import gc, os, select, sys, threading, time, types
+
+            class Late:
+                def __init__(self):
+                    self.sleep = time.sleep
+
+                def __del__(self):
+                    self.sleep(1)  # until the daemon wants the interpreter again
+
+            class Garbage:
+                def __init__(self, write):
+                    self.cycle, self.end = self, write
+
+                def __del__(self):
+                    print(threading.current_thread().daemon, flush=True)
+                    os.write(self.end, b"main may end")
+                    time.sleep(0.3)
+
+            sys.modules["kept to the end"] = module = types.ModuleType("kept to the end")
+            module.late = Late()
+            del module
+            held = threading.Event()
+
+            def work():
+                with allocator._lock.hold():
+                    held.set()
+                    threading.Event().wait()
+
+            threading.Thread(target=lambda: allocator._lock.run(work), daemon=True).start()
+            held.wait()
+            threading.Thread(target=allocator.usage, daemon=True).start()
+            time.sleep(0.2)
+            read, write = os.pipe()
+            gc.disable()
+            gc.set_threshold(1)
+            Garbage(write)
+            young = [set() for _ in range(10)]
+            gc.enable()
+            select.select({read}, (), (), 20)  # that set schedules it; then this thread waits without the interpreter
+            """,
+        )
+        assert_clean_exit(process)
+        assert process.stdout == "True\n"
+
     @pytest.mark.slow
     @pytest.mark.parametrize("daemon", [False, True])
     @pytest.mark.parametrize("operation", ["sleep", "wake_up", "malloc"])
