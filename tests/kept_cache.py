@@ -6,7 +6,7 @@ import ctypes
 from typing import Any
 
 import numpy as np
-from support import DEVICE_BYTES, PAGE
+from support import DEVICE_BYTES, PAGE, holds
 
 from cumem_sleep import CuMemAllocator, SleepReport, WakeReport, sim
 
@@ -60,13 +60,13 @@ class Cache:
         for address, rows in self.keep.items():
             start = max(each for each in self.addresses if each <= address)
             for offset, nbytes in (rows + np.array((address - start, 0))).tolist():
-                if ctypes.string_at(start + offset, nbytes) != self.contents[start][offset : offset + nbytes]:
+                if not holds(start + offset, self.contents[start][offset : offset + nbytes]):
                     return False
         return True
 
     def is_all_there(self) -> bool:
         """Whether nothing at all was lost."""
-        return all(ctypes.string_at(at, len(content)) == content for at, content in self.contents.items())
+        return all(holds(at, content) for at, content in self.contents.items())
 
     def sleep(self, **arguments: Any) -> SleepReport:
         return self.allocator.sleep(keep=self.keep, **arguments)
@@ -79,7 +79,7 @@ class Cache:
     def wake(self) -> WakeReport:
         """Weights are right, and what is reported to be back is. What is not is computed anew."""
         report = self.allocator.wake_up()
-        assert ctypes.string_at(self.weights, PAGE) == self.contents[self.weights]
+        assert holds(self.weights, self.contents[self.weights])
         assert report.kept_bytes in (0, self.bytes)
         assert not (report.kept_bytes and report.not_kept)
         assert not report.kept_bytes or self.is_back(), "a wrong byte, said to be kept"

@@ -24,6 +24,7 @@ from support import (
     bf16_weights,
     free_everything,
     fresh_allocator,
+    holds,
     hooks,
     host_bytes_of,
     is_accessible,
@@ -344,7 +345,7 @@ class History:
             assert segment.sleep == each.sleep, name
             assert is_accessible(each.address) is (each.sleep == AWAKE), f"{name} is {each.sleep}"
             if each.sleep == AWAKE and each.content is not None:
-                assert ctypes.string_at(each.address, each.bytes) == each.content, f"bytes of {name}"
+                assert holds(each.address, each.content), f"bytes of {name}"
             if each.sleep == BACKED_UP:
                 assert self.allocator._store.catalogue.get(segment) is not None, f"backup of {name}"
                 assert not segment.has_memory, name

@@ -23,6 +23,7 @@ from support import (
     PAGE,
     free_everything,
     fresh_allocator,
+    holds,
     hooks,
     host_bytes_of,
     in_thread,
@@ -385,7 +386,7 @@ class Sequences(RuleBasedStateMachine):
     def bytes_are_right(self) -> None:
         for _, model in self.pairs():
             if model.sleep == AWAKE and model.content is not None:
-                assert ctypes.string_at(model.address, model.nbytes) == model.content
+                assert holds(model.address, model.content)
 
     @invariant()
     def usage_and_host_memory_are_right(self) -> None:

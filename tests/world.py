@@ -19,6 +19,7 @@ from support import (
     forget_devices,
     free_everything,
     fresh_allocator,
+    holds,
     is_accessible,
 )
 
@@ -114,7 +115,7 @@ class World:
             if segment.sleep == AWAKE and content is not None:
                 assert segment.has_memory, f"{segment.tag} is awake without memory"
                 assert is_accessible(segment.address), f"{segment.tag} is awake without access"
-                assert ctypes.string_at(segment.address, PAGE) == content, f"bytes of {segment.tag}"
+                assert holds(segment.address, content), f"bytes of {segment.tag}"
 
     def check_all_is_told(self, error: CumemSleepError) -> None:
         """After a failed sleep: what is awake has its bytes, and everything else is named, and counted as asleep."""

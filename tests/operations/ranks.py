@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
-from support import PAGE, fresh_allocator, quick_sums
+from support import PAGE, fresh_allocator, holds, quick_sums
 
 from cumem_sleep import CuMemAllocator, CumemSleepError, RankFailed, _core, host_facts, sim
 from cumem_sleep.digest import device as digest_device
@@ -142,8 +142,7 @@ class _Worker:
             if segment.sleep != _core.Segment.Sleep.AWAKE:
                 asleep[segment.tag] += 1
             elif segment.tag != "kv_cache" and not (self._lost and segment.tag == "weights"):
-                content = self._content[segment.address]
-                whole &= ctypes.string_at(segment.address, segment.bytes) == content
+                whole &= holds(segment.address, self._content[segment.address])
         stats = sim.stats()
         return Outcome(
             error,

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from running import RunningVault
-from support import MIB, PAGE, bf16_weights
+from support import MIB, PAGE, bf16_weights, holds
 
 from cumem_sleep import CuMemAllocator, OutOfHostMemory, _core, sim
 from cumem_sleep.backups.vault import VaultTier
@@ -57,7 +57,7 @@ def leave_free(nbytes: int) -> None:
 
 def check(contents: dict[int, bytes]) -> None:
     for address, content in contents.items():
-        assert ctypes.string_at(address, len(content)) == content
+        assert holds(address, content)
 
 
 def are_compressed(allocator: CuMemAllocator, contents: dict[int, bytes]) -> bool:
