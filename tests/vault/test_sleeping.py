@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from running import SECONDS, RunningVault, eventually
 from support import (
     AWAKE,
     BACKED_UP,
+    MIB,
     PAGE,
     Memory,
     around_copies,
@@ -68,11 +70,22 @@ def leave() -> None:
                 tier._client.close()
 
 
+@cache
+def _weights() -> bytes:
+    return bf16_weights(PAGE + 8 * MIB, np.random.default_rng(0))
+
+
+def weights_of(pages: int, seed: int) -> bytes:
+    """Each page is of the same values, which take long to make, but from another place on: no two are alike."""
+    starts = 2 * np.random.default_rng(seed).integers(0, 4 * MIB, pages)
+    return b"".join(_weights()[start : start + PAGE] for start in starts)
+
+
 def fill(allocator: CuMemAllocator, memory: Memory, *tags: str, pages: int = 2) -> dict[int, bytes]:
     contents: dict[int, bytes] = {}
     for number, tag in enumerate(tags):
         address = allocator.malloc(pages * PAGE, tag)
-        content = bf16_weights(pages * PAGE, np.random.default_rng(number))
+        content = weights_of(pages, number)
         memory.write(address, content)
         contents[address] = content
     return contents
