@@ -191,6 +191,7 @@ def main() -> None:
     parser.add_argument("--theirs", default="", help="folder in which torch_memory_saver is installed")
     parser.add_argument("--gib", default="30,61", help="how much, separated by commas (default: %(default)s)")
     parser.add_argument("--ways", default=";".join(WAYS), help="which, separated by semicolons (default: %(default)s)")
+    parser.add_argument("--decoder-layers", type=int, help="how many, instead of what makes up each size")
     parser.add_argument("--scale", type=int, default=1, help="divide every tensor's size and the KV cache's by this")
     parser.add_argument("--pause", type=float, default=3.0, help="seconds before a late resume (default: %(default)s)")
     parser.add_argument("--deadline", type=float, default=560, help="seconds that all of it may take (%(default)s)")
@@ -222,7 +223,7 @@ def main() -> None:
         arguments.out.write_text(json.dumps(whole, indent=2) + "\n")
 
     for gib in map(int, arguments.gib.split(",")):
-        sizes = qwen3_32b_bytes(LAYERS_IN[gib], arguments.scale)
+        sizes = qwen3_32b_bytes(arguments.decoder_layers or LAYERS_IN[gib], arguments.scale)
         ways = results.setdefault(f"{gib} GiB", {})
         for way in arguments.ways.split(";"):
             ways[way] = measured(f"{gib} GiB, {way}", partial(one_way, way, sizes, arguments, ends_at))

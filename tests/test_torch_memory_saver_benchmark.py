@@ -24,6 +24,7 @@ def run(folder: pathlib.Path, *options: str, path: str = "") -> subprocess.Compl
         str(BENCHMARK),
         "--out",
         str(folder / "out.json"),
+        "--decoder-layers=1",
         "--scale=2048",
         "--pause=0",
         "--gib=30",
