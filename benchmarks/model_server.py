@@ -275,6 +275,13 @@ def gpu_memory_in_use_bytes(gpu: int = 0) -> int | None:
         return None
 
 
+def host_memory_in_use_bytes() -> int:
+    """Of the whole machine."""
+    lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
+    kib = {name: int(count) for name, count, *_ in lines}
+    return (kib["MemTotal:"] - kib["MemAvailable:"]) << 10
+
+
 def gpu_memory_of_process_bytes(device_uuid: str, process: int) -> int | None:
     """Of this GPU by this process alone, as NVML says; `None` where it does not list it (PID namespaces)."""
     import pynvml

@@ -30,8 +30,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import dummy_weights
 from checkpoints import HEAD_DIM, SHAPES, write_config
-from model_server import exit_on_sigterm, gpu_memory_in_use_bytes
+from model_server import exit_on_sigterm, gpu_memory_in_use_bytes, host_memory_in_use_bytes
 from record import GIB, machine_apart, machine_without_gpu
 from vault_process import Vault
 from ways import Facts, Notes, Way
@@ -54,37 +55,17 @@ LEAST_S = 45.0  # with less left a way is not begun
 MOST_DIFFERENCE = 1e-3  # of log probabilities
 
 
-def initial_weights(model: Any) -> None:
-    """In the place of SGLang's dummy weights, which are so small that tokens hardly depend on them."""
-    import torch
-
-    for number, (name, parameter) in enumerate(model.named_parameters()):
-        if parameter.dim() == 1:
-            parameter.data.fill_(1)
-            continue
-        bound = (3 / (1 if "embed" in name else parameter.shape[-1])) ** 0.5
-        generator = torch.Generator(device=parameter.device).manual_seed(number)
-        parameter.data.uniform_(-bound, bound, generator=generator)
-
-
 def scheduler(*args: Any, **kwargs: Any) -> Any:
     """SGLang's scheduler process, with these weights, and in the hook mode that is asked for."""
     from sglang.srt.managers.scheduler import run_scheduler_process
     from sglang.srt.model_loader import loader
 
-    loader.initialize_dummy_weights = initial_weights
+    loader.initialize_dummy_weights = dummy_weights.fill
     if os.environ.get("SGLANG_CYCLES_HOOK_MODE"):
         from torch_memory_saver import torch_memory_saver
 
         torch_memory_saver.hook_mode = os.environ["SGLANG_CYCLES_HOOK_MODE"]
     return run_scheduler_process(*args, **kwargs)
-
-
-def host_in_use_bytes() -> int:
-    """Of the whole machine."""
-    lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
-    kib = {name: int(count) for name, count, *_ in lines}
-    return (kib["MemTotal:"] - kib["MemAvailable:"]) << 10
 
 
 def seconds(call: Callable[..., object], *args: object) -> float:
@@ -130,7 +111,7 @@ class Measured:
         time.sleep(SETTLE_S)
         release_s = [seconds(self._engine.release_memory_occupation, tags) for tags in release]
         row: Facts = {"name": name, "release_s": release_s, "gpu_bytes": gpu_memory_in_use_bytes()}
-        row["host_bytes"] = host_in_use_bytes()
+        row["host_bytes"] = host_memory_in_use_bytes()
         row["resume_s"] = []
         for tags in resume:
             row["resume_s"].append(seconds(self._engine.resume_memory_occupation, tags))
@@ -197,7 +178,7 @@ def one(way: str, arguments: argparse.Namespace) -> None:
         options |= {"device": "cpu", "attention_backend": "torch_native", "max_total_tokens": 8192}
         options |= {"mem_fraction_static": 0.1, "disable_cuda_graph": True}
     engine = EngineWithWeights(**options)
-    notes.note("first answers", gpu_bytes=gpu_memory_in_use_bytes(), host_bytes=host_in_use_bytes())
+    notes.note("first answers", gpu_bytes=gpu_memory_in_use_bytes(), host_bytes=host_memory_in_use_bytes())
     measured = Measured(engine, notes)
     measured.expected = measured.answers()  # kernels were compiled the first time
     ends_at = time.monotonic() + arguments.cycles_s

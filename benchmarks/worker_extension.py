@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import threading
+import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 STANDARD_DEVIATION = 0.02
@@ -15,6 +18,7 @@ class Extension:
     """Its methods become methods of vLLM's worker."""
 
     model_runner: Any
+    vllm_config: Any
     rank: int
 
     def fill_with_normal_values(self) -> int:
@@ -36,6 +40,47 @@ class Extension:
         if allocator.settings.prepare:
             allocator.prepare()
         return written
+
+    def fill_with_telling_values(self, seed: int) -> int:
+        """Weights with which tokens depend on what is attended to. Returns the bytes that were written."""
+        import dummy_weights
+
+        return dummy_weights.fill(self.model_runner.model, seed * 1000 + self.rank)
+
+    def fill_unseen(self, when: str, seed: int) -> None:
+        """Write other weights when a file of this name appears; WHEN.RANK goes then. vLLM learns nothing of it."""
+        import torch
+
+        device = torch.cuda.current_device()
+
+        def fill() -> None:
+            torch.cuda.set_device(device)
+            while not Path(when).exists():
+                time.sleep(0.01)
+            self.fill_with_telling_values(seed)
+            to_do.unlink()
+
+        to_do = Path(f"{when}.{self.rank}")
+        to_do.touch()
+        threading.Thread(target=fill, daemon=True).start()
+
+    def exchange_kv_blocks(self) -> int:
+        """Put each block's bytes in the place of the next one's. Returns how many layers there are.
+
+        A control: if the tokens of a prefix that is found stay the same, they prove nothing of the cache.
+        """
+        import torch
+
+        num_blocks = self.model_runner.kv_cache_config.num_blocks
+        layers = self.vllm_config.compilation_config.static_forward_context.values()
+        caches = [each.kv_cache for each in layers if isinstance(getattr(each, "kv_cache", None), torch.Tensor)]
+        for cache in caches:
+            of_blocks = [d for d in range(cache.dim()) if cache.shape[d] and cache.shape[d] % num_blocks == 0]
+            (dimension,) = (d for d in of_blocks if cache.shape[d] >= num_blocks)
+            numbers = cache.view(torch.uint8) if cache.dtype.itemsize == 1 else cache
+            numbers.copy_(numbers.roll(cache.shape[dimension] // num_blocks, dims=dimension))
+        torch.cuda.synchronize()
+        return len(caches)
 
     def limit_host_memory(self, rank: str, nbytes: str) -> None:
         """Let this rank take so much host memory for backups, or, without a number, what its settings allow.

@@ -152,3 +152,39 @@ def expandable_segments(folder: Path) -> Facts:
     cycle(llm, facts)
     check("tokens", tokens(llm) == before)
     return facts
+
+
+def _offloading(folder: Path) -> Facts:
+    from vllm import SamplingParams
+
+    facts: Facts = {}
+    llm = engine(folder, enable_prefix_caching=True, kv_offloading_size=2.0)
+    prompt = [(7919 * (place + 5)) % 150000 for place in range(1900)]
+    greedy = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
+
+    def ask(when: str) -> list[int]:
+        (request,) = llm.generate([{"prompt_token_ids": prompt}], greedy, use_tqdm=False)
+        facts.setdefault(f"cached tokens {when}", []).append(request.num_cached_tokens)
+        return list(request.outputs[0].token_ids)
+
+    before, _ = tokens(llm), ask("at first")
+    expected = ask("awake")
+    llm.reset_prefix_cache()
+    check("what comes back from the host says the same", ask("from the host, awake") == expected)
+    for number in range(3):
+        cycle(llm, facts, selective=number == 1)  # at once: blocks may still be on their way to the host
+        check("the long prompt's tokens", ask("after a sleep") == expected)
+        check("tokens", tokens(llm) == before)
+    return facts
+
+
+@scenario(CUMEM_SLEEP_KEEP_KV_BYTES=str(GIB))
+def kv_offloading(folder: Path) -> Facts:
+    """KV blocks that vLLM offloads to the host: a sleep clears the cache, also where it is to be kept."""
+    return _offloading(folder)
+
+
+@scenario(CUMEM_SLEEP_DISABLE="1")
+def kv_offloading_and_vllms_own_sleep_mode(folder: Path) -> Facts:
+    """The same without this layer."""
+    return _offloading(folder)
