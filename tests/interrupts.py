@@ -54,7 +54,8 @@ class Signals:
     """
 
     def __init__(self, at: int | None = None) -> None:
-        self.positions: list[Position] = []
+        self.positions: list[Position] = []  # of one that only counts
+        self._reached = 0
         self.expected, self._errors = STORMS[(at or 0) % len(STORMS)]
         self.sent = False
         self._at = at
@@ -84,8 +85,7 @@ class Signals:
         try:
             return work()
         finally:
-            sys.settrace(None)
-            sys.setprofile(None)
+            _stop_tracing()
 
     def _handle(self, *_: object) -> None:
         self._handled += 1
@@ -96,7 +96,7 @@ class Signals:
         deadline = time.monotonic() + HANGS_S
         while self._handled <= number or sys._current_frames()[self._main].f_code is Signals._handle.__code__:
             assert time.monotonic() < deadline, "the caller does not let signals be handled"
-            time.sleep(0)
+            time.sleep(0.0002)
 
     def _trace(self, frame: types.FrameType, event: str, _: object) -> Callable[..., object] | None:
         if not is_traced(frame):
@@ -112,12 +112,21 @@ class Signals:
     def _reach(self, frame: types.FrameType, event: str) -> None:
         if self.sent:
             return
-        if self._at == len(self.positions):
+        if self._at == self._reached:
             self.sent = True
             for number in range(len(self._errors)):
                 signal.pthread_kill(self._main, signal.SIGUSR1)
                 self._wait_for_handler(number)
-        self.positions.append((name_of_code(frame.f_code), frame.f_lineno, event))
+            _stop_tracing()
+            return
+        self._reached += 1
+        if self._at is None:
+            self.positions.append((name_of_code(frame.f_code), frame.f_lineno, event))
+
+
+def _stop_tracing() -> None:
+    sys.settrace(None)
+    sys.setprofile(None)
 
 
 class Interrupts:

@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable
 
 import pytest
-from support import MIB, PAGE, SIMULATED, Memory, in_thread, patch_prefault, quick_sums
+from support import MIB, PAGE, SIMULATED, Memory, ample_host_memory, in_thread, patch_prefault, quick_sums
 
-from cumem_sleep import CuMemAllocator, OutOfHostMemory, _core, host_facts
+from cumem_sleep import CuMemAllocator, OutOfHostMemory, _core
 from cumem_sleep.operations.prepare import Preparation
 
 PREPARING = "cumem-prepare"  # the thread's name
@@ -24,7 +24,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two pieces, each a block of its own, in every segment."""
     monkeypatch.setattr(CuMemAllocator.tuning, "prepare_piece_bytes", MIB)
     monkeypatch.setattr(CuMemAllocator.tuning, "slab_bytes", MIB)
-    monkeypatch.setattr(host_facts, "mem_available_bytes", lambda enough=None: None)  # reads hundreds of files
+    ample_host_memory(monkeypatch)
     if SIMULATED:
         monkeypatch.setattr("cumem_sleep.digest.device.sums_of", quick_sums)
 

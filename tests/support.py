@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 import cumem_sleep
-from cumem_sleep import CuMemAllocator, CumemSleepError, Settings, _core, sim
+from cumem_sleep import CuMemAllocator, CumemSleepError, Settings, _core, host_facts, sim
 from cumem_sleep.backups.filling import Filling
 from cumem_sleep.core.pinned import node_of
 from cumem_sleep.digest.reference import CHUNK_BYTES, Digest, digests_from, sums_of
@@ -239,6 +239,12 @@ def quick_sums(content: npt.NDArray[np.uint8], first_chunk: int = 0) -> tuple[in
     numbers = np.arange(first_chunk, first_chunk + len(chunks), dtype=np.uint64)
     high, low = (chunks * (2 * numbers + np.uint64(odd)) for odd in (1, 3))
     return int(high.sum(dtype=np.uint64)), int(low.sum(dtype=np.uint64))
+
+
+def ample_host_memory(patch: pytest.MonkeyPatch) -> None:
+    """Where it is not the question how much is left: the answer is in hundreds of files."""
+    patch.setattr(host_facts, "mem_available_bytes", lambda **_: None)
+    patch.setattr(host_facts, "cgroup_available_bytes", lambda: None)
 
 
 def digest_by_the_kernel(allocator: CuMemAllocator) -> None:

@@ -12,10 +12,20 @@ from functools import partial
 from typing import Any
 
 import pytest
-from support import AWAKE, DROPPED, PAGE, free_everything, fresh_allocator, hooks, quick_sums, reset_simulation
+from support import (
+    AWAKE,
+    DROPPED,
+    PAGE,
+    ample_host_memory,
+    free_everything,
+    fresh_allocator,
+    hooks,
+    quick_sums,
+    reset_simulation,
+)
 
 import cumem_sleep
-from cumem_sleep import CuMemAllocator, _core, host_facts, sim
+from cumem_sleep import CuMemAllocator, _core, sim
 from cumem_sleep.backups.turns import Turns
 
 pytestmark = pytest.mark.sim
@@ -65,7 +75,7 @@ class Work:
 @pytest.fixture(autouse=True)
 def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr("cumem_sleep.digest.device.sums_of", quick_sums)
-    monkeypatch.setattr(host_facts, "mem_available_bytes", lambda **_: None)  # reads hundreds of files
+    ample_host_memory(monkeypatch)
     reset_simulation()
     yield
     free_everything()

@@ -21,6 +21,7 @@ from support import (
     DROPPED,
     MIB,
     PAGE,
+    ample_host_memory,
     bf16_weights,
     free_everything,
     fresh_allocator,
@@ -34,7 +35,7 @@ from support import (
 )
 from test_state_machine import CALLS as CALLS_OF_OPERATIONS
 
-from cumem_sleep import CuMemAllocator, CumemSleepError, _core, host_facts, sim
+from cumem_sleep import CuMemAllocator, CumemSleepError, _core, sim
 from cumem_sleep.backups.host import HostLane
 
 pytestmark = pytest.mark.sim
@@ -63,7 +64,7 @@ def small_and_quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CuMemAllocator.tuning, "worth_compiling_bytes", 0)
     monkeypatch.setattr(CuMemAllocator.tuning, "prepare_piece_bytes", PAGE)  # is decoded in a slot
     monkeypatch.setattr("cumem_sleep.digest.device.sums_of", quick_sums)
-    monkeypatch.setattr(host_facts, "mem_available_bytes", lambda **_: None)
+    ample_host_memory(monkeypatch)
 
 
 @dataclass

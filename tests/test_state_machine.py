@@ -9,7 +9,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -21,6 +20,7 @@ from support import (
     BACKED_UP,
     DROPPED,
     PAGE,
+    ample_host_memory,
     free_everything,
     fresh_allocator,
     holds,
@@ -130,8 +130,9 @@ def check_state(segment: _core.Segment, backup: Backup | None, driver_has_refuse
 class Sequences(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.patch = mock.patch("cumem_sleep.digest.device.sums_of", quick_sums)
-        self.patch.start()
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr("cumem_sleep.digest.device.sums_of", quick_sums)
+        ample_host_memory(self.patch)
         reset_simulation()
         self.allocator = fresh_allocator(host_budget_bytes=BUDGET_PAGES * PAGE)
         for tag in TAGS:  # tags that were never used are refused
@@ -159,7 +160,7 @@ class Sequences(RuleBasedStateMachine):
             sim.configure(device_bytes=DEVICE_PAGES * PAGE)
             free_everything()
         finally:
-            self.patch.stop()
+            self.patch.undo()
             reset_simulation()
 
     # Helpers

@@ -98,7 +98,7 @@ class World:
         for segment in self.segments:
             content = self.contents[segment.id]
             assert content is not None
-            changed = bytes([(content[0] + 1) % 256]) + content[1:]
+            changed = bytes([(content[0] + 1) % 256]) + memoryview(content)[1:]
             ctypes.memmove(segment.address, changed, 1)
             self.contents[segment.id] = changed
 

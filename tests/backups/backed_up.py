@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from support import MIB, PAGE, SIMULATED, Memory, quick_sums
+from support import MIB, PAGE, SIMULATED, Memory, ample_host_memory, quick_sums
 
-from cumem_sleep import CuMemAllocator, host_facts
+from cumem_sleep import CuMemAllocator
 
 
 @pytest.fixture(autouse=True)
@@ -15,7 +15,7 @@ def two_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """In each page. And a busy machine is not to be taken for a device with work: then all is digested again."""
     monkeypatch.setattr(CuMemAllocator.tuning, "idle_s", 60.0)
     monkeypatch.setattr(CuMemAllocator.tuning, "slab_bytes", MIB)
-    monkeypatch.setattr(host_facts, "mem_available_bytes", lambda enough=None: None)  # reads hundreds of files
+    ample_host_memory(monkeypatch)
     if SIMULATED:
         monkeypatch.setattr("cumem_sleep.digest.device.sums_of", quick_sums)
 

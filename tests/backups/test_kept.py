@@ -18,6 +18,7 @@ from support import (
     MIB,
     PAGE,
     Memory,
+    ample_host_memory,
     digest_by_the_kernel,
     forget_devices,
     holds,
@@ -33,7 +34,6 @@ from cumem_sleep import (
     InvalidArgument,
     OutOfDeviceMemory,
     _core,
-    host_facts,
     sim,
 )
 from cumem_sleep.backups import kept as kept_module
@@ -67,7 +67,7 @@ def by_kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 def quick_facts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where they are not the question: most of a sweep would be digests, and a look into hundreds of files."""
     monkeypatch.setattr("cumem_sleep.digest.device.sums_of", quick_sums)
-    monkeypatch.setattr(host_facts, "mem_available_bytes", lambda enough=None: None)
+    ample_host_memory(monkeypatch)
 
 
 @pytest.fixture

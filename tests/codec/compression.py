@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from support import AWAKE, MIB, PAGE, SIMULATED, bf16_weights, holds, quick_sums
+from support import AWAKE, MIB, PAGE, SIMULATED, ample_host_memory, bf16_weights, holds, quick_sums
 
-from cumem_sleep import CuMemAllocator, _core, host_facts, sim
+from cumem_sleep import CuMemAllocator, _core, sim
 from cumem_sleep.codec import exponent
 from cumem_sleep.codec.codec import Bytes, Code
 from cumem_sleep.codec.kernels import SimulatedKernels
@@ -44,7 +44,7 @@ def small_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CuMemAllocator.tuning, "worth_compiling_bytes", 0)
     monkeypatch.setattr(CuMemAllocator.tuning, "prepare_piece_bytes", PAGE)  # is decoded in a slot
     monkeypatch.setattr("cumem_sleep.digest.device.sums_of", quick_sums)  # what it tells apart is not the question here
-    monkeypatch.setattr(host_facts, "mem_available_bytes", lambda enough=None: None)  # reads hundreds of files
+    ample_host_memory(monkeypatch)
     remember_codec(monkeypatch)
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
-from support import MIB, SIMULATED, Memory, free_everything, quick_sums, reset_simulation
+from support import MIB, SIMULATED, Memory, ample_host_memory, free_everything, quick_sums, reset_simulation
 from waking import OldWeights
 from world import World
 
-from cumem_sleep import CuMemAllocator, host_facts
+from cumem_sleep import CuMemAllocator
 
 
 @pytest.fixture
@@ -17,7 +17,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     reset_simulation()
     monkeypatch.setattr(CuMemAllocator.tuning, "slab_bytes", MIB)  # two blocks for each segment
     monkeypatch.setattr("cumem_sleep.digest.device.sums_of", quick_sums)  # what it tells apart is not the question here
-    monkeypatch.setattr(host_facts, "mem_available_bytes", lambda enough=None: None)  # reads hundreds of files
+    ample_host_memory(monkeypatch)
     current = World()
     yield current
     free_everything()
@@ -32,7 +32,7 @@ def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CuMemAllocator.tuning, "slab_bytes", MIB)
     if SIMULATED:
         monkeypatch.setattr("cumem_sleep.digest.device.sums_of", quick_sums)
-    monkeypatch.setattr(host_facts, "mem_available_bytes", lambda enough=None: None)
+    ample_host_memory(monkeypatch)
 
 
 @pytest.fixture(params=["off", "auto"])
