@@ -525,6 +525,8 @@ class Scheduler:
 
     def _give_up_kept(self, nbytes: float, why: str) -> None:
         """The least recently used sleeper's first; of all, that of those comes last for which somebody waits."""
+        if nbytes <= 0:
+            return
         sleepers = self.models.values()
         uses = [replace(each.use, last_used=math.inf) if each.waiting else each.use for each in sleepers]
         for name in policy.to_give_up(uses, nbytes):
