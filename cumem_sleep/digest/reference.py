@@ -70,10 +70,9 @@ def sums_of(
         if padding := -piece.size % 16:
             piece = np.concatenate([piece, np.zeros(padding, np.uint8)])
         words = piece.view("<u8").reshape(-(-piece.size // CHUNK_BYTES), -1)
-        swapped = (words << np.uint64(32)) | (words >> np.uint64(32))
         numbers = np.arange(len(words), dtype=np.uint64) + np.uint64(first_chunk + start // CHUNK_BYTES)
-        for chain, taken in enumerate((words, swapped)):
-            totals[chain] = (totals[chain] + _chain_sum(taken, numbers, chain)) & MASK
+        for chain in range(2):
+            totals[chain] = (totals[chain] + _chain_sum(words, numbers, chain)) & MASK
     return totals[0], totals[1]
 
 
@@ -85,7 +84,12 @@ def _chain_sum(words: Words, numbers: Words, chain: int) -> int:
     for first in range(0, words.shape[1], LANES):
         row = words[:, first : first + LANES]
         state, shifted = ends[:, : row.shape[1]], scratch[:, : row.shape[1]]
-        np.bitwise_xor(state, row, out=state)
+        if chain == 0:
+            np.bitwise_xor(state, row, out=state)
+        else:  # with its halves swapped
+            for half in (np.left_shift, np.right_shift):
+                half(row, np.uint64(32), out=shifted)
+                np.bitwise_xor(state, shifted, out=state)
         np.multiply(state, multiplier, out=state)
         np.right_shift(state, shift, out=shifted)
         np.bitwise_xor(state, shifted, out=state)
