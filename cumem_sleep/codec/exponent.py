@@ -256,13 +256,16 @@ def _ranges(starts: Integers, counts: Integers) -> Integers:
 
 def _padded(content: Bytes, multiple: int) -> Bytes:
     """With zeros after it, up to a multiple of so many."""
-    return np.concatenate([content, np.zeros(-content.size % multiple, np.uint8)])
+    padding = -content.size % multiple
+    return np.concatenate([content, np.zeros(padding, np.uint8)]) if padding else content
 
 
 def _packed(fields: Bytes, width: int) -> Bytes:
     """Fields (each below 1 << width) side by side, the first in a byte's lowest bits; they fill whole words."""
     fields, per_byte = _padded(fields, CODES_PER_WORD), 8 // width
-    packed: Bytes = np.bitwise_or.reduce([fields[place::per_byte] << (place * width) for place in range(per_byte)])
+    packed: Bytes = fields[::per_byte].copy()
+    for place in range(1, per_byte):
+        packed |= fields[place::per_byte] << (place * width)
     return packed
 
 
