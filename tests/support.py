@@ -114,6 +114,17 @@ def bf16_weights(nbytes: int, random: np.random.Generator, scale: float = 0.02) 
     return (values.view(np.uint32) >> 16).astype("<u2").tobytes()[:nbytes]
 
 
+@functools.cache
+def _weights() -> bytes:
+    return bf16_weights(PAGE + 8 * MIB, np.random.default_rng(0))
+
+
+def weights_of(pages: int, seed: int) -> bytes:
+    """Each page is of the same values, which take long to make, but from another place on: no two are alike."""
+    starts = 2 * np.random.default_rng(seed).integers(0, 4 * MIB, pages)
+    return b"".join(_weights()[start : start + PAGE] for start in starts)
+
+
 _held_before: tuple[int, ...] = (0, 0, 0, 0, 0)
 
 

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -17,13 +16,13 @@ from running import SECONDS, RunningVault, eventually
 from support import (
     AWAKE,
     BACKED_UP,
-    MIB,
     PAGE,
     Memory,
     around_copies,
     assert_clean_exit,
     bf16_weights,
     run_script,
+    weights_of,
 )
 
 import cumem_sleep
@@ -68,17 +67,6 @@ def leave() -> None:
         for tier in allocator._store.catalogue.tiers:
             if isinstance(tier, VaultTier) and tier._client is not None:
                 tier._client.close()
-
-
-@cache
-def _weights() -> bytes:
-    return bf16_weights(PAGE + 8 * MIB, np.random.default_rng(0))
-
-
-def weights_of(pages: int, seed: int) -> bytes:
-    """Each page is of the same values, which take long to make, but from another place on: no two are alike."""
-    starts = 2 * np.random.default_rng(seed).integers(0, 4 * MIB, pages)
-    return b"".join(_weights()[start : start + PAGE] for start in starts)
 
 
 def fill(allocator: CuMemAllocator, memory: Memory, *tags: str, pages: int = 2) -> dict[int, bytes]:
@@ -352,14 +340,13 @@ class TestCycles:
 SECOND = """
 import sys
 sys.path[:0] = sys.argv[2:]
-import numpy as np
 from support import *
 from cumem_sleep import CuMemAllocator, Settings
 
 allocator = CuMemAllocator(Settings(driver="sim", vault=sys.argv[1]))
 memory = Memory()
 address = allocator.malloc(2 * PAGE, "weights")
-content = bf16_weights(2 * PAGE, np.random.default_rng(0))
+content = weights_of(2, 0)
 memory.write(address, content)
 report = allocator.sleep()
 print("slept", report.copied_bytes, report.clean_bytes, flush=True)
