@@ -26,8 +26,8 @@ logger = logging.getLogger("cumem_sleep")
 # Read and tested: what a scheduler preempts, when blocks are hashed, and what is idle differ between versions.
 VERSIONS = ("0.26", "0.33")
 _LEVELS = (1, 3)  # level 3 is a sleep at level 1 for the engine core
-# Of these groups a block's bytes are what its hash says, whatever other blocks hold.
-_SPECS = ("FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec", "ChunkedLocalAttentionSpec")
+# Of these groups a block's bytes are what its hash says, whatever other blocks hold. Each is tested in both versions.
+_SPECS = ("FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec")
 # Worker methods that write neither weights nor KV cache; what else a request for all workers calls might.
 _HARMLESS = ("wake_up", "compute_weight_checksums", "save_sharded_state", DEEPEN)
 

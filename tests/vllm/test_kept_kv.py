@@ -269,6 +269,7 @@ _UNIFORM.kv_cache_spec = _spec(
     [
         ([_group(), _WINDOWS], ""),
         ([_group(), _group(kind="MambaSpec")], "a kind with which that was not tested (MambaSpec)"),
+        ([_group(), _group(kind="ChunkedLocalAttentionSpec")], "not tested (ChunkedLocalAttentionSpec)"),
         ([_UNIFORM], "a kind with which that was not tested (CrossAttentionSpec)"),
         ([_group(), _group(host_resident=True)], "in host memory"),
         ([], "no KV cache"),
