@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+from collections import Counter
 from collections.abc import Mapping
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
@@ -17,8 +18,8 @@ import numpy as np
 import torch
 from vllm.config import set_current_vllm_config
 from vllm.distributed import parallel_state
-from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from watched_worker import KV_CACHE, PAGE, WEIGHTS, WatchedWorker
 
 from cumem_sleep import CuMemAllocator, _core, host_facts, sim
@@ -28,6 +29,7 @@ PAGE_BYTES = 2 * BLOCK * HEADS * HEAD_SIZE * 2
 LAYERS = ("layers.0", "layers.1", "layers.2")
 WINDOW = 40  # tokens that the layers of a sliding window attend to
 FIRST_TOKEN, TOKENS = 7, 100  # what it samples
+NO_TOKEN = 0  # is never sampled
 
 Chain = tuple[int, ...]
 _mem_available_bytes = host_facts.mem_available_bytes
@@ -49,10 +51,12 @@ class HashingWorker(WatchedWorker):
                 self.layers = LAYERS[self.rank : 2 * self.rank + 1]
         self.faults: list[str] = []
         self.hits = 0  # tokens of new requests that were found in the prefix cache
+        self.counts: Counter[str] = Counter()
+        self._written: set[int] = set()  # blocks, since the memory last woke
         self.version = self.oldest = 0  # of weights: now, and of what a hit may have been computed with
         self.breaks: list[str] = []  # the next sleeps and wakes fail so: "before" or "after" the memory's
         self._requests: dict[str, SimpleNamespace] = {}
-        self._chains: dict[tuple[str, tuple[int, ...]], Chain] = {}
+        self._chains: dict[tuple[str, tuple[int, ...]], tuple[Any, Chain]] = {}
 
     def get_kv_cache_spec(self) -> dict[str, Any]:
         page = {"block_size": BLOCK, "num_kv_heads": HEADS, "head_size": HEAD_SIZE, "dtype": torch.bfloat16}
@@ -112,11 +116,12 @@ class HashingWorker(WatchedWorker):
     # What the test asks all workers
 
     def report(self) -> dict[str, Any]:
-        """Since `begin_episode`, but hits: these are of all times."""
-        return {"faults": [f"worker {self.rank}: {fault}" for fault in self.faults], "hits": self.hits}
+        """Since `begin_episode`."""
+        return {"faults": [f"worker {self.rank}: {fault}" for fault in self.faults], "counts": dict(self.counts)}
 
     def begin_episode(self) -> None:
         self.faults.clear()
+        self.counts.clear()
 
     def break_at(self, rank: int, call: str, after: int, kept_bytes: int | None) -> None:
         """Of the worker `rank`, the driver call `call` fails after so many; and it has host memory for so much more
@@ -159,6 +164,8 @@ class HashingWorker(WatchedWorker):
 
     def wake_up(self, tags: list[str] | None = None) -> None:
         self._break("before wake")
+        if self._asleep():
+            self._written.clear()
         self._allocator.wake_up(tags)
         self._break("after wake")
 
@@ -183,18 +190,21 @@ class HashingWorker(WatchedWorker):
         for name in scheduler_output.finished_req_ids:
             self._requests.pop(name, None)
         computed: dict[str, int] = {}
+        found: dict[str, int] = {}  # of these tokens, in the prefix cache
         for new in scheduler_output.scheduled_new_reqs:
             tokens = list(getattr(new, "prefill_token_ids", None) or new.prompt_token_ids)
             self._requests[new.req_id] = SimpleNamespace(tokens=tokens, blocks=[list(ids) for ids in new.block_ids])
             self._requests[new.req_id].adapter = new.lora_request.lora_name if new.lora_request else ""
-            computed[new.req_id] = new.num_computed_tokens
-            self.hits += new.num_computed_tokens
+            self._requests[new.req_id].drafts = []
+            computed[new.req_id] = found[new.req_id] = new.num_computed_tokens
         cached = scheduler_output.scheduled_cached_reqs
         for name, blocks, count in zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True):
-            request, computed[name] = self._requests[name], count
+            request = self._requests[name]
             if name in cached.resumed_req_ids:
                 request.tokens, request.blocks = list(cached.all_token_ids[name]), [[] for _ in request.blocks]
-                self.hits += count
+                request.drafts, found[name] = [], count
+            # Scheduled ahead, it counts drafts that were rejected since.
+            computed[name] = min(count, len(request.tokens) - 1) if request.drafts else count
             for known, more in zip(request.blocks, blocks or [[]] * len(request.blocks), strict=True):
                 known.extend(more)
         scheduled = scheduler_output.num_scheduled_tokens
@@ -205,24 +215,63 @@ class HashingWorker(WatchedWorker):
         sampled = []
         for name, count in scheduled.items():
             request, end = self._requests[name], computed[name] + count
-            assert end <= len(request.tokens), (name, computed[name], count, len(request.tokens))
-            chain = self._chain(request.adapter, tuple(request.tokens[:end]))
+            self._note_hit(request, found.get(name, 0))  # maybe of what another request has just computed
+            drafts = self._drafts(request, scheduler_output.scheduled_spec_decode_tokens.get(name, []))
+            assert end - len(drafts) <= len(request.tokens), (name, computed[name], count, len(request.tokens))
+            assert not drafts or end - len(drafts) == len(request.tokens), (name, computed[name], count, drafts)
+            chain = self._chain(request.adapter, (*request.tokens, *drafts)[:end])
             self._check(name, request, chain[: computed[name]])
             for layer, pages in self._pages.items():
                 ids, slots = self._places(layer, request, computed[name], end)
                 pages[ids, slots, ::2] = np.array(chain[computed[name] :])[:, None]
                 pages[ids, slots, 1::2] = self.version
-            if end == len(request.tokens):
-                request.tokens.append(FIRST_TOKEN + chain[-1] % TOKENS)
-                sampled.append(request.tokens[-1:])
-            else:
-                sampled.append([])
+                self._written.update(ids.tolist())
+            sampled.append(self._sample(request, chain, drafts) if end >= len(request.tokens) else [])
         names = list(scheduled)
         self._scheduled = ModelRunnerOutput(names, {name: index for index, name in enumerate(names)}, sampled)
         return None
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         return self._scheduled
+
+    def _sample(self, request: SimpleNamespace, chain: Chain, drafts: list[int]) -> list[int]:
+        """One token, and another one for each draft that is right until one is wrong; and drafts for the next step."""
+        sampled: list[int] = []
+        for draft, state in zip([*drafts, None], chain[len(chain) - 1 - len(drafts) :], strict=True):
+            sampled.append(FIRST_TOKEN + state % TOKENS)
+            if draft != sampled[-1]:
+                break
+        self.counts["accepted drafts"] += len(sampled) - 1
+        self.counts["rejected drafts"] += len(drafts) - len(sampled) + 1
+        request.tokens.extend(sampled)
+        request.drafts = []
+        for _ in range(self._drafts_at_once):
+            state = self._chain(request.adapter, (*request.tokens, *request.drafts))[-1]
+            is_wrong = state // TOKENS % 4 == 0
+            request.drafts.append(FIRST_TOKEN + (state + is_wrong) % TOKENS)
+        return sampled
+
+    @property
+    def _drafts_at_once(self) -> int:
+        speculative = self.vllm_config.speculative_config
+        return speculative.num_speculative_tokens if speculative else 0
+
+    def _drafts(self, request: SimpleNamespace, scheduled: list[int]) -> list[int]:
+        """The scheduler's, or where it knows none yet the worker's own."""
+        own = [*request.drafts, *[NO_TOKEN] * len(scheduled)]
+        return [ours if token < 0 else token for token, ours in zip(scheduled, own, strict=False)]
+
+    def take_draft_token_ids(self) -> Any:
+        names = [name for name in self._scheduled.req_ids if name in self._requests]
+        return DraftTokenIds(names, [list(self._requests[name].drafts) for name in names])
+
+    def _note_hit(self, request: SimpleNamespace, count: int) -> None:
+        """So many tokens were found; some of them may be what a sleep kept."""
+        self.hits += count
+        blocks = {block for ids in request.blocks for block in ids[: count // BLOCK]} - {0}  # the null block
+        kept = len(blocks - self._written)
+        self.counts["kept blocks found"] += kept
+        self.counts["kept blocks found with an adapter"] += kept * bool(request.adapter)
 
     def _check(self, name: str, request: SimpleNamespace, chain: Chain) -> None:
         """What attention reads."""
@@ -249,18 +298,30 @@ class HashingWorker(WatchedWorker):
         """For each token, the hash of the adapter, it, and all tokens before it."""
         known = self._chains.get((adapter, tokens))
         if known is None:
-            state, hashes = hashlib.blake2b(adapter.encode(), digest_size=7), []
-            for token in tokens:
+            shorter = self._chains.get((adapter, tokens[:-1]))
+            state, hashes = shorter or (hashlib.blake2b(adapter.encode(), digest_size=7), ())
+            state, more = state.copy(), []
+            for token in tokens[len(hashes) :]:
                 state.update(token.to_bytes(4, "little"))
-                hashes.append(int.from_bytes(state.digest(), "little"))
-            known = self._chains[adapter, tokens] = tuple(hashes)
-        return known
+                more.append(int.from_bytes(state.digest(), "little"))
+            known = self._chains[adapter, tokens] = state, (*hashes, *more)
+        return known[1]
 
 
 class HybridHashingWorker(HashingWorker):
     """All layers but the first attend to a window alone: blocks before it are freed, and are not looked for."""
 
     windows = MappingProxyType(dict.fromkeys(LAYERS[1:], WINDOW))
+
+
+class LatentHashingWorker(HashingWorker):
+    """As of multi-head latent attention."""
+
+    def get_kv_cache_spec(self) -> dict[str, Any]:
+        page = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 2 * HEADS * HEAD_SIZE, "dtype": torch.bfloat16}
+        specs = {name: MLAAttentionSpec(**page) for name in self.layers}
+        assert {spec.page_size_bytes for spec in specs.values()} == {PAGE_BYTES}
+        return specs
 
 
 def _join_vllms_groups(parallel: Any, rank: int, local_rank: int, method: str) -> None:

@@ -11,8 +11,10 @@ vLLM's own executor. A seed repeats an episode.
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import itertools
+import json
 import os
 import pathlib
 import random
@@ -29,6 +31,7 @@ from cumem_sleep.vllm.worker_methods import ASK_KV
 
 CROWDED = 37
 BLOCKS = (CROWDED, 73, 131)  # not powers of two: no other size of a tensor is a multiple
+WORKERS = ("", "Hybrid", "Latent", "Latent", "", "Hybrid")  # in turns with these: two groups of layers take more blocks
 # Each of them lets hits find what is not there.
 MUTANTS = {
     "no-eviction": (kept_kv, "manager.evict_blocks(hashed.difference(blocks))", "pass"),
@@ -45,8 +48,19 @@ MUTANTS = {
     "one-worker": (kept_kv, "        return answers\n", "        return answers[:1]\n"),  # the others are not heard
 }
 BLOCK_BYTES = 2 * 32 << 10  # in both layers
-EPISODES_OF_A_CORE = {1: 5, 2: 3}  # by its number of workers
-MOST_KINDS = 4  # of engines of several workers: tensor parallel or a pipeline, with asynchronous scheduling or without
+EPISODES_OF_A_CORE = {1: 2, 2: 3}  # by its number of workers
+# What has to be tested, whatever the time: each has to find blocks again that a sleep kept.
+KINDS = {
+    1: (
+        *("FullAttentionSpec", "SlidingWindowSpec", "MLAAttentionSpec", "sync", "async", "priorities", "crowded"),
+        *("adapters", "drafts, sync", "drafts, async"),
+    ),
+    2: (
+        *(f"{each}, {scheduling}" for each in ("tensor parallel", "pipeline") for scheduling in ("sync", "async")),
+        *("FullAttentionSpec", "SlidingWindowSpec", "MLAAttentionSpec", "adapters"),
+    ),
+}
+MOST_EPISODES = 36  # to test all of them
 MOST_FINDINGS = 3
 MOST_STEPS = 4000  # to answer all requests
 
@@ -176,10 +190,6 @@ def engine(folder: pathlib.Path, *more: str, blocks: int = 61) -> Any:
             """Of all workers."""
             return list(self.model_executor.collective_rpc("report"))
 
-        @property
-        def hits(self) -> int:
-            return int(self.reports()[0]["hits"])
-
     line = ["--model", str(folder), "--enable-sleep-mode", *watched_server.options(), "--block-size", "16"]
     line += ["--num-gpu-blocks-override", str(blocks), "--max-num-batched-tokens", "96", "--max-num-seqs", "8"]
     line += ["--kv-events-config", '{"enable_kv_cache_events": true, "publisher": "null"}']
@@ -266,6 +276,7 @@ class KeptEpisode:
         self._is_lora = core.vllm_config.lora_config is not None
         self._prefixes = [self._tokens(200) for _ in range(3)]
         self._names, self._name = 0, f"{seed}"
+        self._asked: list[tuple[list[int], int]] = [(self._prefixes[0], 0)]  # with which adapter
 
     def _tokens(self, count: int) -> list[int]:
         return [self.chance.randrange(7, 107) for _ in range(count)]
@@ -278,7 +289,9 @@ class KeptEpisode:
             self._run()
         except Exception:
             error = traceback.format_exc()
-        of_workers = [fault for report in self.core.reports() for fault in report["faults"]]
+        reports = self.core.reports()
+        self.counts.update(reports[0]["counts"])
+        of_workers = [fault for report in reports for fault in report["faults"]]
         return [*of_workers, *self._faults, *[error] * bool(error)]
 
     def _run(self, actions: int = 60) -> None:
@@ -297,10 +310,17 @@ class KeptEpisode:
 
     def _add(self) -> None:
         prompt = self.chance.choice(self._prefixes)[: self.chance.randrange(1, 200)]
-        prompt = prompt + self._tokens(self.chance.randrange(1, 40))
+        self._ask(prompt, self.chance.randrange(3) if self._is_lora else 0)
+
+    def _ask_again(self) -> None:
+        """As conversations go on: what was kept is found if anything is."""
+        self._ask(*self.chance.choice(self._asked[-6:]))
+
+    def _ask(self, prompt: list[int], number: int) -> None:
+        prompt = prompt[:200] + self._tokens(self.chance.randrange(1, 40))
+        self._asked.append((prompt, number))
         self._names += 1
         most, priority, client = (self.chance.randrange(*of) for of in ((1, 40), (3,), (2,)))
-        number = self.chance.randrange(3) if self._is_lora else 0
         add(self.core, f"{self._name}.{self._names}", prompt, most, priority, number, client)
 
     def crowd(self) -> None:
@@ -373,9 +393,8 @@ class KeptEpisode:
         else:
             self._wake(None)
         assert not core.is_sleeping()
-        before = core.hits
+        self._ask_again()
         run_to_end(core) if chance.random() < 0.3 else self._step()
-        self.counts["hits after a sleep"] += core.hits - before
 
     def _wake(self, tags: list[str] | None) -> None:
         core = self.core
@@ -401,26 +420,59 @@ class KeptEpisode:
 
 
 def _configurations(workers: int) -> Iterator[tuple[Any, ...]]:
-    """The number of blocks, and options. All of one kind come in turns."""
+    """The number of blocks, and options. The first four have all `KINDS`; then come others of their combinations."""
     for number in itertools.count():
         policy = ("--scheduling-policy", "priority", "--long-prefill-token-threshold", "32") if number % 2 == 0 else ()
         scheduling = "--async-scheduling" if number // 2 % 2 else "--no-async-scheduling"
-        # Not with several workers: a pipeline's scheduler in vLLM 0.26 fails an assertion about adapters of its own.
-        has_lora = workers == 1 and number % 4 in (1, 2)
+        # Not in a pipeline: its scheduler in vLLM 0.26 fails an assertion about adapters of its own.
+        has_lora = number % 4 in ((1, 2) if workers == 1 else (3,))
         lora = ("--enable-lora", "--max-loras", "1", "--max-lora-rank", "8") if has_lora else ()
-        hybrid = ("--worker-cls", "hashing_worker.HybridHashingWorker") if number % 3 == 1 else ()
+        drafts: tuple[str, ...] = ()
+        if workers == 1 and number % 5 in (0, 3):
+            method = "ngram_gpu" if number // 2 % 2 else "ngram"  # the one that may be scheduled ahead
+            drafts = ("--speculative-config", json.dumps({"method": method, "num_speculative_tokens": 3}))
+        several: tuple[str, ...] = ()
         if workers > 1:
             kind = "--tensor-parallel-size" if number % 2 else "--pipeline-parallel-size"
-            hybrid += ("--distributed-executor-backend", "mp", kind, str(workers))
-        yield BLOCKS[number % len(BLOCKS)], *policy, scheduling, *lora, *hybrid
+            several = ("--distributed-executor-backend", "mp", kind, str(workers))
+        worker = ("--worker-cls", f"hashing_worker.{WORKERS[number % len(WORKERS)]}HashingWorker")
+        yield BLOCKS[number % len(BLOCKS)], *policy, scheduling, *lora, *drafts, *several, *worker
 
 
-def run(
-    seeds: Callable[[], int | None], report: Callable[[str], None], workers: int = 1, most_findings: int = MOST_FINDINGS
-) -> int:
-    """Episodes until there are no more seeds, or so many found something; returns how many did."""
-    bad = number = 0
+def _kinds(core: Any) -> set[str]:
+    """Of `KINDS`, what vLLM has made of an engine's options."""
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
+    config, cache = core.vllm_config, core.scheduler.kv_cache_config
+    scheduling = "async" if isinstance(core.scheduler, AsyncScheduler) else "sync"
+    parallel = "pipeline" if config.parallel_config.pipeline_parallel_size > 1 else "tensor parallel"
+    found = {
+        scheduling: True,
+        f"{parallel}, {scheduling}": config.parallel_config.world_size > 1,
+        "adapters": config.lora_config is not None,
+        "priorities": core.scheduler.policy.value == "priority",
+        f"drafts, {scheduling}": config.speculative_config is not None,
+        "crowded": cache.num_blocks == CROWDED,
+    }
+    specs = {type(spec).__name__ for group in cache.kv_cache_groups for spec in kept_kv._specs(group.kv_cache_spec)}
+    return specs | {kind for kind, has_it in found.items() if has_it}
+
+
+def _is_tested(kind: str, counts: Counter[str]) -> bool:
+    """Whether episodes of engines of this kind have done what it is there for."""
+    needed = {
+        "adapters": ["kept blocks found with an adapter"],
+        "drafts": ["accepted drafts", "rejected drafts"],
+    }
+    return all(counts[what] for what in ["kept blocks found", *needed.get(kind.partition(",")[0], [])])
+
+
+def run(seed: int, seconds: float, report: Callable[[str], None], workers: int, most_findings: int) -> int:
+    """Episodes begin for so long, and until each kind was tested, or so many found something; returns how many did."""
+    bad = episodes = 0
+    begun = 0.0
     counts: Counter[str] = Counter()
+    by_kind: dict[str, Counter[str]] = {kind: Counter() for kind in KINDS[workers]}
     configurations = _configurations(workers)
     with tempfile.TemporaryDirectory() as name:
         import watched_server
@@ -431,25 +483,32 @@ def run(
         watched_server.model_folder(folder)
         importlib.import_module("vllm.v1.engine.core")  # takes longer than many episodes
         core = None
-        while (seed := seeds()) is not None:
-            if number % EPISODES_OF_A_CORE[workers] == 0:
+        while True:
+            untested = [kind for kind in by_kind if not _is_tested(kind, by_kind[kind])]
+            is_time = not begun or time.monotonic() - begun < seconds
+            if not is_time and (not untested or episodes >= MOST_EPISODES):
+                break
+            if episodes % EPISODES_OF_A_CORE[workers] == 0:
                 if core is not None:
                     core.shutdown()
                 options = next(configurations)
                 core = engine(folder, *options[1:], blocks=options[0])
-            number += 1
-            episode = KeptEpisode(core, seed)
+            begun = begun or time.monotonic()  # the first engine takes long
+            episode = KeptEpisode(core, seed + episodes)
+            episodes += 1
             found = episode.found()
             counts += episode.counts
+            for kind in by_kind.keys() & _kinds(core):
+                by_kind[kind] += episode.counts
             if found:
                 bad += 1
-                report(f"seed {seed} {options}:\n  " + "\n  ".join([*episode.log, *found[:5]]))
+                report(f"seed {seed + episodes - 1} {options}:\n  " + "\n  ".join([*episode.log, *found[:5]]))
                 if bad == most_findings:
                     break
-    if not bad and not (counts["kept"] and counts["hits after a sleep"]):
-        report("no sleep kept anything that was found again")
+    if not bad and untested:
+        report(f"not tested, since no such engine found again what a sleep kept: {', '.join(untested)}")
         bad = 1
-    report(f"{number} episodes, {bad} with findings; {dict(sorted(counts.items()))}")
+    report(f"{episodes} episodes, {bad} with findings; {dict(sorted(counts.items()))}")
     return bad
 
 
@@ -462,16 +521,9 @@ def main() -> int:
     options = parser.parse_args()
     if options.mutant:
         mutate(*MUTANTS[options.mutant])
-    begun: list[float] = []
-    least = 2 if options.workers == 1 else MOST_KINDS * EPISODES_OF_A_CORE[options.workers]
-
-    def seeds() -> int | None:
-        begun.append(time.monotonic())
-        is_time = len(begun) <= least or begun[-1] - begun[1] < options.seconds  # the first engine takes long
-        return options.seed + len(begun) - 1 if is_time else None
-
     most = 1 if options.mutant else MOST_FINDINGS  # of what is broken on purpose one is enough
-    return 1 if run(seeds, lambda text: print(text, flush=True), options.workers, most) else 0
+    report = functools.partial(print, flush=True)
+    return 1 if run(options.seed, options.seconds, report, options.workers, most) else 0
 
 
 if __name__ == "__main__":
