@@ -168,8 +168,9 @@ class BackupMismatch(CumemSleepError):
         self.actual = actual
         super().__init__(
             f"restored bytes of {segment} have digest {actual}, at sleep it was {expected}:"
-            " the backup in host memory, or a copy, is damaged; everything stays asleep. Wake again to retry the copy;"
-            " if it fails again, the backup is lost: free that memory, or restart, and reload the weights"
+            " the backup, in host memory or a vault's file, or a copy is damaged; everything stays asleep. Wake again"
+            " to retry the copy; if it fails again, the backup is lost: free that memory, or restart, and reload the"
+            " weights"
         )
 
 

@@ -22,6 +22,7 @@ from .protocol import check_folder, close_all
 PAGE_BYTES = 4096  # what offsets, sizes and addresses of direct requests are multiples of
 _LEAST_FILE_BYTES, _MOST_FILES = 1 << 30, 64  # owners have a descriptor of each that they have bytes in
 _FIRST_NUMBER = 1 << 40  # what owners call a file: no slab has such a number
+_NAME = ".cumem-sleep-"  # of a file for a moment, where the filesystem makes none without a name
 _IN_MEMORY = ("tmpfs", "ramfs", "hugetlbfs")
 KEEP_SIZE, _PUNCH_HOLE = 1, 2  # linux/falloc.h
 
@@ -88,7 +89,9 @@ class SpillFolder:
         except OSError as error:
             if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT):
                 raise
-        name = self.path / f".cumem-sleep-{os.getpid()}"
+        for left in self.path.glob(f"{_NAME}*"):  # by one that was killed between the next two calls
+            left.unlink(missing_ok=True)
+        name = self.path / f"{_NAME}{os.getpid()}"
         try:
             return os.open(name, flags | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
         finally:

@@ -240,6 +240,7 @@ class Ledger:
         self._entries: set[Entry] = set()
         self._expendable, self._evictable = _Queue(), _Queue()  # in slabs of our own
         self._droppable, self._spillable = _Queue(), _Queue()  # likewise; needed
+        self._unsealed = _Queue()  # likewise; they may be spilled once they are sealed
         self._evictable_in_files = _Queue()  # and nowhere else
         self._files = _FreeRuns()  # all files are one slab here
         self._zeroing_bytes = 0
@@ -472,7 +473,7 @@ class Ledger:
         Args:
             may: whether an entry may be spilled.
         """
-        room = self.free_file_bytes + sum(entry.taken_bytes for entry in self._retained_in_files())
+        room = self.file_room_bytes
         chosen: list[Entry] = []
         for entry in self._spillable:
             if nbytes <= 0:
@@ -482,6 +483,19 @@ class Ledger:
                 room -= entry.taken_bytes
                 nbytes -= entry.taken_bytes
         return chosen
+
+    @property
+    def file_room_bytes(self) -> int:
+        """How much more can lie in files: what is merely retained there gives way."""
+        return self.free_file_bytes + sum(entry.taken_bytes for entry in self._retained_in_files())
+
+    def spillable_soon_bytes(self, owner: Hashable) -> int:
+        """What others have that is not sealed yet, or is set aside for them: they are about to seal it, as a rule.
+
+        Takes longer where more of that is held.
+        """
+        unsealed = sum(entry.taken_bytes for entry in self._unsealed if (owner, None) not in entry.counts)
+        return unsealed + self.claims.total() - self.claims[owner]
 
     def begin_spill(self, entry: Entry) -> None:
         """Set its place in files aside, and evict what is merely retained there; a copy of it is under way then."""
@@ -664,8 +678,10 @@ class Ledger:
             if entry.is_expendable:
                 return self._expendable
             return self._evictable if entry.extents else self._evictable_in_files
-        if not entry.extents or entry.key is None:
+        if not entry.extents:
             return None
+        if entry.key is None:
+            return self._unsealed
         if not entry.spilled:
             return self._spillable  # once no copy of it is under way
         return self._droppable if entry.is_in_files and not entry.copies else None

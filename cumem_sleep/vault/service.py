@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ from .spill import REQUESTS_AT_ONCE, FileRead, Spiller, SpillPlan
 
 _NOTE_BYTES, _NOTE_SHARE = 4096, 1024  # a note may have so many, and one for so many of its backup
 _AT_ONCE = 256  # holds that are evicted or dropped before others have their turn: two milliseconds or three
+_SEALED_WITHIN_S = 30.0  # who falls asleep has then proven its backups, which may be spilled for others
 _MAX_PIECES = 1 << 14  # of one copy: 64 MiB each, or an extent
 _MAX_SAID, _EXTENT_CHARACTERS = 16 << 20, 24  # of one answer, about; a single backup has less
 
@@ -67,7 +68,7 @@ class _Request:
 
 @dataclass(frozen=True)
 class _Reservation:
-    """Waits for memory that is still being taken, or whose content is being spilled."""
+    """Waits for memory that is still being taken, or whose content is being spilled, or sealed to be spilled."""
 
     asked: _Request
     gpu: VaultGpu
@@ -76,6 +77,7 @@ class _Reservation:
     more_bytes: int  # how much that is
     waits: bool
     expendable: bool
+    since: float = field(default_factory=time.monotonic)
 
 
 class Service:
@@ -310,7 +312,12 @@ class Service:
         missing = each.needed_bytes - available - self._pool.bytes_to_come()
         if missing <= 0:
             return True
-        return self._spiller is not None and not each.expendable and self._spiller.make_room(missing)
+        if self._spiller is None or each.expendable:
+            return False
+        if self._spiller.make_room(missing):
+            return True
+        is_early = time.monotonic() < each.since + _SEALED_WITHIN_S
+        return is_early and self._spiller.could_make_room(missing, each.asked.session.owner)
 
     def _evict_on(self) -> None:
         self._is_evicting = False

@@ -315,6 +315,14 @@ class Spiller:
         self._write_some(chosen, is_awaited=True)  # what is being copied comes later
         return True
 
+    def could_make_room(self, nbytes: int, owner: Hashable) -> bool:
+        """Whether so much more can be dropped from memory once others than the owner have sealed what they reserved."""
+        if self._pool.is_stopped or time.monotonic() < self._try_again:
+            return False
+        missing = nbytes - self.writing_bytes - self._ahead_bytes
+        chosen = sum(entry.taken_bytes for entry in self._ledger.to_spill(missing, self._may_tell))
+        return missing <= min(chosen + self._ledger.spillable_soon_bytes(owner), self._ledger.file_room_bytes)
+
     def look(self) -> None:
         """Spill ahead, slowly, if too little memory is free."""
         missing = self._free_bytes - self._ledger.available_bytes() - self._pool.bytes_to_come()

@@ -369,7 +369,7 @@ def test_damaged_backup_is_1(verify: str, monkeypatch: pytest.MonkeyPatch, capsy
     if verify == "off":
         assert "FAILED: after 'wake' in round 1: weights segment 2 at 0x" in output.out
     else:
-        assert "the backup in host memory, or a copy, is damaged" in output.err
+        assert "the backup, in host memory or a vault's file, or a copy is damaged" in output.err
 
 
 @pytest.mark.sim

@@ -8,12 +8,14 @@ import os
 import pathlib
 import random
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from disk_faults import DiskFaults
-from running import MIB, RunningVault, Segment, eventually, lone_link, seal
+from running import MIB, SECONDS, RunningVault, Segment, eventually, lone_link, seal
 from support import PAGE, Memory
 from test_failures import descriptors_left
 from test_link import BorrowedStub, Streams
@@ -21,6 +23,7 @@ from test_recovery import fall_silent, speak
 from test_sleeping import leave
 from test_storm import Vaults
 
+import cumem_sleep
 from cumem_sleep import CuMemAllocator, OutOfHostMemory, _core
 from cumem_sleep.backups import vault as tiers
 from cumem_sleep.errors import VaultError, VaultLost
@@ -100,6 +103,47 @@ class TestFiles:
         monkeypatch.setattr(files, "filesystem_of", lambda _: "tmpfs")
         with pytest.raises(VaultError, match="tmpfs, which is memory itself"):
             SpillFolder(spill)
+
+
+class TestPoorerFilesystems:
+    @pytest.fixture(autouse=True)
+    def without(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[set[int]]:
+        """Which flags files cannot be opened with, and why."""
+        refused: dict[int, int] = {}
+        own = os.open
+
+        def fail(path: object, flags: int, *mode: int) -> int:
+            for flag, code in refused.items():
+                if flags & flag == flag:
+                    raise OSError(code, os.strerror(code))
+            return own(path, flags, *mode)  # type: ignore[call-overload, no-any-return]
+
+        monkeypatch.setattr(os, "open", fail)
+        return refused
+
+    def test_a_file_loses_its_name_where_none_can_be_without(
+        self, spill: pathlib.Path, without: dict[int, int]
+    ) -> None:
+        """Also that which a killed vault has left."""
+        without[os.O_TMPFILE] = errno.EOPNOTSUPP
+        (spill / f".cumem-sleep-{os.getpid()}").touch()
+        (spill / "not ours").touch()
+        file = SpillFile(SpillFolder(spill), 1)
+        file.allocate(0, 1 << 20)
+        assert [each.name for each in spill.iterdir()] == ["not ours"]
+        file.close()
+
+    def test_through_the_page_cache_where_there_is_no_direct_access(
+        self, spill: pathlib.Path, without: dict[int, int]
+    ) -> None:
+        without[os.O_DIRECT] = errno.EINVAL
+        folder = SpillFolder(spill)
+        file = SpillFile(folder, 1)
+        file.allocate(0, 8192)
+        file.write(content_of(4096), 4096)
+        assert os.pread(file.read_only, 4096, 4096) == content_of(4096)
+        assert not folder.is_direct
+        file.close()
 
 
 class ListedDisk:
@@ -430,6 +474,48 @@ def test_what_fits_neither_in_memory_nor_in_files_is_refused(
     made[3].wake()
     for each in made:
         each.close()
+
+
+@pytest.mark.parametrize("how", ["seals", "gives up"])
+def test_one_waits_for_what_another_is_about_to_seal(spilling: RunningVault, how: str) -> None:
+    """Both fall asleep at once: what the first has reserved cannot be spilled before it is written."""
+    first, second = spilling.client("first"), spilling.client("second")
+    gpu, size = first.gpus[0], 40 * MIB
+    (backup,) = first.reserve(gpu, [size])
+    with ThreadPoolExecutor(1) as pool:
+        reserved = pool.submit(second.reserve, gpu, [size])
+        eventually(lambda: spilling.status()["waiting"] == 1, "the second waits")
+        if how == "seals":
+            seal(first, backup, "of the first")
+        else:
+            first.release([backup])
+        (got,) = reserved.result(SECONDS)
+    assert got.nbytes == size
+    assert spilling.status()["spilled_bytes"] == (size if how == "seals" else 0)
+    for each in (first, second):
+        each.close()
+
+
+def test_one_does_not_wait_for_ever_for_what_another_never_seals(
+    start_vault: StartVault, spill: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import cumem_sleep.vault.service as service; service._SEALED_WITHIN_S = 2.0\n"
+    )
+    path = os.pathsep.join([str(tmp_path), str(pathlib.Path(cumem_sleep.__path__[0]).parent)])
+    options = ("--slab-size", "16MiB", "--spill", str(spill), "--spill-size", "256MiB")
+    vault = start_vault("72MiB", *options, PYTHONPATH=path)
+    vault.wait_until_ready()
+    first, second = vault.client("first"), vault.client("second")
+    first.reserve(first.gpus[0], [40 * MIB])
+    begins = time.monotonic()
+    with pytest.raises(OutOfHostMemory, match=r"\(first\) holds 40"):
+        second.reserve(second.gpus[0], [40 * MIB])
+    assert time.monotonic() - begins > 1.5
+    with pytest.raises(OutOfHostMemory, match="of files are free"):
+        second.reserve(second.gpus[0], [512 * MIB])
+    first.close()
+    second.close()
 
 
 def test_memory_is_kept_free_ahead(
