@@ -26,14 +26,19 @@ def table(result: dict[str, Any]) -> list[str]:
     def cell(way: str, step: str) -> str:
         if (seconds := ways[way].get(step)) is None:
             return "–"
-        share = nbytes / min(seconds) / 1e9 / rates["read"]
-        return spread(seconds) + (f" ({share:.2f} ×)" if step == "wake from files" else "")
+        if step != "wake from files":
+            return spread(seconds)
+        return f"{spread(seconds)} ({read_bytes(way) / min(seconds) / 1e9 / rates['read']:.2f} ×)"
+
+    def read_bytes(way: str) -> float:
+        """In each wake from files."""
+        return float(ways[way]["vault"]["files_read_bytes"] / len(ways[way]["wake from files"]))
 
     lines = [
         f"{nbytes / GIB:.1f} GiB of bf16 weights, every byte checked after every wake. {machine(result)}. The disk"
         f" ({result['filesystem']}) reads {digits(rates['read'])} GB/s, writes {digits(rates['written'])}, and"
-        f" {digits(rates['written and synced'])} where each 256 MiB are synced. Seconds; in parentheses, bytes a second"
-        f" over the disk's rate:",
+        f" {digits(rates['written and synced'])} where each 256 MiB are synced. Seconds; in parentheses, bytes read a"
+        f" second over the disk's rate:",
         "",
         *header(COLUMNS.values()),
         *(row(step, (cell(way, step) for way in COLUMNS)) for step in STEPS),
@@ -44,4 +49,7 @@ def table(result: dict[str, Any]) -> list[str]:
     if "resume from disk" in (theirs := ways.get("saver", {})):
         pause, resume = digits(min(theirs["pause to disk"])), digits(min(theirs["resume from disk"]))
         others.append(f"torch_memory_saver pauses to it in {pause} s and resumes in {resume}")
-    return [*lines, *(["", f"The same bytes: {'; '.join(others)}."] if others else [])]
+    said = [f"The same bytes: {'; '.join(others)}."] if others else []
+    if "wake from files" in ways.get("compressed", {}):
+        said.append(f"Compressed, a wake read {read_bytes('compressed') / GIB:.1f} GiB; the rest was still in memory.")
+    return [*lines, *(["", " ".join(said)] if said else [])]

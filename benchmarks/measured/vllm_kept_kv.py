@@ -26,15 +26,15 @@ def table(result: dict[str, Any]) -> list[str]:
     found_s = kept["wake_s"] + kept["first_token_s"] - cleared["wake_s"] - kept["warm_s"]
     return [
         f"**The first token of a prefix of {result['tokens']:,} tokens**, {result['runs'][0]['prefix_bytes'] / GIB:.1f}"
-        f" GiB of KV cache, Qwen3-{result['shape']}'s shape, vLLM {result['machine']['vllm']} without CUDA graphs, host"
-        f" memory pinned. {machine(result)}. Seconds, medians of {kept['rounds']} rounds:",
+        f" GiB of KV cache, Qwen3-{result['shape']}'s shape, vLLM {result['machine']['vllm']} without CUDA graphs."
+        f" {machine(result)}; 8B engines on a second one meanwhile. Seconds, memory pinned:",
         "",
         "| | sleep | wake | first token | wake and first token |",
         "|---|---|---|---|---|",
         f"| awake, not cached | – | – | {digits(kept['computed_s'])} | – |",
         f"| awake, cached | – | – | {digits(kept['warm_s'])} | – |",
         *(
-            f"| after {name} | {digits(row['sleep_s'])} | {digits(row['wake_s'])} | {digits(row['first_token_s'])} |"
+            f"| after {name} | {_sleep(row)} | {digits(row['wake_s'])} | {digits(row['first_token_s'])} |"
             f" {digits(row['wake_s'] + row['first_token_s'])} |"
             for name, row in after.items()
         ),
@@ -42,3 +42,8 @@ def table(result: dict[str, Any]) -> list[str]:
         f"Keeping takes the sleep {digits(kept['sleep_s'] - cleared['sleep_s'])} s (the link alone"
         f" {digits(link['to_host'])}), and the wake and first token {digits(found_s)} s ({digits(link['to_device'])}).",
     ]
+
+
+def _sleep(row: dict[str, Any]) -> str:
+    """Its seconds. The first one of an engine pins memory."""
+    return digits(row["sleep_s"]) + (" (its first)" if row["rounds"] == 1 else "")
