@@ -142,8 +142,10 @@ class SwitchingWorld:
             self.vault.signal(signal.SIGCONT)
 
     def replace_a_model(self) -> None:
-        """It is killed, whatever it has."""
+        """It is killed, whatever it has, in the middle of a sleep or a wake."""
         victim = self.chance.choice(self.models)
+        victim.begin("sleep" if victim.is_awake else "wake")
+        time.sleep(self.chance.uniform(0, 0.02))
         os.kill(victim.pid, signal.SIGKILL)
         victim.close()
         self.models.remove(victim)
