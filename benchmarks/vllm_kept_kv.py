@@ -119,7 +119,6 @@ class Measured:
             "sleep_s": sleep_s,
             "kept_bytes": self.kept_bytes() if keeps is not None else [],
             "gpu_bytes_awake": gpu_bytes,
-            "gpu_bytes_asleep": gpu_memory_in_use_bytes(),
             "host_bytes_awake": host_bytes,
             "wake_s": timed(self.llm.wake_up),
         }
