@@ -89,8 +89,9 @@ class SpillFolder:
         except OSError as error:
             if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT):
                 raise
-        for left in self.path.glob(f"{_NAME}*"):  # by one that was killed between the next two calls
-            left.unlink(missing_ok=True)
+        for left in self.path.glob(f"{_NAME}[0-9]*"):  # by one that was killed between the next two calls
+            with suppress(OSError):
+                left.unlink()
         name = self.path / f"{_NAME}{os.getpid()}"
         try:
             return os.open(name, flags | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)

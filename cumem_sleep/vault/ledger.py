@@ -25,6 +25,7 @@ extent. Where that may be many backups, a caller says how many at most, and call
 from __future__ import annotations
 
 import sys
+import time
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -92,7 +93,8 @@ class Entry:
         slabs: in which it lies.
         spilled: where it lies in the files, or is to lie once it is written.
         is_in_files: it lies there, and all its owners know.
-        used: when it was last marked, or began to be evictable; a number that grows with each time.
+        used: when it was last marked, or came into its queue; a number that grows with each time.
+        used_at: the same by the monotonic clock.
     """
 
     nbytes: int
@@ -110,6 +112,7 @@ class Entry:
     spilled: list[SlabRange] = field(default_factory=list)
     is_in_files: bool = False
     used: int = 0
+    used_at: float = 0.0
     queue: _Queue | None = None  # in which it waits for its turn to give way
     _ends: list[int] = field(default_factory=list)  # of the extents, in the backup
 
@@ -465,6 +468,11 @@ class Ledger:
 
     # Files
 
+    @property
+    def spillable_bytes(self) -> int:
+        """What `to_spill` chooses from."""
+        return self._spillable.nbytes
+
     def to_spill(self, nbytes: int, may: Callable[[Entry], bool]) -> list[Entry]:
         """What to spill so that so much more can be dropped from memory, or as much as there is, and room in files.
 
@@ -473,7 +481,7 @@ class Ledger:
         Args:
             may: whether an entry may be spilled.
         """
-        room = self.file_room_bytes
+        room = self.free_file_bytes + sum(entry.taken_bytes for entry in self._retained_in_files())
         chosen: list[Entry] = []
         for entry in self._spillable:
             if nbytes <= 0:
@@ -484,18 +492,23 @@ class Ledger:
                 nbytes -= entry.taken_bytes
         return chosen
 
-    @property
-    def file_room_bytes(self) -> int:
-        """How much more can lie in files: what is merely retained there gives way."""
-        return self.free_file_bytes + sum(entry.taken_bytes for entry in self._retained_in_files())
-
-    def spillable_soon_bytes(self, owner: Hashable) -> int:
-        """What others have that is not sealed yet, or is set aside for them: they are about to seal it, as a rule.
+    def may_seal_enough(self, nbytes: int, since: float, may: Callable[[Entry], bool]) -> bool:
+        """Whether so much more can be dropped from memory once what is not sealed yet is, and not before.
 
         Takes longer where more of that is held.
+
+        Args:
+            since: what was marked before is not about to be sealed.
+            may: whether an entry may be spilled once it is sealed.
         """
-        unsealed = sum(entry.taken_bytes for entry in self._unsealed if (owner, None) not in entry.counts)
-        return unsealed + self.claims.total() - self.claims[owner]
+        missing = nbytes - self._spillable.nbytes
+        if missing <= 0 or nbytes > self.free_file_bytes + self._evictable_in_files.nbytes:
+            return False
+        for entry in reversed(self._unsealed):
+            if missing <= 0 or entry.used_at < since:
+                break
+            missing -= entry.taken_bytes if may(entry) else 0
+        return missing <= 0
 
     def begin_spill(self, entry: Entry) -> None:
         """Set its place in files aside, and evict what is merely retained there; a copy of it is under way then."""
@@ -681,7 +694,7 @@ class Ledger:
         if not entry.extents:
             return None
         if entry.key is None:
-            return self._unsealed
+            return None if entry.is_given_up else self._unsealed
         if not entry.spilled:
             return self._spillable  # once no copy of it is under way
         return self._droppable if entry.is_in_files and not entry.copies else None
@@ -690,7 +703,7 @@ class Ledger:
         """It was used: if it waits for its turn to give way, then after all others."""
         if entry.queue is not None:
             self._clock += 1
-            entry.used = self._clock
+            entry.used, entry.used_at = self._clock, time.monotonic()
             entry.queue.move_to_end(entry)
 
     def _placed(self, nbytes: int, node: int, expendable: bool) -> Entry:

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,6 @@ from .spill import REQUESTS_AT_ONCE, FileRead, Spiller, SpillPlan
 
 _NOTE_BYTES, _NOTE_SHARE = 4096, 1024  # a note may have so many, and one for so many of its backup
 _AT_ONCE = 256  # holds that are evicted or dropped before others have their turn: two milliseconds or three
-_SEALED_WITHIN_S = 30.0  # who falls asleep has then proven its backups, which may be spilled for others
 _MAX_PIECES = 1 << 14  # of one copy: 64 MiB each, or an extent
 _MAX_SAID, _EXTENT_CHARACTERS = 16 << 20, 24  # of one answer, about; a single backup has less
 
@@ -77,7 +76,6 @@ class _Reservation:
     more_bytes: int  # how much that is
     waits: bool
     expendable: bool
-    since: float = field(default_factory=time.monotonic)
 
 
 class Service:
@@ -297,27 +295,36 @@ class Service:
                         self._post(self._evict_on)
                     return
                 self._do(each.asked, partial(self._reserved, each))
-            elif not self._will_have(each, available):
+            elif self._will_have(each, available):
+                if each.waits:
+                    goes_on = False
+                    self._waiting.append(each)
+                else:
+                    self._answer(each.asked, {"backups": None})
+            elif each.waits and self._may_have(each, available):
+                self._waiting.append(each)  # it holds up nobody: who is to seal for it may need more before that
+            else:
                 of_files = self._spiller.room_in_words() if self._spiller is not None else ""
                 refusal = self._pool.out_of_memory(each.needed_bytes, available, self._names(), of_files)
                 self._answer(each.asked, refusal)
-            elif each.waits:
-                goes_on = False
-                self._waiting.append(each)
-            else:
-                self._answer(each.asked, {"backups": None})
 
     def _will_have(self, each: _Reservation, available: int) -> bool:
         """Whether there will be enough memory for it, when all is taken or, if need be, some is spilled."""
         missing = each.needed_bytes - available - self._pool.bytes_to_come()
         if missing <= 0:
             return True
+        return self._spiller is not None and not each.expendable and self._spiller.make_room(missing)
+
+    def _may_have(self, each: _Reservation, available: int) -> bool:
+        """Whether there will be, if others who fall asleep seal their backups soon: then these can be spilled.
+
+        Those who wait already do not, so nobody waits in a circle: the last one is refused, and gives up what it has.
+        """
         if self._spiller is None or each.expendable:
             return False
-        if self._spiller.make_room(missing):
-            return True
-        is_early = time.monotonic() < each.since + _SEALED_WITHIN_S
-        return is_early and self._spiller.could_make_room(missing, each.asked.session.owner)
+        wait = {each.asked.session.owner, *(other.asked.session.owner for other in self._waiting)}
+        missing = each.needed_bytes - available - self._pool.bytes_to_come()
+        return self._spiller.could_make_room(missing, lambda entry: not any((o, None) in entry.counts for o in wait))
 
     def _evict_on(self) -> None:
         self._is_evicting = False

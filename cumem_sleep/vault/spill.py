@@ -33,6 +33,7 @@ _REQUEST_BYTES = 16 << 20
 _LEAST_SLOTS = 4
 REQUESTS_AT_ONCE = 8  # requests in flight: what a fast disk needs
 _BATCH_BYTES = 256 << 20
+SEALED_WITHIN_S = 30.0  # who falls asleep has proven its backups by then
 TRY_AGAIN_S = 5.0  # after a disk was full, or failed
 _STAND_BACK_S = 0.01  # how long work in the background pauses while somebody's wake reads
 _ALIGNMENT = 2 << 20
@@ -307,7 +308,7 @@ class Spiller:
         missing = nbytes - self.writing_bytes - self._ahead_bytes
         if missing <= 0:
             return True
-        if self._pool.is_stopped or time.monotonic() < self._try_again:
+        if self._pool.is_stopped or time.monotonic() < self._try_again or self._ledger.spillable_bytes < missing:
             return False
         chosen = self._ledger.to_spill(missing, self._may_tell)
         if sum(entry.taken_bytes for entry in chosen) < missing:
@@ -315,13 +316,13 @@ class Spiller:
         self._write_some(chosen, is_awaited=True)  # what is being copied comes later
         return True
 
-    def could_make_room(self, nbytes: int, owner: Hashable) -> bool:
-        """Whether so much more can be dropped from memory once others than the owner have sealed what they reserved."""
+    def could_make_room(self, nbytes: int, is_sealed_by: Callable[[Entry], bool]) -> bool:
+        """Whether so much more can be dropped from memory if those who have just reserved memory seal it."""
         if self._pool.is_stopped or time.monotonic() < self._try_again:
             return False
         missing = nbytes - self.writing_bytes - self._ahead_bytes
-        chosen = sum(entry.taken_bytes for entry in self._ledger.to_spill(missing, self._may_tell))
-        return missing <= min(chosen + self._ledger.spillable_soon_bytes(owner), self._ledger.file_room_bytes)
+        since = time.monotonic() - SEALED_WITHIN_S
+        return self._ledger.may_seal_enough(missing, since, lambda e: is_sealed_by(e) and self._may_tell(e))
 
     def look(self) -> None:
         """Spill ahead, slowly, if too little memory is free."""

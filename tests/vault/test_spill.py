@@ -127,10 +127,10 @@ class TestPoorerFilesystems:
         """Also that which a killed vault has left."""
         without[os.O_TMPFILE] = errno.EOPNOTSUPP
         (spill / f".cumem-sleep-{os.getpid()}").touch()
-        (spill / "not ours").touch()
+        (spill / ".cumem-sleep-1").mkdir()
         file = SpillFile(SpillFolder(spill), 1)
         file.allocate(0, 1 << 20)
-        assert [each.name for each in spill.iterdir()] == ["not ours"]
+        assert [each.name for each in spill.iterdir()] == [".cumem-sleep-1"]
         file.close()
 
     def test_through_the_page_cache_where_there_is_no_direct_access(
@@ -496,12 +496,57 @@ def test_one_waits_for_what_another_is_about_to_seal(spilling: RunningVault, how
         each.close()
 
 
+def test_who_waits_for_a_seal_holds_up_nobody(spilling: RunningVault) -> None:
+    """The first takes its memory part by part, and can only seal when it has all of it."""
+    first, second, third = (spilling.client(name) for name in ("first", "second", "third"))
+    gpu = first.gpus[0]
+    backups = first.reserve(gpu, [30 * MIB])
+    with ThreadPoolExecutor(1) as pool:
+        reserved = pool.submit(second.reserve, gpu, [50 * MIB])
+        eventually(lambda: spilling.status()["waiting"] == 1, "the second waits")
+        begins = time.monotonic()
+        backups += first.reserve(gpu, [10 * MIB])
+        third.release(third.reserve(gpu, [MIB]))
+        assert third.reserve_now(gpu, [8 * MIB])
+        with pytest.raises(OutOfHostMemory):  # not later: it would ask again and again
+            third.reserve_now(gpu, [50 * MIB])
+        assert time.monotonic() - begins < spill_module.SEALED_WITHIN_S / 3
+        third.close()
+        for number, backup in enumerate(backups):
+            seal(first, backup, f"part {number}")
+        assert reserved.result(SECONDS)
+    first.close()
+    second.close()
+
+
+def test_of_two_that_wait_for_each_other_one_is_refused_at_once(spilling: RunningVault) -> None:
+    """As two models over two GPUs, each of which has reserved for its first one."""
+    first, second = spilling.client("first"), spilling.client("second")
+    gpu, begins = first.gpus[0], time.monotonic()
+    clients = (first, second)
+    has = {client: client.reserve(gpu, [25 * MIB]) for client in clients}
+
+    def reserve_more(client: VaultClient) -> bool:
+        try:
+            has[client] += client.reserve(gpu, [25 * MIB])
+        except OutOfHostMemory:
+            client.release(has[client])
+            return False
+        for number, backup in enumerate(has[client]):
+            seal(client, backup, f"part {number}")
+        return True
+
+    with ThreadPoolExecutor(2) as pool:
+        assert sorted(pool.map(reserve_more, clients)) == [False, True]
+    assert time.monotonic() - begins < spill_module.SEALED_WITHIN_S / 3
+    first.close()
+    second.close()
+
+
 def test_one_does_not_wait_for_ever_for_what_another_never_seals(
     start_vault: StartVault, spill: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:
-    (tmp_path / "sitecustomize.py").write_text(
-        "import cumem_sleep.vault.service as service; service._SEALED_WITHIN_S = 2.0\n"
-    )
+    (tmp_path / "sitecustomize.py").write_text("import cumem_sleep.vault.spill as spill; spill.SEALED_WITHIN_S = 2.0\n")
     path = os.pathsep.join([str(tmp_path), str(pathlib.Path(cumem_sleep.__path__[0]).parent)])
     options = ("--slab-size", "16MiB", "--spill", str(spill), "--spill-size", "256MiB")
     vault = start_vault("72MiB", *options, PYTHONPATH=path)
