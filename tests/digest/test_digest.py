@@ -8,7 +8,16 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 import pytest
-from support import PAGE, Memory, assert_clean_exit, digest_by_the_kernel, digest_of, in_thread, run_script
+from support import (
+    PAGE,
+    Memory,
+    assert_clean_exit,
+    digest_by_the_kernel,
+    digest_of,
+    in_thread,
+    quick_sums,
+    run_script,
+)
 
 from cumem_sleep import CuMemAllocator, DriverError, _core, sim
 from cumem_sleep.core.tuning import Tuning
@@ -130,11 +139,12 @@ class TestDetects:
         digests = {digest_of(content)} | {digest_of(flipped(content, int(place), 3)) for place in places}
         assert len(digests) == 41
 
-    @pytest.mark.parametrize("unit", [8, LANES * 8, CHUNK_BYTES], ids=["words", "rows", "chunks"])
-    def test_swapped(self, unit: int) -> None:
+    @pytest.mark.parametrize("sums", [sums_of, quick_sums])
+    @pytest.mark.parametrize("unit", [8, 4096, LANES * 8, CHUNK_BYTES], ids=["words", "pages", "rows", "chunks"])
+    def test_swapped(self, sums: Callable[[Bytes], tuple[int, int]], unit: int) -> None:
         content = self.CONTENT.copy()
         content[:unit], content[unit : 2 * unit] = self.CONTENT[unit : 2 * unit], self.CONTENT[:unit]
-        before, after = sums_of(self.CONTENT), sums_of(content)
+        before, after = sums(self.CONTENT), sums(content)
         assert before[0] != after[0]
         assert before[1] != after[1]
 
@@ -170,11 +180,12 @@ class TestPieces:
         content = random_bytes(5 * CHUNK_BYTES + 100)
         assert sums_of(content, chunks_at_once=chunks_at_once) == sums_of(content)
 
-    def test_add_up(self) -> None:
+    @pytest.mark.parametrize("sums", [sums_of, quick_sums])
+    def test_add_up(self, sums: Callable[..., tuple[int, int]]) -> None:
         content = random_bytes(4 * CHUNK_BYTES + 77)
-        whole = sums_of(content)
+        whole = sums(content)
         for cut in (CHUNK_BYTES, 3 * CHUNK_BYTES, 4 * CHUNK_BYTES):
-            first, second = sums_of(content[:cut]), sums_of(content[cut:], cut // CHUNK_BYTES)
+            first, second = sums(content[:cut]), sums(content[cut:], cut // CHUNK_BYTES)
             added = tuple((one + two) & MASK for one, two in zip(first, second, strict=True))
             assert added == whole, cut
 
