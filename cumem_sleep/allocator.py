@@ -397,7 +397,7 @@ class CuMemAllocator:
         with self.call_of_ranks("sleep") as call:
             is_dropped = self._dropped(level, offload_tags)
             kept = {} if keep is None else ranges_to_keep(keep, in_pools()())
-            if kept and level in (0, 2):
+            if kept and isinstance(level, int) and level in (0, 2):
                 raise InvalidArgument(f"sleep(level={level}, keep=...): this level keeps nothing of what it drops")
             if is_dropped is None:
                 note = "level 0 keeps all memory; nothing was done"

@@ -76,7 +76,7 @@ class SleepReport:
         clean_bytes: unchanged since their backup, so not copied.
         found_bytes: of these, what the vault already held, as a rule for another process, so it was not copied here.
         dropped_bytes: released without a backup; the bytes are gone.
-        kept_bytes: what will come back of what `keep` named, be it backed up or kept of dropped memory.
+        kept_bytes: what is kept of dropped memory, because `keep` named it. What is backed up comes back anyway.
         not_kept: why nothing of that is kept, if it is not.
         stored_bytes: what the copied bytes take in host memory; less than copied_bytes if they are compressed.
         left_bytes: what is still in use afterwards on the devices concerned, by this process (the CUDA context,

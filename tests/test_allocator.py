@@ -10,6 +10,7 @@ import sys
 import weakref
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 from filled import fill, sleep_states
 from support import BACKED_UP, DROPPED, MIB, PAGE, SIMULATED, Memory, in_thread
@@ -203,6 +204,13 @@ class TestReports:
         assert allocator.get_current_usage() == 5 * PAGE
 
 
+@pytest.mark.parametrize("tags", [["weights", "kv_cache"], []])
+def test_tags_may_be_an_array(allocator: CuMemAllocator, tags: list[str]) -> None:
+    allocator.malloc(PAGE, "weights")
+    assert allocator.sleep(np.array(tags, str)).freed_bytes == PAGE
+    assert allocator.wake_up(np.array(["weights", "kv_cache"])).mapped_bytes == PAGE
+
+
 class TestBadInput:
     """Every bad value is an error that names it, and nothing changes."""
 
@@ -222,7 +230,7 @@ class TestBadInput:
         with pytest.raises(InvalidArgument, match=re.escape(f"level={level!r}")):
             used.sleep(level)
 
-    @pytest.mark.parametrize("tags", [1.5, b"weights", [1], [None], ["weights", b"x"], object()])
+    @pytest.mark.parametrize("tags", [1.5, b"weights", [1], [None], ["weights", b"x"], object(), np.array("weights")])
     def test_tags_of_the_wrong_type(self, used: CuMemAllocator, tags: object) -> None:
         with pytest.raises(InvalidArgumentType, match="tag"):
             used.sleep(offload_tags=tags)  # type: ignore[arg-type]

@@ -276,7 +276,10 @@ def ranges_to_keep(keep: Mapping[int, npt.ArrayLike], segments: Iterable[_core.S
         segment = ordered[max(0, bisect_right(addresses, address) - 1)] if ordered else None
         if segment is None or not segment.address <= address < segment.address + segment.bytes:
             raise InvalidArgument(f"keep: 0x{address:x} is not in memory of this allocator's pools")
-        table = np.asarray(rows)
+        try:
+            table = np.asarray(rows)
+        except Exception as error:  # rows of different lengths, a tensor on a GPU, or whatever else is no array
+            raise InvalidArgument(f"keep[0x{address:x}]: expected integers of shape (n, 2): {error}") from error
         if table.size == 0:
             continue
         if table.ndim != 2 or table.shape[1] != 2 or table.dtype.kind not in "iu":

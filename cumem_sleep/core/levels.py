@@ -51,7 +51,7 @@ def dropped_at_level(level: object) -> IsDropped | None:
 
 def is_deep(level: object) -> bool:
     """Whether a sleep at this level goes on from level 1 to the CUDA state of the process."""
-    return level == _DEEP
+    return isinstance(level, int) and level == _DEEP  # an array of tags has no truth value
 
 
 def in_pools(tags: set[str] | None = None) -> SegmentGroup:

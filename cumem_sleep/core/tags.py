@@ -103,4 +103,8 @@ def checked_tags(tags: object, name: str) -> set[str]:
         tags = (tags,)
     if not isinstance(tags, Iterable) or isinstance(tags, bytes):
         raise InvalidArgumentType(f"{name}={shown(tags)}: expected a string or several strings")
-    return {checked_tag(tag) for tag in tags}
+    try:
+        each = iter(tags)
+    except TypeError:  # of an array without dimensions, which is Iterable by its class
+        raise InvalidArgumentType(f"{name}={shown(tags)}: expected a string or several strings") from None
+    return {checked_tag(tag) for tag in each}

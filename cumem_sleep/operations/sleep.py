@@ -100,7 +100,7 @@ def sleep(
         clean_bytes=total_bytes(backed_up) - copied_bytes,
         found_bytes=total_bytes(found),
         dropped_bytes=total_bytes(dropped),
-        kept_bytes=0 if not_kept else sum(int(ranges[:, 1].sum()) for ranges in (keep or {}).values()),
+        kept_bytes=layer.store.catalogue.kept.bytes_of(dropped) if keep and not not_kept else 0,
         not_kept=not_kept,
         left_bytes=left_bytes,
         left=left,
