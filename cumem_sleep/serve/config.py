@@ -45,6 +45,7 @@ MOST_BITS = 64  # of a whole number: Python prints none of many thousands
 MOST_SHOWN = 100  # letters of a value that is wrong
 MOST_HEALTH_LETTERS = 2000
 MOST_SOCKET_BYTES = 107  # of its path: unix(7)
+OF_FRONT = ("CUMEM_SLEEP_IDLE_S", "CUMEM_SLEEP_ON_REQUEST", "CUMEM_SLEEP_DEEP_AFTER_S")  # no server decides for itself
 _SECRETS = ("api_keys", "api_key", "admin_token", "env")  # keys whose values are not to be repeated
 _CLOSE = 0.6  # from here on, two names of keys are taken for slips of each other
 _ANY_NAME = r"[A-Za-z0-9][A-Za-z0-9._:/@+-]*"
@@ -173,6 +174,8 @@ def _command(value: object) -> object:
 
 def _env(value: dict[str, str]) -> dict[str, str]:
     for name, text in value.items():
+        if name in OF_FRONT:
+            raise ValueError(f"no {name}: when its server sleeps and wakes is for this front to choose, by idle")
         if not name or "=" in name or not _can_be_passed(name + text):
             shown = repr(_cut(name))
             raise ValueError(f"names without = and values, all without NUL and halves of letters: not {shown}")

@@ -28,7 +28,7 @@ from typing import BinaryIO
 
 from ..http.asgi import within
 from .address import Address, from_url
-from .config import ModelConfig
+from .config import OF_FRONT, ModelConfig
 from .lock import Lock
 from .masking import holds_any, masked
 
@@ -38,7 +38,7 @@ STOP_WITHIN_S = 45.0  # what a supervisor has to end a server, before both are k
 POLL_S = 0.05
 _SYSTEMDS = ("NOTIFY_SOCKET", "CREDENTIALS_DIRECTORY")
 _CONTROLS = ("VLLM_SERVER_DEV_MODE", "CUMEM_SLEEP_ADMIN", "CUMEM_SLEEP_ADMIN_TOKEN")
-_NOT_FOR_SERVERS = ("VLLM_API_KEY", "CUMEM_SLEEP_SERVE_TOKEN", *_CONTROLS, *_SYSTEMDS)
+_NOT_FOR_SERVERS = ("VLLM_API_KEY", "CUMEM_SLEEP_SERVE_TOKEN", *OF_FRONT, *_CONTROLS, *_SYSTEMDS)
 _SUPERVISOR = Path(__file__).with_name("supervisor.py")
 _TAIL_BYTES = 64 << 10
 _LISTENS = "0A"  # in /proc/net/tcp

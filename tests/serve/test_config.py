@@ -158,6 +158,7 @@ def test_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("{command: vllm serve x, share: [1]}", "models.a.share: [1]: expected a number"),
         ("{command: vllm serve x, aliases: one}", "models.a.aliases: 'one': expected a list"),
         ("{command: vllm serve x, aliases: [[1]]}", "models.a.aliases.0: [1]: expected a string"),
+        ("{command: vllm serve x, env: {CUMEM_SLEEP_IDLE_S: '60'}}", "models.a.env: expected no CUMEM_SLEEP_IDLE_S: when"),
         ("{command: vllm serve x, env: {A: 1}}", "models.a.env.A: expected a string, in quotes if it looks"),
         ("{command: vllm serve x, levels: [@]}".replace("@", "1, " * 40), f"models.a.levels: [{'1, ' * 33}…: expected"),
         ("7", "models.a: '7': expected keys with values, not a list"),
@@ -413,6 +414,13 @@ def test_a_server_gets_its_gpus_and_no_secret_of_the_front() -> None:
     with pytest.raises(servers.StartFailed, match="there is no GPU 2: CUDA_VISIBLE_DEVICES has 1"):
         servers.environment(model, {"CUDA_VISIBLE_DEVICES": "4"})
     assert not {"VLLM_API_KEY", "CUMEM_SLEEP_SERVE_TOKEN"} & found.keys()
+
+
+def test_a_server_does_not_sleep_or_wake_by_settings_of_the_front() -> None:
+    of_front = {"CUMEM_SLEEP_IDLE_S": "60", "CUMEM_SLEEP_ON_REQUEST": "wake", "CUMEM_SLEEP_DEEP_AFTER_S": "60"}
+    found = servers.environment(ModelConfig.model_validate({"command": "x"}), {**of_front, "HOME": "/h"})
+    assert found["HOME"] == "/h"
+    assert not of_front.keys() & found.keys()
 
 
 def test_a_server_with_the_gate_needs_no_development_mode() -> None:
