@@ -26,14 +26,14 @@ import cumem_sleep
 from cumem_sleep import CuMemAllocator, CumemSleepError, Settings, _core, host_facts, sim
 from cumem_sleep.backups.filling import Filling
 from cumem_sleep.core.pinned import node_of
-from cumem_sleep.digest.reference import CHUNK_BYTES, MULTIPLIERS, Digest, digests_from, sums_of
+from cumem_sleep.digest.reference import CHUNK_BYTES, Digest, digests_from, sums_of
 
 MIB = 1 << 20
 PAGE = 2 * MIB  # the granularity of device memory
 DEVICE_BYTES = 256 * MIB
 HANGS_S = 120.0  # what takes longer hangs; on a busy machine much takes long
 
-_WEIGHTS = np.arange(1, CHUNK_BYTES // 8 + 1, dtype=np.uint64) * np.uint64(MULTIPLIERS[0])  # of a chunk's words
+_ODD = np.random.default_rng(0).integers(0, 1 << 63, CHUNK_BYTES // 8, np.uint64) * np.uint64(2) + np.uint64(1)
 DRIVER = os.environ["CUMEM_SLEEP_DRIVER"]  # conftest.py sees to it
 SIMULATED = DRIVER == "sim"
 if SIMULATED:
@@ -248,9 +248,9 @@ def quick_sums(content: npt.NDArray[np.uint8], first_chunk: int = 0) -> tuple[in
         content = np.concatenate((content, np.zeros(padding, np.uint8)))
     words, in_chunk = content.view(np.uint64), CHUNK_BYTES // 8
     whole = words[: words.size // in_chunk * in_chunk].reshape(-1, in_chunk)
-    chunks = np.einsum("ij,j->i", whole, _WEIGHTS)
+    chunks = np.einsum("ij,j->i", whole, _ODD)
     if (rest := words[whole.size :]).size:
-        chunks = np.append(chunks, np.einsum("j,j->", rest, _WEIGHTS[: rest.size]))
+        chunks = np.append(chunks, np.einsum("j,j->", rest, _ODD[: rest.size]))
     numbers = np.arange(first_chunk, first_chunk + len(chunks), dtype=np.uint64)
     high, low = (chunks * (2 * numbers + np.uint64(odd)) for odd in (1, 3))
     return int(high.sum(dtype=np.uint64)), int(low.sum(dtype=np.uint64))

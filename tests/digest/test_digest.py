@@ -127,8 +127,9 @@ class TestDetects:
         ],
     )
     @pytest.mark.parametrize("bit", [0, 7])
-    def test_a_flipped_bit(self, place: int, bit: int) -> None:
-        before, after = sums_of(self.CONTENT), sums_of(flipped(self.CONTENT, place, bit))
+    @pytest.mark.parametrize("sums", [sums_of, quick_sums])
+    def test_a_flipped_bit(self, sums: Callable[[Bytes], tuple[int, int]], place: int, bit: int) -> None:
+        before, after = sums(self.CONTENT), sums(flipped(self.CONTENT, place, bit))
         assert before[0] != after[0]
         assert before[1] != after[1]
 
