@@ -10,7 +10,7 @@ from __future__ import annotations
 import atexit
 import gc
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, ClassVar
@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from . import _core
-from .backups.kept import ranges_to_keep
+from .backups.ranges import NOTHING_DECLARED, Declared, declared, ranges_to_keep
 from .backups.store import BackupStore
 from .checkpoint.process import THIS_PROCESS, Checkpointed
 from .codec.compressor import Compressor
@@ -58,7 +58,7 @@ from .operations.deepen import deepen, why_not_for_ranks
 from .operations.digests import digests
 from .operations.first_allocation import FirstAllocation
 from .operations.forget import forget
-from .operations.layer import Layer
+from .operations.layer import Fill, Layer
 from .operations.look import read_backup, usage
 from .operations.prepare import Preparation, wanted_ahead
 from .operations.sleep import sleep
@@ -355,6 +355,7 @@ class CuMemAllocator:
         offload_tags: str | Iterable[str] | None = None,
         *,
         keep: Mapping[int, npt.ArrayLike] | None = None,
+        drop: Mapping[int, npt.ArrayLike] | None = None,
     ) -> SleepReport:
         """Give device memory back; addresses stay.
 
@@ -380,13 +381,17 @@ class CuMemAllocator:
                 all multiples of 16. They are expendable: if there is too little host memory, or the driver refuses,
                 none of them is kept, which fails neither the sleep nor the wake (`not_kept` in the reports). They give
                 way to backups. The rest of such a segment comes back with undefined bytes.
+            drop: what may be lost of the tags that this sleep drops, because somebody writes it again: in the form of
+                `keep`, of any size (rounded inwards to 16 bytes; ranges may overlap). Everything else of these tags
+                that is in use is backed up and proven like any backup. A tag of which no address is given is dropped
+                whole; an address with no ranges only says that its tag is meant.
 
         Returns:
             What was done. If everything is already asleep, nothing is done, and the report says so.
 
         Raises:
             InvalidArgument: no such level, or none of the tags to back up was ever used (they may be misspelt); ranges
-                to keep that overlap, do not lie in this memory, or were given at level 0 or 2.
+                to keep that overlap, or were given at level 0 or 2; ranges that do not lie in this memory.
             InvalidState: a CUDA graph is being captured, or something wrote to the memory while it was backed up.
             OutOfHostMemory: a limit leaves too little for the backups.
             DriverError: the driver refused a call.
@@ -402,7 +407,8 @@ class CuMemAllocator:
             if is_dropped is None:
                 note = "level 0 keeps all memory; nothing was done"
                 return SleepReport(note=note, simulated=_core.driver_is_simulated())
-            arguments = (self._layer, call, in_pools(), lambda segment: is_dropped(segment.tag), "sleep", kept)
+            may_go = self._declared(drop)
+            arguments = (self._layer, call, in_pools(), lambda segment: is_dropped(segment.tag), "sleep", kept, may_go)
             if is_deep(level):
                 return self._go_deep(lambda: sleep(*arguments), call, CudaUse.LEASE_UNLESS_AWAY)
             return Operation(
@@ -430,6 +436,15 @@ class CuMemAllocator:
             return dropped_at_level(level)
         kept = self._used_tags.to_back_up(offload_tags)
         return lambda tag: tag not in kept
+
+    def _declared(self, drop: Mapping[int, npt.ArrayLike] | None) -> Declared:
+        """What may be lost. PyTorch is asked what is in use before the lock is taken: a thread that has PyTorch's may
+        wait for that.
+        """
+        if drop is None:
+            return NOTHING_DECLARED
+        in_use = {} if self._pools.found is None else self._pools.found.in_use()
+        return declared(drop, in_pools()(), in_use)
 
     def _go_deep(self, sleep_first: Callable[[], SleepReport], call: Call, uses_cuda: CudaUse) -> SleepReport:
         """A sleep at level 1, and then on to level 3."""
@@ -516,15 +531,20 @@ class CuMemAllocator:
         """
         return THIS_PROCESS.taken
 
-    def discard(self, tags: str | Iterable[str]) -> SleepReport:
+    def discard(self, tags: str | Iterable[str], *, drop: Mapping[int, npt.ArrayLike] | None = None) -> SleepReport:
         """Drop these tags, without a backup, and leave the rest as it is. What is already asleep keeps its backup.
 
+        Args:
+            drop: as for `sleep`: what else lies in this memory is backed up.
+
         Raises:
-            InvalidArgument: a tag that is neither `weights` nor `kv_cache` and was never used.
+            InvalidArgument: a tag that is neither `weights` nor `kv_cache` and was never used; a range that does not
+                lie in this memory.
             InvalidState, DriverError, RankFailed: as `sleep`.
         """
         with self.call_of_ranks("discard") as call:
-            arguments = (self._layer, call, in_pools(self._used_tags.checked(tags)), lambda _: True, "discard")
+            meant, may_go = in_pools(self._used_tags.checked(tags)), self._declared(drop)
+            arguments = (self._layer, call, meant, lambda _: True, "discard", None, may_go)
             return Operation(
                 self._operations,
                 "discard",
@@ -535,17 +555,23 @@ class CuMemAllocator:
                 uses_cuda=CudaUse.LEASE_UNLESS_AWAY,
             ).run()
 
-    def forget(self, tags: str | Iterable[str] | None = None) -> int:
+    def forget(
+        self, tags: str | Iterable[str] | None = None, *, drop: Mapping[int, npt.ArrayLike] | None = None
+    ) -> int:
         """Let these tags (None: `weights` and `kv_cache`) sleep on without backups: new bytes are about to be loaded.
 
         They come back with undefined bytes then, in the time that mapping takes, as after level 2. What sleeps have
         kept of dropped memory goes, too. What is awake keeps its backup. A process at level 3 stays there.
 
+        Args:
+            drop: as for `sleep`. A segment that holds anything else keeps its backup, and comes back whole.
+
         Returns:
-            How many bytes will not come back.
+            How many bytes will not come back, or are to be loaded again all the same.
 
         Raises:
-            InvalidArgument: a tag that is neither `weights` nor `kv_cache` and was never used.
+            InvalidArgument: a tag that is neither `weights` nor `kv_cache` and was never used; a range that does not
+                lie in this memory.
             RankFailed: another rank failed, or did not answer, so that no rank forgets.
         """
         with self.call_of_ranks("forget") as call:
@@ -554,12 +580,18 @@ class CuMemAllocator:
                 self._operations,
                 "forget",
                 forget,
-                (self._layer, call, meant),
+                (self._layer, call, meant, self._declared(drop)),
                 call=call,
                 uses_cuda=CudaUse.LEASE_UNLESS_AWAY,
             ).run()
 
-    def wake_up(self, tags: str | Iterable[str] | None = None, *, restore: bool = True) -> WakeReport:
+    def wake_up(
+        self,
+        tags: str | Iterable[str] | None = None,
+        *,
+        restore: bool = True,
+        drop: Mapping[int, npt.ArrayLike] | None = None,
+    ) -> WakeReport:
         """Take device memory again, at the same addresses, and restore what was backed up.
 
         Restored bytes are compared with the bytes at sleep by their digests (unless `verify` is `off`). If anything
@@ -571,9 +603,11 @@ class CuMemAllocator:
                 with the first.
             restore: False: these tags (None: `weights` and `kv_cache`) come back with undefined bytes, in the time that
                 mapping takes, and their backups go: new weights are to be loaded. Other tags are restored.
+            drop: with `restore=False`, as for `sleep`: a segment that holds anything else is restored whole.
 
         Raises:
-            InvalidArgument: a tag that is neither `weights` nor `kv_cache` and was never used; `restore` is no bool.
+            InvalidArgument: a tag that is neither `weights` nor `kv_cache` and was never used; `restore` is no bool; a
+                range that does not lie in this memory.
             OutOfDeviceMemory: the device has too little free memory. At level 3 the CUDA state of the process needs
                 some as well; it then stays off the GPU.
             CheckpointFailed: the driver did not bring that state back.
@@ -589,13 +623,23 @@ class CuMemAllocator:
             meant = woken_in_pools(named)
             is_restored = None if restore else restored_in_pools(named)
             return waking(
-                self._operations, self._layer, meant, wake, self._layer, call, meant, is_restored, call=call
+                self._operations,
+                self._layer,
+                meant,
+                wake,
+                self._layer,
+                call,
+                meant,
+                is_restored,
+                self._declared(drop),
+                call=call,
             ).run()
 
     @contextmanager
-    def filling(self, fill: Callable[[Sequence[_core.Segment]], None]) -> Iterator[None]:
-        """Wakes inside call `fill` with the segments that come back without their bytes, before anybody else may use
-        these. If it raises, the wake fails. vLLM's plugin marks weights that have to be loaded so.
+    def filling(self, fill: Fill) -> Iterator[None]:
+        """Wakes inside call `fill` with the segments that come back without some of their bytes, and the (begin, end)
+        of these, before anybody else may use them. If it raises, the wake fails. vLLM's plugin marks weights that have
+        to be loaded so.
         """
         self._layer.fills.append(fill)
         try:

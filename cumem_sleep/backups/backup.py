@@ -17,6 +17,7 @@ from ..core.extents import Extent, Piece, Ranges
 from ..digest.reference import Digest
 from .tier import Tier
 
+_Sleep = _core.Segment.Sleep
 _ROOM_TO_GROW = 250  # 0.4 %
 _MOST_TO_SPARE = 100  # a hundredth
 
@@ -28,7 +29,7 @@ class Backup:
     Attributes:
         tier: where the extents lie.
         encoding: how it is compressed; None: not compressed. What is compressed is a whole segment.
-        ranges: of the segment; () stands for all of it.
+        ranges: of the segment: what survives of one that is dropped otherwise; () stands for all of it.
         complete: every byte was copied and verified against the digest. Only complete backups may be restored.
         digest: of the bytes at sleep; None if nothing will be compared with it.
         retained: whether it stays while the segment is awake; None: as the settings say.
@@ -54,6 +55,16 @@ class Backup:
     def content_bytes(self) -> int:
         """How much of the segment it covers."""
         return sum(nbytes for _, nbytes in self.ranges) if self.ranges else self.segment.bytes
+
+    @property
+    def is_needed_asleep(self) -> bool:
+        """Whether its segment sleeps, and nothing else has the bytes that it covers."""
+        sleep = self.segment.sleep
+        return sleep == _Sleep.BACKED_UP or (sleep == _Sleep.DROPPED and bool(self.ranges))
+
+    def covers(self, offset: int, nbytes: int) -> bool:
+        """Whether it has all of these bytes of the segment."""
+        return not self.ranges or any(o <= offset and offset + nbytes <= o + n for o, n in self.ranges)
 
     def begin(self, encoding: Encoding | None, *, being_prepared: bool = False) -> None:
         """Note that it is about to be rewritten with this encoding: its old content is no longer valid."""

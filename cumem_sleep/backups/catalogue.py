@@ -1,25 +1,26 @@
-"""The catalogue: which backups there are, of which ranges of which segments, and which of them anybody may need."""
+"""The catalogue: which backups there are, of which segments or ranges of them, and which of them anybody may need."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+import numpy as np
+
 from .. import _core
 from ..codec.chunks import Encoding
-from ..core.extents import Extent, Ranges
+from ..core.extents import Extent, Ranges, RangeTable
 from ..digest.reference import Digest
 from ..errors import InvalidState
 from .backup import Backup
 from .kept import KeptRanges
+from .ranges import Spans
 from .tier import Content, Footprint, Tier
 
 _Sleep = _core.Segment.Sleep
 
 
 class Catalogue:
-    """The backups of all segments. Not thread safe: the allocator's lock guards it.
-
-    Where ranges of a segment are given, () stands for all of it.
+    """The backups of all segments, at most one each. Not thread safe: the allocator's lock guards it.
 
     Args:
         retain: whether backups stay while their segments are awake, unless they say otherwise themselves.
@@ -33,21 +34,47 @@ class Catalogue:
         self._retain = retain
         self.tiers: list[Tier] = []
         self.kept = KeptRanges(retain)
-        self._backups: dict[int, dict[Ranges, Backup]] = {}  # by the segments' ids
+        self._backups: dict[int, Backup] = {}  # by the segments' ids
+        self._parts: Mapping[int, Ranges] = {}  # what a sleep under way backs up of a segment, if not all of it
+        self.given_up: dict[int, Spans] = {}  # of what is backed up whole: what counts as lost when it wakes
 
     def __iter__(self) -> Iterator[Backup]:
-        for of_one in self._backups.values():
-            yield from of_one.values()
+        yield from self._backups.values()
 
-    def of(self, segment: _core.Segment, ranges: Ranges = ()) -> Backup | None:
+    def of(self, segment: _core.Segment) -> Backup | None:
         """The backup of `segment`, complete or not; None if there is none."""
-        of_one = self._backups.get(segment.id)
-        return of_one.get(ranges) if of_one else None
+        return self._backups.get(segment.id)
 
-    def get(self, segment: _core.Segment, ranges: Ranges = ()) -> Backup | None:
+    def get(self, segment: _core.Segment) -> Backup | None:
         """The complete backup of `segment`, or None."""
-        backup = self.of(segment, ranges)
+        backup = self.of(segment)
         return backup if backup and backup.complete else None
+
+    def back_up_parts(self, parts: Mapping[int, Ranges], segments: Iterable[_core.Segment]) -> None:
+        """From now until `prune`, backups of `segments` are of these ranges, by the segments' ids, or of all of them.
+
+        Backups of other ranges are of no use to that, and go.
+        """
+        self._parts = parts
+        self.forget(s.id for s in segments if (backup := self.of(s)) and backup.ranges != parts.get(s.id, ()))
+
+    def has(self, segment: _core.Segment, ranges: Ranges | None) -> bool:
+        """Whether there is a complete backup of just these ranges of `segment`; None: of none."""
+        backup = self.get(segment)
+        return ranges is None or bool(ranges and backup and backup.ranges == ranges)
+
+    def ranges_of(self, segment: _core.Segment) -> Ranges:
+        """What a backup of `segment` is to cover; () stands for all of it."""
+        backup = self.of(segment)
+        return self._parts.get(segment.id, ()) if backup is None else backup.ranges
+
+    def content_bytes(self, segments: Iterable[_core.Segment]) -> int:
+        """How many bytes of `segments` their backups cover, or are to."""
+        return sum(sum(n for _, n in self.ranges_of(segment)) or segment.bytes for segment in segments)
+
+    def tables_of(self, segments: Iterable[_core.Segment]) -> dict[int, RangeTable]:
+        """The ranges that backups cover, by the ids of those of `segments` that are not backed up whole."""
+        return {s.id: np.array(ranges, np.int64) for s in segments if (ranges := self.ranges_of(s))}
 
     def needed(self, segment: _core.Segment) -> Backup:
         """The complete backup of `segment`.
@@ -72,8 +99,8 @@ class Catalogue:
 
     def stored_bytes(self, segments: Iterable[_core.Segment]) -> int:
         """How much of the tiers' memory the backups of `segments` take; each has one."""
-        encodings = ((segment, self.encoding_of(segment)) for segment in segments)
-        return sum(segment.bytes if encoding is None else encoding.bytes for segment, encoding in encodings)
+        backups = [backup for segment in segments if (backup := self.of(segment))]
+        return sum(b.content_bytes if b.encoding is None else b.encoding.bytes for b in backups)
 
     def footprints(self, segments: Iterable[_core.Segment]) -> dict[int, Footprint]:
         """What the backups of `segments` take of the host's memory, by the segments' ids."""
@@ -87,7 +114,7 @@ class Catalogue:
     def add(self, backup: Backup) -> None:
         """Enter a backup of what has none yet."""
         backup.segment.note_backup()
-        self._backups.setdefault(backup.segment.id, {})[backup.ranges] = backup
+        self._backups[backup.segment.id] = backup
 
     def move(self, backup: Backup, tier: Tier, extents: Sequence[Extent]) -> None:
         """Let `backup`, which is complete, lie in other extents: they hold the same bytes, stored in the same way.
@@ -100,7 +127,7 @@ class Catalogue:
         backup.tier, backup.extents = tier, tuple(extents)
         before.release(left)
 
-    def prove(self, segments: Sequence[_core.Segment], digests: Mapping[int, Digest], ranges: Ranges = ()) -> None:
+    def prove(self, segments: Sequence[_core.Segment], digests: Mapping[int, Digest]) -> None:
         """Mark the backups of `segments` as complete: filled with bytes that had these digests before and after.
 
         From now on others may share them.
@@ -108,7 +135,7 @@ class Catalogue:
         Args:
             digests: by segment id, for those segments that were digested.
         """
-        backups = [backup for segment in segments if (backup := self.of(segment, ranges))]
+        backups = [backup for segment in segments if (backup := self.of(segment))]
         for backup in backups:
             backup.prove(digests.get(backup.segment.id))
         try:
@@ -152,7 +179,7 @@ class Catalogue:
 
     def forget(self, segment_ids: Iterable[int]) -> None:
         """Release these segments' backups."""
-        if backups := [b for segment_id in segment_ids for b in self._backups.get(segment_id, {}).values()]:
+        if backups := [self._backups[segment_id] for segment_id in {*segment_ids} & self._backups.keys()]:
             self._release(backups)
 
     def prune(self) -> None:
@@ -162,23 +189,22 @@ class Catalogue:
         """
         _core.take_freed()  # the search below finds these anyway
         self.kept.prune()
+        self._parts = {}
         self._release([backup for backup in self if not self._is_needed(backup)])
+        asleep = {backup.segment.id for backup in self if backup.segment.sleep == _Sleep.BACKED_UP}
+        self.given_up = {key: spans for key, spans in self.given_up.items() if key in asleep}
         self._set_needed([b for b in self if b.complete and b.segment.sleep == _Sleep.AWAKE], needed=False)
 
     def prune_freed(self) -> None:
         """Forget the segments freed since the last call, and look at nothing else: every free by a hook calls this."""
         while freed := _core.take_freed():  # other threads may free more meanwhile
-            backups = [backup for segment_id in freed for backup in self._backups.get(segment_id, {}).values()]
-            self.forget({backup.segment.id for backup in backups if backup.segment.freed})
+            self.forget(key for key in freed if key in self._backups and self._backups[key].segment.freed)
             self.kept.prune()
 
     def _release(self, backups: Sequence[Backup]) -> None:
         for backup in backups:
             backup.being_prepared = False
-            of_one = self._backups[backup.segment.id]
-            del of_one[backup.ranges]
-            if not of_one:
-                del self._backups[backup.segment.id]
+            del self._backups[backup.segment.id]
         for tier, mine in self._by_tier(backups):  # of some it may be nothing: what they have left to a thread goes on
             tier.release([extent for backup in mine for extent in backup.extents])
 
@@ -195,4 +221,4 @@ class Catalogue:
             return False
         if backup.segment.sleep == _Sleep.AWAKE:
             return self._retain if backup.retained is None else backup.retained
-        return backup.segment.sleep == _Sleep.BACKED_UP
+        return backup.is_needed_asleep

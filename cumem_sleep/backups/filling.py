@@ -9,7 +9,7 @@ from itertools import chain
 from .. import _core
 from ..codec.workspace import Workspace
 from ..core.extents import Transfers
-from ..core.segments import by_device, total_bytes
+from ..core.segments import by_device
 from ..core.tuning import Tuning
 from ..transfer.link import LinkOut
 from ..transfer.transfer import Transfer
@@ -41,7 +41,7 @@ class Filling:
         self._transfers = transfers
         self._streams = streams
         self._tuning = tuning
-        self._most_bytes = {device: total_bytes(mine) for device, mine in by_device(segments).items()}
+        self._most_bytes = {device: catalogue.content_bytes(mine) for device, mine in by_device(segments).items()}
         self._raw: dict[int, Transfer] = {}  # by device
         self._workspaces = workspaces
         self._added: list[_core.Segment] = []

@@ -7,7 +7,6 @@ A vault copies it to its own memory: what a sleeping process has pinned could no
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -20,20 +19,12 @@ from ..core.extents import Extent, PieceTable, RangeTable
 from ..core.segments import by_device, describe
 from ..digest.device import DeviceDigester, DigestRun
 from ..digest.reference import Digest
-from ..errors import (
-    MOST_ADDRESS,
-    CumemSleepError,
-    InvalidArgument,
-    InvalidArgumentType,
-    check_integer,
-    shown,
-)
+from ..errors import CumemSleepError
 from ..report import PhaseTimer
 from .backup import extent_sizes
 from .tier import Footprint, Tier
 
 _Sleep = _core.Segment.Sleep
-_ALIGNMENT = 16  # what a kernel copies at once
 _LANES = 2
 
 
@@ -258,51 +249,6 @@ class KeptRanges:
         if not place.extents:
             self._places.remove(place)
         place.tier.release(released)
-
-
-def ranges_to_keep(keep: Mapping[int, npt.ArrayLike], segments: Iterable[_core.Segment]) -> dict[int, RangeTable]:
-    """What `CuMemAllocator.sleep` was asked to keep of each segment, by its id: in order, and adjacent ranges joined.
-
-    Raises:
-        InvalidArgument: an address or a range that does not lie in one of `segments`, or ranges that overlap.
-    """
-    if not isinstance(keep, Mapping):
-        raise InvalidArgumentType(f"keep={shown(keep)}: expected ranges by address")
-    ordered = sorted(segments, key=lambda segment: segment.address)
-    addresses = [segment.address for segment in ordered]
-    found: dict[int, list[RangeTable]] = {}
-    for address, rows in keep.items():
-        check_integer("an address to keep", address, minimum=0, maximum=MOST_ADDRESS)
-        segment = ordered[max(0, bisect_right(addresses, address) - 1)] if ordered else None
-        if segment is None or not segment.address <= address < segment.address + segment.bytes:
-            raise InvalidArgument(f"keep: 0x{address:x} is not in memory of this allocator's pools")
-        try:
-            table = np.asarray(rows)
-        except Exception as error:  # rows of different lengths, a tensor on a GPU, or whatever else is no array
-            raise InvalidArgument(f"keep[0x{address:x}]: expected integers of shape (n, 2): {error}") from error
-        if table.size == 0:
-            continue
-        if table.ndim != 2 or table.shape[1] != 2 or table.dtype.kind not in "iu":
-            raise InvalidArgument(f"keep[0x{address:x}]: expected integers of shape (n, 2): offsets and bytes")
-        offset = address - segment.address
-        if int(table.min()) < -offset or table[:, 1].min() < 0 or int(table.max()) > segment.bytes:
-            raise InvalidArgument(f"keep[0x{address:x}]: a range is not in {describe(segment)}")
-        table = table.astype(np.int64) + np.array((offset, 0))
-        if (table[:, 0] < 0).any() or (table[:, 0] + table[:, 1] > segment.bytes).any():
-            raise InvalidArgument(f"keep[0x{address:x}]: a range is not in {describe(segment)}")
-        if (table & (_ALIGNMENT - 1)).any():
-            raise InvalidArgument(f"keep[0x{address:x}]: expected addresses and bytes that are multiples of 16")
-        found.setdefault(segment.id, []).append(table[table[:, 1] > 0])
-    return {key: _joined(np.concatenate(tables)) for key, tables in found.items() if any(map(len, tables))}
-
-
-def _joined(table: RangeTable) -> RangeTable:
-    table = table[np.argsort(table[:, 0], kind="stable")]
-    ends = table[:, 0] + table[:, 1]
-    if (table[1:, 0] < ends[:-1]).any():
-        raise InvalidArgument("keep: ranges overlap")
-    first = np.flatnonzero(np.concatenate(([True], table[1:, 0] != ends[:-1])))
-    return np.column_stack((table[first, 0], np.add.reduceat(table[:, 1], first)))
 
 
 def _is_asleep(segment: _core.Segment) -> bool:

@@ -9,7 +9,7 @@ from itertools import islice
 from .. import _core
 from ..codec.chunks import Encoding
 from ..codec.codecs import least_bytes
-from ..core.segments import by_device, total_bytes
+from ..core.segments import by_device
 from ..core.tuning import Tuning
 from ..digest.reference import Digest
 from ..errors import OutOfHostMemory
@@ -25,7 +25,7 @@ _Sleep = _core.Segment.Sleep
 
 
 class BackupRoom:
-    """Memory for backups of whole segments. Not thread safe: the allocator's lock guards it."""
+    """Memory for backups. Not thread safe: the allocator's lock guards it."""
 
     def __init__(self, settings: Settings, tuning: Tuning, turns: Turns, catalogue: Catalogue) -> None:
         self._settings = settings
@@ -51,7 +51,7 @@ class BackupRoom:
 
     def needed_bytes(self, segments: Iterable[_core.Segment], *, compressed: bool) -> int:
         """The least that `take` would need for those of `segments` that have no backup yet."""
-        nbytes = total_bytes(segment for segment in segments if self._catalogue.of(segment) is None)
+        nbytes = self._catalogue.content_bytes(s for s in segments if self._catalogue.of(s) is None)
         return least_bytes(nbytes) if compressed else nbytes
 
     def check(self, needed: int, keep: Iterable[_core.Segment]) -> None:
@@ -113,7 +113,10 @@ class BackupRoom:
         self._catalogue.forget(unfit)
         new = [segment for segment in segments if self._catalogue.of(segment) is None]
         most_bytes = tier.extent_bytes
-        sizes = {segment.id: extent_sizes(segment.bytes, encodings.get(segment.id), most_bytes) for segment in new}
+        sizes = {
+            segment.id: extent_sizes(self._catalogue.content_bytes([segment]), encodings.get(segment.id), most_bytes)
+            for segment in new
+        }
         self.check(sum(map(sum, sizes.values())), keep)
         for device, mine in by_device(new).items():
             wanted = [nbytes for segment in mine for nbytes in sizes[segment.id]]
@@ -121,7 +124,8 @@ class BackupRoom:
             for segment in mine:
                 extents = tuple(islice(reserved, len(sizes[segment.id])))
                 encoding = encodings.get(segment.id)
-                self._catalogue.add(Backup(segment, tier, extents, encoding, being_prepared=beside_work))
+                ranges = self._catalogue.ranges_of(segment)
+                self._catalogue.add(Backup(segment, tier, extents, encoding, ranges, being_prepared=beside_work))
 
     def adopt(self, segments: Iterable[_core.Segment], digests: Mapping[int, Digest]) -> list[_core.Segment]:
         """Where the tier already stores the present bytes of `segments`, use that as their backup; returns these.
@@ -133,11 +137,12 @@ class BackupRoom:
         clean, tier = self._catalogue.is_clean, self.tier
         lacking = [s for s in segments if s.id in digests and not clean(s, digests[s.id])]
         for device, mine in by_device(lacking).items():
-            contents = [Content(digests[segment.id], segment.bytes) for segment in mine]
+            contents = [Content(digests[segment.id], self._catalogue.content_bytes([segment])) for segment in mine]
             for segment, extents in zip(mine, tier.find(device, contents), strict=True):
                 if extents is not None:
+                    ranges = self._catalogue.ranges_of(segment)
                     self._catalogue.forget([segment.id])
-                    backup = Backup(segment, tier, extents)
+                    backup = Backup(segment, tier, extents, ranges=ranges)
                     backup.prove(digests[segment.id])
                     self._catalogue.add(backup)
                     adopted.append(segment)
@@ -168,7 +173,7 @@ class BackupRoom:
 
     def clear(self) -> None:
         """Forget every backup of an awake segment; returns when the memory has gone back to the system."""
-        self._catalogue.forget({b.segment.id for b in self._catalogue if b.segment.sleep != _Sleep.BACKED_UP})
+        self._catalogue.forget({b.segment.id for b in self._catalogue if not b.is_needed_asleep})
         self.settle()
 
     def leave(self) -> None:

@@ -90,8 +90,11 @@ class Workspace:
             for stream in [self._sampling, *(slot.stream for slot in self._slots)]:
                 stack.enter_context(stream)
 
-    def plan(self, segments: Sequence[_core.Segment]) -> dict[int, Encoding]:
+    def plan(self, segments: Sequence[_core.Segment], raw: Collection[int] = ()) -> dict[int, Encoding]:
         """How to encode each of `segments`, by id, without those that are better stored uncompressed.
+
+        Args:
+            raw: the ids of those that are not to be encoded.
 
         Raises:
             DriverError: the driver refused.
@@ -99,15 +102,18 @@ class Workspace:
         """
         plans: list[Plan] = []
         for first in range(0, len(segments), PLANNED_AT_ONCE):  # while the GPU counts those before
-            plans.append(self.begin_plan(segments[first : first + PLANNED_AT_ONCE], {}))
+            plans.append(self.begin_plan(segments[first : first + PLANNED_AT_ONCE], {}, raw))
             plans[-1].count()
         return {segment_id: encoding for plan in plans for segment_id, encoding in plan.finish().items()}
 
-    def begin_plan(self, segments: Sequence[_core.Segment], codes: Mapping[int, Code]) -> Plan:
+    def begin_plan(
+        self, segments: Sequence[_core.Segment], codes: Mapping[int, Code], raw: Collection[int] = ()
+    ) -> Plan:
         """Begin to plan how to encode `segments`; may be called between calls of `encode`, once the plan before counts.
 
         Args:
             codes: by id, where they are known. The other segments get theirs from samples.
+            raw: as for `plan`.
 
         Raises:
             DriverError: the driver refused.
@@ -119,7 +125,7 @@ class Workspace:
                 "device %d has no memory left for the codec to work in: its backups are stored uncompressed this time",
                 self._device,
             )
-        coded = [s for s in segments if s.bytes % CHUNK_BYTES == 0] if self.has_memory else []
+        coded = [s for s in segments if s.bytes % CHUNK_BYTES == 0 and s.id not in raw] if self.has_memory else []
         known = [(segment, codes[segment.id]) for segment in coded if segment.id in codes]
         return Plan(self._planner, self.next_slot, segments, known, [s for s in coded if s.id not in codes])
 

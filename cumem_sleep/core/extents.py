@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .. import _core
 
 
-Ranges = tuple[tuple[int, int], ...]  # of one segment: (offset, bytes), each of whole chunks of its digest, in order
+Ranges = tuple[tuple[int, int], ...]  # of one segment: (offset, bytes), multiples of 16, in order; () is all of it
 RangeTable = npt.NDArray[np.int64]  # of one segment: rows of offset and bytes, multiples of 16, in order
 PieceTable = npt.NDArray[np.int64]  # rows of a device address, an offset in one extent, and bytes, multiples of 16
 

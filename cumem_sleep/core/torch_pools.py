@@ -40,6 +40,7 @@ class TorchPools:
         self._torch = torch
         self._allocator: Any = None
         self._graph_pools: dict[tuple[int, Hashable], Any] = {}  # by device, and who shares it
+        self._open: set[tuple[int, int]] = set()  # ids of pools that somebody allocates from
         self._configuration_lock = threading.RLock()  # what is closed by the garbage collector may interrupt it
         self._configuration: str | None = None  # to be put back when the last thread has left its pool
         self._inside: set[object] = set()  # one for each
@@ -77,11 +78,32 @@ class TorchPools:
                 for device in range(self._torch.cuda.device_count()):
                     pool = self._new_pool(device, ordinary=ordinary)
                     pools.append((device, pool))
+                    self._open.add(pool.id)
                     stack.enter_context(self._torch.cuda.use_mem_pool(pool, device=device))
                 yield
         finally:
             for device, pool in pools:
+                self._open.discard(pool.id)
                 self._give_up(device, pool)
+
+    def in_use(self) -> dict[int, list[tuple[int, int]]]:
+        """What is in use of PyTorch's segments, by their addresses: where each block begins and ends in the segment.
+
+        Left out are segments of pools that are open, since more of them may be in use a moment later, and of pools for
+        graphs: a replay uses blocks that PyTorch counts as free. Of all others no block is ever handed out again.
+        """
+        graphs = {pool.id for pool in self._graph_pools.values()}
+        found: dict[int, list[tuple[int, int]]] = {}
+        for segment in self._torch.cuda.memory_snapshot() if self._torch.cuda.is_initialized() else ():
+            if segment["segment_pool_id"] == (0, 0) or segment["segment_pool_id"] in self._open | graphs:
+                continue
+            blocks = (
+                (block["address"] - segment["address"], block["requested_size"])
+                for block in segment["blocks"]
+                if block["state"] != "inactive"
+            )
+            found[segment["address"]] = [(begin, begin + nbytes) for begin, nbytes in blocks]
+        return found
 
     def graph_pool_id(self, shared_by: Hashable = None) -> tuple[int, int]:
         """The id of the pool to capture CUDA graphs of the current device into, made at first use.
@@ -101,6 +123,7 @@ class TorchPools:
         """The id of a pool for the graph that is captured inside: its memory is free once the graph is gone."""
         device = self._torch.cuda.current_device()
         pool = self._new_pool(device)
+        self._open.add(pool.id)  # for good: graphs go on using it
         try:
             yield pool.id
         finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .. import _core
+from ..backups.ranges import Declared
 from ..core import log
 from ..core.levels import SegmentGroup
 from ..core.operation import Call
@@ -12,10 +13,14 @@ from ..report import PhaseTimer
 from .layer import Layer
 
 
-def forget(layer: Layer, call: Call, meant: SegmentGroup) -> int:
+def forget(layer: Layer, call: Call, meant: SegmentGroup, drop: Declared) -> int:
     """Let the segments of `meant` sleep on without their backups; returns the bytes that will not come back.
 
     Calls no driver. The ranks agree first, because nothing brings the bytes back; what follows cannot fail.
+
+    Args:
+        drop: what may be lost. A segment that holds anything else keeps its backup, and that counts as lost when it
+            wakes.
 
     Raises:
         RankFailed: as `CuMemAllocator.forget`.
@@ -23,8 +28,13 @@ def forget(layer: Layer, call: Call, meant: SegmentGroup) -> int:
     backed_up = [segment for segment in meant() if segment.sleep == _core.Segment.Sleep.BACKED_UP]
     with _core.HeldSegments(backed_up) as segments:
         call.agree(PhaseTimer())
-        _core.forget_backups(segments)
-        layer.store.catalogue.kept.give_up("forget() was called")  # it was made with what is forgotten
-        layer.store.catalogue.forget([segment.id for segment in segments])
-        log.info("cumem-sleep: forgot the backups of %s", format_bytes(total_bytes(segments)))
-        return total_bytes(segments)
+        lost = [segment for segment in segments if drop.survives(segment) is None]
+        mixed = {s.id: drop.may_go[s.id] for s in segments if s not in lost and s.id in drop.may_go}
+        _core.forget_backups(lost)
+        catalogue = layer.store.catalogue
+        catalogue.kept.give_up("forget() was called")  # it was made with what is forgotten
+        catalogue.forget([segment.id for segment in lost])
+        catalogue.given_up.update(mixed)
+        nbytes = total_bytes(lost) + sum(end - begin for spans in mixed.values() for begin, end in spans)
+        log.info("cumem-sleep: forgot the backups of %s", format_bytes(nbytes))
+        return nbytes

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from .. import _core
+from ..backups.ranges import Spans
 from ..backups.store import BackupStore
 from ..codec.compressor import Compressor
 from ..core.tuning import Tuning
@@ -14,6 +15,8 @@ from ..errors import DriverError, InvalidState
 from ..settings import Settings
 from ..transfer.copiers import Copiers
 from .residue import Residue
+
+Fill = Callable[[Sequence[tuple[_core.Segment, Spans]]], None]
 
 _CAPTURE_ERRORS = "CUDA_ERROR_STREAM_CAPTURE_"
 
@@ -29,8 +32,9 @@ class Layer:
     compressor: Compressor
     copiers: Copiers
     residue: Residue = field(default_factory=Residue)
-    # Called at a wake with the segments that come back without their bytes, before anybody else may use these.
-    fills: list[Callable[[Sequence[_core.Segment]], None]] = field(default_factory=list)
+    # Called at a wake with the segments that come back without some of their bytes, and which these are, before anybody
+    # else may use them.
+    fills: list[Fill] = field(default_factory=list)
     _warm_devices: set[int] = field(default_factory=set)
 
     @property

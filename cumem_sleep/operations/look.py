@@ -12,7 +12,7 @@ from .. import _core
 from ..backups.tier import Footprint
 from ..core.levels import SegmentGroup
 from ..core.operation import Operations
-from ..core.segments import describe, segment_around, total_bytes
+from ..core.segments import describe, segment_around
 from ..errors import InvalidState
 from ..report import TagUsage
 from .layer import Layer
@@ -45,7 +45,7 @@ def _of_a_tag(layer: Layer, segments: list[_core.Segment], held: Mapping[int, Fo
         shared_bytes=sum(each.shared_bytes for each in backups),
         kept_bytes=kept.bytes_of(segments),
         asleep_segments=sum(segment.sleep != _Sleep.AWAKE for segment in segments),
-        backed_up_bytes=total_bytes(
+        backed_up_bytes=layer.store.catalogue.content_bytes(
             s for s in segments if layer.store.catalogue.get(s) is not None and not held[s.id].is_gone
         ),
     )
@@ -62,5 +62,9 @@ def read_backup(layer: Layer, address: int, nbytes: int, copy: bool) -> npt.NDAr
         if segment.sleep == _Sleep.AWAKE:
             return None
         raise InvalidState(f"{describe(segment)} sleeps without a backup: its bytes were dropped")
+    if not backup.covers(address - segment.address, nbytes):
+        if segment.sleep == _Sleep.AWAKE:
+            return None
+        raise InvalidState(f"of {describe(segment)} only parts are backed up, and not all of these {nbytes} bytes")
     content = backup.read(address - segment.address, nbytes)
     return content.copy() if copy else content

@@ -11,6 +11,7 @@ from functools import partial
 
 from .. import _core
 from ..backups.filling import Filling
+from ..backups.ranges import NOTHING_DECLARED, Declared, less
 from ..codec.chunks import Encoding
 from ..codec.codec import Code
 from ..codec.plan import PLANNED_AT_ONCE, Plan
@@ -36,6 +37,7 @@ def sleep(
     is_dropped: SegmentChoice,
     operation: str = "sleep",
     keep: Mapping[int, RangeTable] | None = None,
+    drop: Declared = NOTHING_DECLARED,
     *,
     with_left: bool = True,
 ) -> SleepReport:
@@ -50,57 +52,69 @@ def sleep(
         is_dropped: whether it sleeps without a backup.
         operation: what the report calls it.
         keep: what is kept of those that are dropped, by id, if that is possible.
+        drop: what may be dropped of these. The rest of them is backed up.
         with_left: whether the report says what is left on the devices.
 
     Raises:
         InvalidState, OutOfHostMemory, DriverError, RankFailed: as `CuMemAllocator.sleep`.
     """
     timer = PhaseTimer()
-    # What an earlier failure left asleep, with its memory, is dropped for good.
-    segments = [s for s in meant() if s.sleep == _Sleep.AWAKE or (s.keeps_bytes and is_dropped(s))]
+    catalogue = layer.store.catalogue
+    # What an earlier failure left asleep, with its memory, is dropped for good, unless that has what is to survive.
+    segments = [
+        s
+        for s in meant()
+        if s.sleep == _Sleep.AWAKE or (s.keeps_bytes and is_dropped(s) and catalogue.has(s, drop.survives(s)))
+    ]
     if not segments:
         call.agree(timer)
         note = "nothing to do, no memory of these tags is awake; what sleeps stays as it is"
         not_kept = note if keep else ""
         return SleepReport(seconds=timer.seconds, note=note, operation=operation, not_kept=not_kept)
-    for tier in layer.store.catalogue.tiers:
+    for tier in catalogue.tiers:
         tier.regain()  # what others have still would not be free afterwards
     with _told_if_not_undone(segments), _core.HeldSegments(segments) as held, ExitStack() as copying:
-        dropped = [segment for segment in held if is_dropped(segment)]
-        backed_up = [segment for segment in held if not is_dropped(segment)]
+        survives = {segment.id: drop.survives(segment) if is_dropped(segment) else () for segment in held}
+        parts = {key: ranges for key, ranges in survives.items() if ranges}
+        dropped = [segment for segment in held if survives[segment.id] != ()]  # some of them but for parts
+        asleep_whole = [segment for segment in held if survives[segment.id] == ()]
+        backed_up = [*asleep_whole, *(s for s in dropped if s.id in parts and s.sleep == _Sleep.AWAKE)]
         with timer("quiesce"):
             quiesce(held)
-        not_kept = _begin_to_keep(layer, keep, backed_up, dropped, timer) if keep else ""
+        catalogue.back_up_parts(parts, held)
+        not_kept = _begin_to_keep(layer, keep, asleep_whole, dropped, timer) if keep else ""
         copied, found = [], []
         if backed_up:
-            layer.store.catalogue.claim(backed_up)
-            with DigestRun(layer.digester, backed_up) as run:
+            catalogue.claim(backed_up)
+            with DigestRun(layer.digester, backed_up, catalogue.tables_of(backed_up)) as run:
                 digests = _Digests(_to_be_digested(layer, backed_up), run, layer.tuning.idle_s)
-                backing_up = _BackingUp(layer, backed_up, dropped, digests, timer)
+                lending = [segment for segment in dropped if segment.id not in parts]
+                backing_up = _BackingUp(layer, backed_up, lending, digests, timer)
                 while not backing_up.attempt(copying):
                     pass
                 copied, found = backing_up.copied, [*backing_up.found.values()]
                 with timer("check"):
                     if copied:
                         _check_unchanged(layer, backed_up, copied, digests)
-                    layer.store.catalogue.require(backed_up, digests.taken)
+                    catalogue.require(backed_up, digests.taken)
         if keep and not not_kept:
             with timer("keep"):
-                not_kept = layer.store.catalogue.kept.keep(layer.store.room.tier)
+                not_kept = catalogue.kept.keep(layer.store.room.tier)
         with timer("release"):
             # Unmaps all, calls `_agree`, and maps all again if that raises (`csrc/transitions.cpp`).
-            freed_bytes = _core.put_to_sleep(backed_up, dropped, partial(_agree, call, timer, copying))
-    copied_bytes = total_bytes(copied)
+            freed_bytes = _core.put_to_sleep(asleep_whole, dropped, partial(_agree, call, timer, copying))
+        copied_bytes, covered_bytes = catalogue.content_bytes(copied), catalogue.content_bytes(backed_up)
+        found_bytes, stored_bytes = catalogue.content_bytes(found), catalogue.stored_bytes(copied)
     devices = {segment.device for segment in segments}
     left_bytes, left = layer.residue.look(devices) if with_left else (0, {})
     return SleepReport(
         freed_bytes=freed_bytes,
         copied_bytes=copied_bytes,
-        stored_bytes=layer.store.catalogue.stored_bytes(copied),
-        clean_bytes=total_bytes(backed_up) - copied_bytes,
-        found_bytes=total_bytes(found),
-        dropped_bytes=total_bytes(dropped),
-        kept_bytes=layer.store.catalogue.kept.bytes_of(dropped) if keep and not not_kept else 0,
+        stored_bytes=stored_bytes,
+        clean_bytes=covered_bytes - copied_bytes,
+        found_bytes=found_bytes,
+        dropped_bytes=total_bytes(held) - covered_bytes,
+        kept_bytes=catalogue.kept.bytes_of(dropped) if keep and not not_kept else 0,
         not_kept=not_kept,
         left_bytes=left_bytes,
         left=left,
@@ -121,6 +135,9 @@ def _begin_to_keep(
     mine = [segment for segment in dropped if segment.id in keep and segment.sleep == _Sleep.AWAKE]
     if len(mine) + sum(segment.id in keep for segment in backed_up) < len(keep):
         return "some of this memory was asleep or freed when the sleep began"
+    # What survives is backed up, and must not depend on what is kept.
+    survives = layer.store.catalogue.tables_of(mine)
+    keep = {key: less(keep[key], survives[key]) if key in survives else keep[key] for key in keep}
     with timer("keep"):
         return layer.store.catalogue.kept.begin(mine, keep, layer.prover)
 
@@ -198,7 +215,8 @@ class _BackingUp:
                     encodings: dict[int, Encoding] = {}
                     for device, workspace in workspaces.items():
                         with self._timer("plan"):
-                            encodings.update(workspace.plan([s for s in new if s.device == device]))
+                            mine = [s for s in new if s.device == device]
+                            encodings.update(workspace.plan(mine, self._store.catalogue.tables_of(mine)))
                     with self._timer("host_memory"):
                         self._store.room.take(new, self._segments, encodings)
                     with self._timer("copy"):
@@ -274,7 +292,8 @@ class _BackingUp:
                 if not following:
                     break
                 for device, mine in by_device(following).items():
-                    self._plans.append(workspaces[device].begin_plan(mine, self._codes(mine)))
+                    raw = self._store.catalogue.tables_of(mine)
+                    self._plans.append(workspaces[device].begin_plan(mine, self._codes(mine), raw))
             if not self._plans:
                 return []
             plan = self._plans.popleft()
@@ -301,7 +320,8 @@ class _BackingUp:
     def _in_parts(self) -> list[_core.Segment]:
         """The segments whose backups need no memory, or of which the tier has enough free."""
         rewritten = [segment for segment in self._segments if self._can_be_rewritten(segment)]
-        missing_bytes = total_bytes(self._segments) - total_bytes(rewritten)
+        content_bytes = self._store.catalogue.content_bytes
+        missing_bytes = content_bytes(self._segments) - content_bytes(rewritten)
         is_free = missing_bytes and not self._was_short and self._store.room.tier.has_free(missing_bytes)
         return [*self._segments] if is_free else rewritten
 
@@ -309,7 +329,7 @@ class _BackingUp:
         backup = self._store.catalogue.of(segment)
         if backup is None:
             return False
-        return backup.encoding is not None if self._compressor.on else backup.has_room_for(None)
+        return backup.encoding is not None if self._compressor.on and not backup.ranges else backup.has_room_for(None)
 
     def _changed_of(self, segments: Sequence[_core.Segment]) -> list[_core.Segment]:
         """The segments that do not equal their backups."""

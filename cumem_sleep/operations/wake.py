@@ -9,6 +9,7 @@ from itertools import chain
 
 from .. import _core
 from ..backups.backup import Backup
+from ..backups.ranges import NOTHING_DECLARED, Declared, Spans, spans_of, without
 from ..backups.tier import Tier
 from ..codec.workspace import Workspace, close_all
 from ..core.extents import Transfers
@@ -85,7 +86,13 @@ def _short(layer: Layer, segments: Sequence[_core.Segment]) -> list[tuple[int, i
     return [(device, needed, free) for device, needed, free in found if needed > free]
 
 
-def wake(layer: Layer, call: Call, meant: SegmentGroup, is_restored: SegmentChoice | None = None) -> WakeReport:
+def wake(
+    layer: Layer,
+    call: Call,
+    meant: SegmentGroup,
+    is_restored: SegmentChoice | None = None,
+    drop: Declared = NOTHING_DECLARED,
+) -> WakeReport:
     """Wake the segments of `meant`, for which there is room (`check_device_memory`).
 
     If anything fails, what was taken goes back, and everything stays asleep. The same holds if anything fails on
@@ -93,6 +100,7 @@ def wake(layer: Layer, call: Call, meant: SegmentGroup, is_restored: SegmentChoi
 
     Args:
         is_restored: whether what was backed up comes back with its bytes, or else its backup goes; None: all of it.
+        drop: of what is not restored by that: what may be lost. A segment that holds anything else is restored.
 
     Raises:
         OutOfDeviceMemory, OutOfHostMemory, BackupMismatch, CodecError, DriverError, RankFailed: as
@@ -103,23 +111,22 @@ def wake(layer: Layer, call: Call, meant: SegmentGroup, is_restored: SegmentChoi
     if not sleeping:
         call.agree(timer)
         return WakeReport(seconds=timer.seconds, note="nothing to do, no memory of these tags is asleep")
+    catalogue = layer.store.catalogue
     with _core.HeldSegments(sleeping) as segments:
-        restored = [s for s in segments if s.sleep == _Sleep.BACKED_UP and (is_restored is None or is_restored(s))]
-        restored.sort(key=lambda segment: layer.store.catalogue.encoding_of(segment) is not None)  # as they are copied
+        restored, parts = _restored(layer, segments, is_restored, drop)
         with_bytes = {segment.id for segment in restored}
         dropped = [segment for segment in segments if segment.id not in with_bytes]
         given_up = [segment.id for segment in dropped if segment.sleep == _Sleep.BACKED_UP]
         expected = _digests_at_sleep(layer, restored) if layer.settings.verify == "wake" else {}
         checked = [segment for segment in restored if segment.id in expected]
-        keep_bytes = {segment.id for segment in dropped if segment.keeps_bytes}
         mapping = _core.Ahead(1, {segment.id: [_core.map_task(segment)] for segment in restored})
         # Begins when half of the bytes are there, because it costs nothing then. Earlier it could have to wait for the
         # driver to scrub freed memory, and hold a lock of the driver meanwhile that copies need.
         mapping_dropped = _core.Ahead(1, {segment.id: [_core.map_task(segment)] for segment in dropped})
         try:
-            with mapping, mapping_dropped, DigestRun(layer.digester, checked) as digests:
+            with mapping, mapping_dropped, DigestRun(layer.digester, checked, catalogue.tables_of(checked)) as digests:
                 with ExitStack() as leaving, _workspaces(layer, restored, segments, dropped) as workspaces:
-                    transfers = {tier: leaving.enter_context(tier.transfers()) for tier in layer.store.catalogue.tiers}
+                    transfers = {tier: leaving.enter_context(tier.transfers()) for tier in catalogue.tiers}
                     # What fits into one batch is all mapped before its copy begins: a thread would not get ahead.
                     if workspaces or total_bytes(restored) > layer.tuning.engine_batch_bytes:
                         mapping.start()
@@ -131,7 +138,7 @@ def wake(layer: Layer, call: Call, meant: SegmentGroup, is_restored: SegmentChoi
                     with timer("copy"), ExitStack() as streams:
                         begun_by_copies = digests if checked else None
                         copies = _copies(layer, restored, transfers, streams, mapping, begun_by_copies, workspaces)
-                        begun, half = 0, total_bytes(restored) // 2
+                        begun, half = 0, catalogue.content_bytes(restored) // 2
                         while copies:
                             before = begun
                             for queue in copies:
@@ -144,29 +151,61 @@ def wake(layer: Layer, call: Call, meant: SegmentGroup, is_restored: SegmentChoi
                 with timer("map"):
                     for segment in dropped:
                         mapping_dropped.wait(segment.id)
-                    _fill(layer, [segment for segment in dropped if segment.id not in keep_bytes])
                 if checked:
                     with timer("verify"):
                         digests.verify(checked, expected)
-            kept_bytes, not_kept = layer.store.catalogue.kept.bring_back(
-                dropped, layer.prover, timer, wanted=is_restored is None
+            _fill(layer, _lost(layer, dropped, parts, restored, is_restored, drop))
+            kept_bytes, not_kept = catalogue.kept.bring_back(
+                [*dropped, *parts], layer.prover, timer, wanted=is_restored is None
             )
             call.agree(timer)
             _core.finish_wake(segments)
-            layer.store.catalogue.forget(given_up)
+            catalogue.forget(given_up)
         except BaseException:
             _core.undo_wake(segments)  # leaves alone what finish_wake has woken
             raise
     return WakeReport(
         mapped_bytes=total_bytes(segments),
-        restored_bytes=total_bytes(restored),
-        verified_bytes=total_bytes(checked),
+        restored_bytes=catalogue.content_bytes(restored),
+        verified_bytes=catalogue.content_bytes(checked),
         kept_bytes=kept_bytes,
         not_kept=not_kept,
-        stored_bytes=layer.store.catalogue.stored_bytes(restored),
+        stored_bytes=catalogue.stored_bytes(restored),
         seconds=timer.seconds,
         phases=timer.phases,
     )
+
+
+def _restored(
+    layer: Layer, segments: Sequence[_core.Segment], is_restored: SegmentChoice | None, drop: Declared
+) -> tuple[list[_core.Segment], list[_core.Segment]]:
+    """Those that come back from backups, in the order of their copies; and those of them that do so in parts."""
+    catalogue = layer.store.catalogue
+    whole = [s for s in segments if s.sleep == _Sleep.BACKED_UP]
+    if is_restored is not None:
+        whole = [s for s in whole if is_restored(s) or drop.survives(s) is not None]
+    parts = [s for s in segments if s.sleep == _Sleep.DROPPED and not s.keeps_bytes and catalogue.get(s)]
+    return sorted([*whole, *parts], key=lambda segment: catalogue.encoding_of(segment) is not None), parts
+
+
+def _lost(
+    layer: Layer,
+    dropped: Sequence[_core.Segment],
+    parts: Sequence[_core.Segment],
+    restored: Sequence[_core.Segment],
+    is_restored: SegmentChoice | None,
+    drop: Declared,
+) -> list[tuple[_core.Segment, Spans]]:
+    """What comes back with undefined bytes, or counts as lost because new bytes are to be loaded there."""
+    catalogue = layer.store.catalogue
+    tables = catalogue.tables_of(parts)
+    lost = [(segment, [(0, segment.bytes)]) for segment in dropped if not segment.keeps_bytes]
+    lost += [(segment, without([(0, segment.bytes)], spans_of(tables[segment.id]))) for segment in parts]
+    for segment in restored:
+        lost.append((segment, catalogue.given_up.get(segment.id, [])))
+        if is_restored is not None and not is_restored(segment):
+            lost.append((segment, drop.may_go.get(segment.id, [])))
+    return [(segment, spans) for segment, spans in lost if spans]
 
 
 def _copies(
@@ -258,13 +297,14 @@ def _digests_at_sleep(layer: Layer, segments: Sequence[_core.Segment]) -> dict[i
     return {backup.segment.id: backup.digest for backup in backups if backup.digest is not None}
 
 
-def _fill(layer: Layer, lost: Sequence[_core.Segment]) -> None:
-    """With poison, or what others want there: these come back without their bytes."""
-    for segment in lost if layer.settings.poison else ():
+def _fill(layer: Layer, lost: Sequence[tuple[_core.Segment, Spans]]) -> None:
+    """With poison, or what others want there: these spans come back without their bytes."""
+    for segment, spans in lost if layer.settings.poison else ():
         if segment.tag != "kv_cache":
             _core.stop_if_asked()
             with _core.CopyStream(segment.device) as stream:
-                stream.poison(segment.address, segment.bytes)
+                for begin, end in spans:
+                    stream.poison(segment.address + begin, end - begin)
                 stream.synchronize()
     for fill in layer.fills:
         fill(lost)

@@ -16,6 +16,7 @@ from typing import Any
 
 from .. import _core
 from ..allocator import CuMemAllocator
+from ..backups.ranges import Spans
 from ..core.segments import by_device
 
 logger = logging.getLogger("cumem_sleep")
@@ -62,15 +63,17 @@ def marking(worker: Any) -> Iterator[None]:
     byte = _byte(allocator)
     places = sorted((place.address, place.bytes) for place in _places(worker))
 
-    def mark(segments: Sequence[_core.Segment]) -> None:
-        for device, of_device in by_device(segments).items():
+    def mark(lost: Sequence[tuple[_core.Segment, Spans]]) -> None:
+        for device in by_device(segment for segment, _ in lost):
             with _core.CopyStream(device) as stream:
-                for segment in of_device:
-                    first = bisect_left(places, (segment.address, 0))
-                    mine = places[first : bisect_left(places, (segment.address + segment.bytes, 0))]
-                    for address, nbytes in mine:
-                        stream.fill(address, byte, nbytes)
-                    _marked.update(mine)
+                for segment, spans in lost:
+                    for begin, end in spans if segment.device == device else ():
+                        first = bisect_left(places, (segment.address + begin, 0))
+                        last = bisect_left(places, (segment.address + end, 0))
+                        mine = [(a, n) for a, n in places[first:last] if a + n <= segment.address + end]
+                        for address, nbytes in mine:
+                            stream.fill(address, byte, nbytes)
+                        _marked.update(mine)
                 stream.synchronize()
 
     with allocator.filling(mark):

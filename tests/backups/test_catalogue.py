@@ -1,4 +1,4 @@
-"""What is where: backups by segment and ranges, which may change their tier while their segments sleep."""
+"""What is where: backups, which may change their tier while their segments sleep."""
 
 from __future__ import annotations
 
@@ -7,33 +7,7 @@ from cold_tier import moved
 from filled import fill
 from support import PAGE, Memory
 
-from cumem_sleep import CuMemAllocator, _core
-from cumem_sleep.backups.backup import Backup
-
-WHOLE, ONE, OTHER = (), ((0, PAGE),), ((0, PAGE), (2 * PAGE, PAGE))
-
-
-@pytest.mark.sim
-class TestKeys:
-    def test_each_choice_of_ranges_of_a_segment_is_a_backup_of_its_own(self, allocator: CuMemAllocator) -> None:
-        allocator.malloc(4 * PAGE, "weights")
-        (segment,) = _core.segments()
-        catalogue = allocator._store.catalogue
-        with allocator._lock.hold():
-            tier = allocator._store.room.tier
-            backups = {}
-            for ranges in (WHOLE, ONE, OTHER):
-                nbytes = sum(nbytes for _, nbytes in ranges) or segment.bytes
-                backups[ranges] = Backup(segment, tier, tuple(tier.reserve(0, [nbytes])), ranges=ranges)
-                assert backups[ranges].content_bytes == nbytes
-                assert catalogue.of(segment, ranges) is None
-                catalogue.add(backups[ranges])
-            assert {ranges: catalogue.of(segment, ranges) for ranges in backups} == backups
-            assert [piece.address - segment.address for piece in backups[OTHER].pieces()] == [0, 2 * PAGE]
-            assert allocator._store.room.bytes == (4 + 1 + 2) * PAGE
-        allocator.free(segment.address)
-        assert list(catalogue) == []
-        assert allocator._store.room.bytes == 0
+from cumem_sleep import CuMemAllocator
 
 
 @pytest.mark.sim

@@ -38,7 +38,7 @@ from cumem_sleep import (
 )
 from cumem_sleep.backups import kept as kept_module
 from cumem_sleep.backups.host import HostLane
-from cumem_sleep.backups.kept import ranges_to_keep
+from cumem_sleep.backups.ranges import ranges_to_keep
 from cumem_sleep.core.operation import Call
 from cumem_sleep.digest.device import DigestRun
 from cumem_sleep.digest.reference import CHUNK_BYTES, digests_from, sums_of

@@ -158,7 +158,10 @@ def test_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("{command: vllm serve x, share: [1]}", "models.a.share: [1]: expected a number"),
         ("{command: vllm serve x, aliases: one}", "models.a.aliases: 'one': expected a list"),
         ("{command: vllm serve x, aliases: [[1]]}", "models.a.aliases.0: [1]: expected a string"),
-        ("{command: vllm serve x, env: {CUMEM_SLEEP_IDLE_S: '60'}}", "models.a.env: expected no CUMEM_SLEEP_IDLE_S: when"),
+        (
+            "{command: vllm serve x, env: {CUMEM_SLEEP_IDLE_S: '60'}}",
+            "models.a.env: expected no CUMEM_SLEEP_IDLE_S: when",
+        ),
         ("{command: vllm serve x, env: {A: 1}}", "models.a.env.A: expected a string, in quotes if it looks"),
         ("{command: vllm serve x, levels: [@]}".replace("@", "1, " * 40), f"models.a.levels: [{'1, ' * 33}…: expected"),
         ("7", "models.a: '7': expected keys with values, not a list"),

@@ -1,0 +1,175 @@
+"""What a sleep may drop is declared (`drop`), and everything else of these tags comes back, proven like any backup."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support import BACKED_UP, DROPPED, PAGE, Memory
+
+from cumem_sleep import BackupMismatch, CuMemAllocator, InvalidArgument, InvalidArgumentType, InvalidState, _core
+from cumem_sleep.backups.ranges import Declared, less, spans_of, without
+
+ALL = np.array([(0, 4 * PAGE)])
+
+
+def but(content: bytes, now: bytes, *ranges: tuple[int, int]) -> bool:
+    """Whether `now` equals `content` in all but these ranges, rounded inwards to 16 bytes."""
+    left, right = (np.frombuffer(each, np.uint8).copy() for each in (content, now))
+    for offset, nbytes in ranges:
+        begin, end = -(-offset // 16) * 16, (offset + nbytes) // 16 * 16
+        left[begin:end] = right[begin:end] = 0
+    return bool((left == right).all())
+
+
+def scribble(allocator: CuMemAllocator, memory: Memory) -> None:
+    """Take the freed memory and overwrite it, so that bytes which come back do not do so by luck."""
+    addresses = [allocator.malloc(PAGE, "scribbled") for _ in range(24)]
+    for address in addresses:
+        memory.fill_random(address, PAGE)
+    for address in addresses:
+        allocator.free(address)
+
+
+class TestOnAnyDevice:
+    @pytest.mark.parametrize("level", [1, 2])
+    def test_all_but_what_was_declared_comes_back(self, allocator: CuMemAllocator, memory: Memory, level: int) -> None:
+        mixed, dropped, whole = (allocator.malloc(4 * PAGE, "kv_cache") for _ in range(3))
+        before = {address: memory.fill_random(address, 4 * PAGE) for address in (mixed, dropped, whole)}
+        ranges = [(5, 100), (PAGE, PAGE), (PAGE + 64, 3 * PAGE // 2), (4 * PAGE - 7, 7)]
+        for _ in range(2):
+            report = allocator.sleep(level, drop={mixed: ranges, dropped: ALL})
+            states = {segment.address: segment.sleep for segment in _core.segments()}
+            assert states == {mixed: DROPPED, dropped: DROPPED, whole: BACKED_UP}
+            assert report.dropped_bytes == 4 * PAGE + 80 + 64 + 3 * PAGE // 2
+            scribble(allocator, memory)
+            assert allocator.wake_up().verified_bytes == 8 * PAGE - 80 - 64 - 3 * PAGE // 2
+            assert but(before[mixed], memory.read(mixed, 4 * PAGE), *ranges)
+            assert memory.read(whole, 4 * PAGE) == before[whole]
+        assert report.copied_bytes == 0, "what did not change is not copied again"
+
+    def test_a_tag_without_a_declaration_is_dropped_whole(self, allocator: CuMemAllocator, memory: Memory) -> None:
+        weights, cache = allocator.malloc(PAGE, "weights"), allocator.malloc(PAGE, "kv_cache")
+        content = memory.fill_random(weights, PAGE)
+        assert allocator.sleep(2, drop={weights: [(0, 16)]}).dropped_bytes == PAGE + 16
+        scribble(allocator, memory)
+        allocator.wake_up()
+        assert but(content, memory.read(weights, PAGE), (0, 16))
+        assert allocator.sleep(2, drop={cache: []}).dropped_bytes == PAGE, "no ranges: nothing of that tag may go"
+
+    def test_what_is_kept_may_go_and_what_survives_may_not(self, allocator: CuMemAllocator, memory: Memory) -> None:
+        cache = allocator.malloc(4 * PAGE, "kv_cache")
+        content = memory.fill_random(cache, 4 * PAGE)
+        report = allocator.sleep(keep={cache: [(0, PAGE), (3 * PAGE, PAGE)]}, drop={cache: [(0, 2 * PAGE)]})
+        assert report.not_kept == ""
+        assert allocator.drop_kept() == PAGE, "the rest of what was to be kept survives anyway"
+        scribble(allocator, memory)
+        report = allocator.wake_up()
+        assert (report.kept_bytes, bool(report.not_kept)) == (0, True)
+        assert but(content, memory.read(cache, 4 * PAGE), (0, 2 * PAGE))
+
+    @pytest.mark.parametrize("restoring", ["wake_up", "forget"])
+    def test_forgetting_takes_no_more(self, allocator: CuMemAllocator, memory: Memory, restoring: str) -> None:
+        mixed, dropped = (allocator.malloc(4 * PAGE, "weights") for _ in range(2))
+        before = memory.fill_random(mixed, 4 * PAGE), memory.fill_random(dropped, 4 * PAGE)
+        drop = {mixed: [(PAGE, PAGE)], dropped: ALL}
+        allocator.sleep()
+        seen: list[tuple[int, list[tuple[int, int]]]] = []
+        with allocator.filling(lambda lost: seen.extend((segment.address, spans) for segment, spans in lost)):
+            if restoring == "forget":
+                assert allocator.forget("weights", drop=drop) == 5 * PAGE
+                scribble(allocator, memory)
+                allocator.wake_up()
+            else:
+                allocator.wake_up(restore=False, drop=drop)
+        assert sorted(seen) == sorted([(mixed, [(PAGE, 2 * PAGE)]), (dropped, [(0, 4 * PAGE)])])
+        assert memory.read(mixed, 4 * PAGE) == before[0]
+        assert not allocator._store.catalogue.given_up
+
+    def test_discard_takes_no_more(self, allocator: CuMemAllocator, memory: Memory) -> None:
+        cache = allocator.malloc(4 * PAGE, "kv_cache")
+        content = memory.fill_random(cache, 4 * PAGE)
+        assert allocator.discard("kv_cache", drop={cache: [(16, PAGE)]}).dropped_bytes == PAGE
+        scribble(allocator, memory)
+        allocator.wake_up()
+        assert but(content, memory.read(cache, 4 * PAGE), (16, PAGE))
+
+    def test_a_later_sleep_that_drops_all_brings_nothing_back(self, allocator: CuMemAllocator, memory: Memory) -> None:
+        cache = allocator.malloc(PAGE, "kv_cache")
+        memory.fill_random(cache, PAGE)
+        allocator.sleep(drop={cache: [(0, 16)]})
+        allocator.wake_up()
+        assert allocator.sleep().dropped_bytes == PAGE
+        assert allocator.wake_up().restored_bytes == 0
+
+
+@pytest.mark.sim
+class TestPromises:
+    def test_one_stored_byte_changes(self, allocator: CuMemAllocator, memory: Memory) -> None:
+        cache = allocator.malloc(PAGE, "kv_cache")
+        content = memory.fill_random(cache, PAGE)
+        allocator.sleep(drop={cache: [(0, PAGE // 2)]})
+        (backup,) = allocator._store.catalogue
+        stored = np.frombuffer(memoryview(backup.extents[0]), np.uint8)
+        stored[17] ^= 1
+        with pytest.raises(BackupMismatch):
+            allocator.wake_up()
+        stored[17] ^= 1
+        allocator.wake_up()
+        assert but(content, memory.read(cache, PAGE), (0, PAGE // 2))
+
+    def test_read_backup_reads_what_there_is(self, allocator: CuMemAllocator, memory: Memory) -> None:
+        cache = allocator.malloc(PAGE, "kv_cache")
+        content = memory.fill_random(cache, PAGE)
+        allocator.sleep(drop={cache: [(64, 64)]})
+        read = allocator.read_backup(cache + 128, 256)
+        assert read is not None
+        assert read.tobytes() == content[128:384]
+        with pytest.raises(InvalidState, match="only parts"):
+            allocator.read_backup(cache + 64, 64)
+        assert allocator.release_backups() == 0, "nothing of that is merely retained"
+        allocator.wake_up()
+
+    @pytest.mark.parametrize(
+        ("drop", "error"),
+        [
+            ([(0, 16)], InvalidArgumentType),
+            ({"a": [(0, 16)]}, InvalidArgumentType),
+            ({1: [(0, 16)]}, InvalidArgument),
+            ("outside", InvalidArgument),
+            ("negative", InvalidArgument),
+            ("floats", InvalidArgument),
+        ],
+    )
+    def test_nonsense_is_refused(self, allocator: CuMemAllocator, drop: object, error: type[Exception]) -> None:
+        address = allocator.malloc(PAGE, "kv_cache")
+        rows = {"outside": [(0, PAGE + 1)], "negative": [(-1, 16)], "floats": [(0.5, 16.0)]}
+        given = {address: rows[drop]} if isinstance(drop, str) else drop
+        for call in (allocator.sleep, allocator.forget, allocator.wake_up):
+            with pytest.raises(error, match="drop"):
+                call(drop=given)  # type: ignore[operator]
+
+
+class TestSpans:
+    def test_as_sets_of_bytes(self) -> None:
+        random = np.random.default_rng(0)
+        for _ in range(500):
+            one, other = (random.integers(0, 60, (random.integers(0, 6), 2)) for _ in range(2))
+            marks = [np.zeros(200, bool) for _ in range(3)]
+            for mark, table in zip(marks, (one, other), strict=False):
+                for offset, nbytes in table:
+                    mark[offset : offset + nbytes] = True
+            for begin, end in without(spans_of(one), spans_of(other)):
+                assert begin < end
+                marks[2][begin:end] = True
+            assert (marks[2] == (marks[0] & ~marks[1])).all()
+            assert less(one, other)[:, 1].sum() == marks[2].sum()
+
+    def test_what_is_not_in_use_need_not_survive(self, allocator: CuMemAllocator) -> None:
+        address = allocator.malloc(PAGE, "weights")
+        (segment,) = _core.segments()
+        live = {address: [(0, 4), (512, 1024)]}
+        declared = Declared(frozenset(["weights"]), {segment.id: [(0, 4)]}, live)
+        assert declared.survives(segment) == ((512, 512),)
+        assert Declared(frozenset(["weights"]), {}, live).survives(segment) == ((0, 16), (512, 512))
+        assert Declared(frozenset(["weights"]), {}, {address: [(0, PAGE - 512)]}).survives(segment) == ()
+        assert Declared(frozenset(["weights"]), {segment.id: [(0, 1024)]}, live).survives(segment) is None
