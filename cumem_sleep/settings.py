@@ -339,6 +339,13 @@ class Settings(_FromEnvironment):
         "After how many seconds a process that sleeps at level 1 or 2 goes on to"
         " [level 3](how-it-works.md#level-3) by itself.",
     )
+    resume_wait_s: float = _setting(
+        _seconds(0),
+        10.0,
+        "How many seconds `resume` of [torch_memory_saver's interface](torch-memory-saver.md) waits for device memory"
+        " that others are just releasing, before it raises.",
+        "`10`",
+    )
 
 
 @_documented

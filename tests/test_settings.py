@@ -38,6 +38,7 @@ def test_every_field_has_a_variable() -> None:
         "keep_kv_bytes": ("2GiB", 2 << 30),
         "agreement_timeout_s": ("2.5", 2.5),
         "deep_after_s": ("90", 90.0),
+        "resume_wait_s": ("0", 0.0),
     }
     assert {field.name for field in dataclasses.fields(Settings)} == set(values)
     environment = {PREFIX + name.upper(): text for name, (text, _) in values.items()}

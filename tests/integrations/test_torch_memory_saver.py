@@ -2,23 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import pathlib
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 from support import AWAKE, BACKED_UP, DROPPED, PAGE, Memory, assert_no_threads
 from torch_memory_saver_calls import SHIM, FakeTensor, run_with_shim
 
-from cumem_sleep import CuMemAllocator, InvalidArgument, InvalidState, OutOfDeviceMemory, OutOfHostMemory, _core, sim
+from cumem_sleep import (
+    CuMemAllocator,
+    DriverError,
+    InvalidArgument,
+    InvalidState,
+    OutOfDeviceMemory,
+    OutOfHostMemory,
+    _core,
+    sim,
+)
 from cumem_sleep.core import log
 from cumem_sleep.core.operation import Operation
+from cumem_sleep.integrations import preload
 from cumem_sleep.integrations.torch_memory_saver import TorchMemorySaver, configure_subprocess
 from cumem_sleep.integrations.torch_memory_saver.environment import Environment
+from cumem_sleep.regions import Regions
 from cumem_sleep.vault.files import filesystem_of
 
 sys.path.append(str(pathlib.Path(__file__).parents[1] / "vault"))
@@ -184,6 +199,155 @@ class TestRegions:
             saver.pause()
         assert states() == {address: AWAKE}
         assert memory.read(address, PAGE) == content
+
+
+class TestCudaGraphs:
+    @pytest.mark.sim
+    @pytest.mark.parametrize("hooked", [True, False])
+    @pytest.mark.parametrize(
+        ("said", "state"),
+        [({}, BACKED_UP), ({"enable_cpu_backup": True}, BACKED_UP), ({"enable_cpu_backup": False}, DROPPED)],
+    )
+    def test_are_backed_up_unless_it_is_said_that_they_are_not(
+        self,
+        saver: TorchMemorySaver,
+        monkeypatch: pytest.MonkeyPatch,
+        hooked: bool,
+        said: dict[str, bool],
+        state: Sleep,
+    ) -> None:
+        """Kernels keep state in their memory, written at the capture, which replays only read."""
+        allocator = CuMemAllocator.get_instance()
+        graph = SimpleNamespace(cuda=SimpleNamespace(graph=lambda *_, **__: contextlib.nullcontext()))
+        monkeypatch.setitem(sys.modules, "torch", graph)
+        monkeypatch.setattr(preload, "serve", lambda: hooked)
+        pools = SimpleNamespace(pool_of_one_graph=lambda: contextlib.nullcontext((0, 1)))
+        with monkeypatch.context() as patch:
+            patch.setattr(allocator._pools, "found", pools)
+            with saver.cuda_graph(object(), tag="cuda_graph", **said):  # as SGLang captures: tag alone
+                address = allocator.malloc(PAGE)
+        saver.pause("cuda_graph")
+        assert states() == {address: state}
+        saver.resume("cuda_graph")
+
+
+class _Wakes:
+    """Counts the tries of a resume; `after_failure` is called after each one that failed."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, after_failure: Callable[[], object]) -> None:
+        self.errors: list[BaseException] = []
+        wake = Regions.wake
+
+        def watched(*arguments: Any, **options: Any) -> object:
+            try:
+                return wake(*arguments, **options)
+            except BaseException as error:
+                self.errors.append(error)
+                assert set(states().values()) == {BACKED_UP}
+                after_failure()
+                raise
+
+        patch.setattr(Regions, "wake", watched)
+
+
+@pytest.mark.sim
+class TestResumeWithoutRoom:
+    """As while the trainer is still releasing its memory."""
+
+    @pytest.fixture
+    def saver_of(self, make_allocator: Callable[..., CuMemAllocator]) -> Callable[..., TorchMemorySaver]:
+        def paused(**settings: object) -> TorchMemorySaver:
+            make_allocator(**settings)
+            saver = TorchMemorySaver()
+            malloc(saver, tag="weights", enable_cpu_backup=True)
+            return saver
+
+        return paused
+
+    @pytest.fixture
+    def memory_of_others(self) -> Iterator[Callable[[], _core.Scratch]]:
+        """Takes all that is free."""
+        taken: list[_core.Scratch] = []
+
+        def take() -> _core.Scratch:
+            taken.append(_core.Scratch(0, _core.memory_info(0)[0] // PAGE * PAGE))
+            return taken[-1]
+
+        yield take
+        for each in taken:
+            each.close()
+
+    def test_it_goes_on_once_there_is_room(
+        self,
+        saver_of: Callable[..., TorchMemorySaver],
+        memory_of_others: Callable[[], _core.Scratch],
+        memory: Memory,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        saver = saver_of()
+        ((address, _),) = states().items()
+        content = memory.fill_random(address, PAGE)
+        saver.pause()
+        others = memory_of_others()
+        wakes = _Wakes(monkeypatch, lambda: others.close() if len(wakes.errors) == 2 else None)
+        with caplog.at_level(logging.WARNING, "cumem_sleep"):
+            saver.resume("weights")
+        assert [type(error) for error in wakes.errors] == [OutOfDeviceMemory] * 2
+        assert memory.read(address, PAGE) == content
+        (said,) = [message for message in caplog.messages if "resume" in message]
+        assert said.startswith("resume waits up to 10 s for device memory: cuMemCreate failed")
+
+    @pytest.mark.parametrize(("wait_s", "tries"), [(0, 1), (0.01, 2)])
+    def test_it_raises_at_the_deadline_and_all_is_asleep(
+        self,
+        saver_of: Callable[..., TorchMemorySaver],
+        memory_of_others: Callable[[], _core.Scratch],
+        monkeypatch: pytest.MonkeyPatch,
+        wait_s: float,
+        tries: int,
+    ) -> None:
+        saver = saver_of(resume_wait_s=wait_s)
+        saver.pause()
+        others = memory_of_others()
+        wakes = _Wakes(monkeypatch, lambda: None)
+        with pytest.raises(OutOfDeviceMemory, match="1 sleeping segment"):
+            saver.resume()
+        assert len(wakes.errors) == tries
+        others.close()
+        saver.resume()
+        assert set(states().values()) == {AWAKE}
+
+    def test_the_wait_can_be_interrupted(
+        self,
+        saver_of: Callable[..., TorchMemorySaver],
+        memory_of_others: Callable[[], _core.Scratch],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        saver = saver_of(resume_wait_s=24 * 3600)
+        saver.pause()
+        others = memory_of_others()
+        here = threading.get_ident()
+        interrupt = threading.Timer(0.02, lambda: signal.pthread_kill(here, signal.SIGINT))
+        wakes = _Wakes(monkeypatch, lambda: interrupt.start() if len(wakes.errors) == 1 else None)
+        with pytest.raises(KeyboardInterrupt):
+            saver.resume()
+        interrupt.join()
+        assert set(states().values()) == {BACKED_UP}
+        others.close()
+        saver.resume()
+
+    def test_other_errors_are_raised_at_once(
+        self, saver_of: Callable[..., TorchMemorySaver], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        saver = saver_of()
+        saver.pause()
+        sim.fail("cuMemMap", error="CUDA_ERROR_UNKNOWN")
+        wakes = _Wakes(monkeypatch, lambda: None)
+        with pytest.raises(DriverError, match="cuMemMap failed with CUDA_ERROR_UNKNOWN"):
+            saver.resume()
+        assert len(wakes.errors) == 1
+        saver.resume()
 
 
 class TestRetention:

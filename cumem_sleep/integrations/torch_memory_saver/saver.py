@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import suppress
@@ -12,12 +13,13 @@ from ...allocator import CuMemAllocator
 from ...core import log
 from ...core.scopes import scoped
 from ...core.tags import DEFAULT_TAG
-from ...errors import CumemSleepError, InvalidArgument, InvalidState
+from ...errors import CumemSleepError, InvalidArgument, InvalidState, OutOfDeviceMemory
 from .. import preload
 from .environment import Environment, check_backend, check_vault_spills, is_backed_up
 from .native import Native
 
 HOOK_MODES = ("preload", "torch")
+_BETWEEN_RESUMES_S = 0.2  # each try makes PyTorch free its unused memory
 
 
 class TorchMemorySaver:
@@ -66,10 +68,13 @@ class TorchMemorySaver:
         stream: Any = None,
         capture_error_mode: str = "global",
         tag: str = DEFAULT_TAG,
-        enable_cpu_backup: bool = False,
+        enable_cpu_backup: bool = True,
         cpu_backup_backend: str | None = None,
     ) -> Iterator[None]:
         """`torch.cuda.graph`, with memory that can be paused.
+
+        It is backed up unless `enable_cpu_backup` is False, which is the default in torch_memory_saver: kernels keep
+        state there that a capture writes and replays only read (sglang#32718).
 
         With the hook in front of cudaMalloc it comes from `pool` itself. Without, from a pool of the region instead,
         one for each `pool` that is given.
@@ -125,16 +130,36 @@ class TorchMemorySaver:
     def resume(self, tag: str | None = None, *, restore: bool = True) -> None:
         """They take it again: all or nothing, `Regions.wake`, to which `restore` goes.
 
+        Where there is too little device memory, this tries again for `Settings.resume_wait_s`: a trainer may just be
+        releasing its own, and SGLang's scheduler ends with the error (sglang#14092).
+
         Host memory that is not retained has gone back when this returns if the backend of a region's backups is `mmap`,
         as in torch_memory_saver, and otherwise soon after.
+
+        Raises:
+            OutOfDeviceMemory: there is still too little; all that slept is asleep.
+            OutOfHostMemory, BackupMismatch, CodecError, DriverError: as `Regions.wake`, at once.
         """
-        native = self._initialized()
-        regions = CuMemAllocator.get_instance().regions
-        if not tag or regions.has(tag):
-            is_of_mmap = any(regions.has(each) for each in tuple(native.tags_of_mmap) if not tag or each == tag)
-            regions.wake(
-                tag or None, restore=restore, retain_backups=self._retain_cpu_backup, wait_for_release=is_of_mmap
-            )
+        native, allocator = self._initialized(), CuMemAllocator.get_instance()
+        regions, wait_s = allocator.regions, allocator.settings.resume_wait_s
+        if tag and not regions.has(tag):
+            return
+        is_of_mmap = any(regions.has(each) for each in tuple(native.tags_of_mmap) if not tag or each == tag)
+        deadline, is_told = time.monotonic() + wait_s, False
+        while True:
+            try:
+                regions.wake(
+                    tag or None, restore=restore, retain_backups=self._retain_cpu_backup, wait_for_release=is_of_mmap
+                )
+                return
+            except OutOfDeviceMemory as error:
+                left_s = deadline - time.monotonic()
+                if left_s <= 0:
+                    raise
+                if not is_told:
+                    log.warning("resume waits up to %g s for device memory: %s", wait_s, error)
+                    is_told = True
+            time.sleep(min(left_s, _BETWEEN_RESUMES_S))
 
     # Backups
 
