@@ -167,6 +167,13 @@ class Catalogue:
                     f"the segment at 0x{segment.address:x} has no complete backup of its bytes: it stays awake"
                 )
 
+    def distrust(self, segments: Iterable[_core.Segment]) -> None:
+        """The backups of these hold other bytes than those at sleep: they stay, but nobody else is to share them."""
+        backups = [backup for segment in segments for backup in self._backups.get(segment.id, {}).values()]
+        for tier, mine in self._by_tier(backups):
+            if mine:
+                tier.distrust([backup.extents for backup in mine])
+
     def claim(self, segments: Iterable[_core.Segment]) -> None:
         """Mark the backups of `segments` as needed until `prune`; forget those that were evicted."""
         self._set_needed([backup for segment in segments if (backup := self.get(segment))], needed=True)

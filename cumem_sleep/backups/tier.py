@@ -165,6 +165,9 @@ class Tier(ABC):
         """
         return []
 
+    def distrust(self, backups: Sequence[Sequence[Extent]]) -> None:  # noqa: B027
+        """These backups hold other bytes than those that were verified: nobody else is to share them."""
+
     def has_free(self, nbytes: int) -> bool:  # noqa: ARG002
         """Whether this much is free and ready, or soon will be: so an operation may reserve it bit by bit."""
         return False

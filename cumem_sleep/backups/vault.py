@@ -248,6 +248,14 @@ class VaultTier(Tier):
             }
         )
 
+    def distrust(self, backups: Sequence[Sequence[Extent]]) -> None:  # noqa: D102
+        mine = [extent for extents in backups for extent in _mine(extents)]
+        for extent in mine:  # to be told to the next vault, too
+            extent.slabs.distrusted.add(extent.backup.number)
+        if self._client is not None:
+            with suppress(VaultError):
+                self._client.distrust([extent.backup for extent in mine if self._keeps(extent)])
+
     def release(self, extents: Iterable[Extent]) -> None:  # noqa: D102
         mine = _mine(extents)
         for extent in mine:
@@ -369,6 +377,7 @@ class VaultTier(Tier):
         self.taken_back([*self._loans])
         for extent in kept:
             extent.is_lost = extent.backup in gone
+        client.distrust([extent.backup for extent in kept if extent.backup.number in client.slabs.distrusted])
         retained = [extent for extent in kept if not extent.needed and not extent.is_lost]
         evicted = client.mark([extent.backup for extent in retained], needed=False)  # that may not have been heard
         for extent in retained:

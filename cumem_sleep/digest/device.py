@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from itertools import accumulate
 
@@ -155,17 +155,26 @@ class DigestRun:
             digests.update(zip((segment.id for segment, _ in mine), values, strict=True))
         return digests
 
-    def verify(self, segments: Iterable[_core.Segment], expected: Mapping[int, Digest]) -> None:
+    def verify(
+        self,
+        segments: Iterable[_core.Segment],
+        expected: Mapping[int, Digest],
+        differ: Callable[[Sequence[_core.Segment]], None],
+    ) -> None:
         """Compare the digests of these, which were started, with those expected by segment id.
+
+        Args:
+            differ: is called with all whose digests differ, before this raises.
 
         Raises:
             BackupMismatch: restored bytes are not those at sleep.
             DriverError, OutOfHostMemory: the memory could not be read.
         """
         actual = self.finish()
-        for segment in segments:
-            if actual[segment.id] != expected[segment.id]:
-                raise BackupMismatch(describe(segment), str(expected[segment.id]), str(actual[segment.id]))
+        if differing := [segment for segment in segments if actual[segment.id] != expected[segment.id]]:
+            differ(differing)
+            first = differing[0]
+            raise BackupMismatch(describe(first), str(expected[first.id]), str(actual[first.id]))
 
     def begin_copy(self) -> None:
         """For the digest of a copy in pinned host memory, one at a time: `add_copy` each piece, then `finish_copy`."""

@@ -153,7 +153,7 @@ def wake(
                         mapping_dropped.wait(segment.id)
                 if checked:
                     with timer("verify"):
-                        digests.verify(checked, expected)
+                        digests.verify(checked, expected, catalogue.distrust)
             _fill(layer, _lost(layer, dropped, parts, restored, is_restored, drop))
             kept_bytes, not_kept = catalogue.kept.bring_back(
                 [*dropped, *parts], layer.prover, timer, wanted=is_restored is None

@@ -99,12 +99,14 @@ class SlabTable:
         by_number: the descriptor of each, which is the table's to close, and the size of the slab in bytes.
         folders: of those that are files, by their numbers.
         backups: that lie in them, by their numbers, as long as somebody has them.
+        distrusted: the numbers of those that hold other bytes than they were sealed with.
     """
 
     def __init__(self) -> None:
         self.by_number: dict[int, tuple[int, int]] = {}
         self.folders: dict[int, Path] = {}
         self.backups: weakref.WeakValueDictionary[int, VaultBackup] = weakref.WeakValueDictionary()
+        self.distrusted: set[int] = set()
         self.moves: list[MoveReader] = []  # of this connection, if its vault spills, after those before it
         self._backups: Counter[int] = Counter()
 
@@ -423,6 +425,14 @@ class VaultClient:
         return evicted
 
     @_in_turn
+    def distrust(self, backups: Sequence[VaultBackup]) -> None:
+        """These hold other bytes than they were sealed with. The vault offers them to nobody from here on; who needs
+        them keeps them, and what is merely retained goes.
+        """
+        for some in _parts(backups):
+            self._ask("distrust", numbers=_numbers(some))
+
+    @_in_turn
     def owners(self, backups: Sequence[VaultBackup]) -> list[int] | None:
         """How many processes share each of these, 0 if it was evicted; None if the vault does not answer at once.
 
@@ -491,6 +501,7 @@ class VaultClient:
                 "bytes": each.backup.nbytes,
                 "note": each.backup.note,
                 "extents": [(at[each.slabs, slab], offset, nbytes) for slab, offset, nbytes in each.backup.extents],
+                "distrusted": each.backup.number in each.slabs.distrusted,
             }
             for each in shown
         ]
@@ -716,6 +727,8 @@ class VaultClient:
             if message.descriptors_lost:
                 self._lose(NO_MORE_FILES)
             self.slabs.moves += [MoveReader(descriptor) for descriptor in message.descriptors]
+        elif "distrusted" in body:
+            self.slabs.distrusted.update(body["distrusted"])
         elif "cut" in body:
             self._lose(f"the vault has cut this process off: {body['cut']}", may_go_on=True)
         elif body.get("id") in self._given_up:
@@ -748,6 +761,8 @@ class VaultClient:
 
     def _fill(self, backup: VaultBackup, facts: dict[str, Any]) -> None:
         backup.nbytes, backup.note = facts["bytes"], facts["note"]
+        if facts["distrusted"]:
+            self.slabs.distrusted.add(backup.number)
         self.slabs.put(backup, tuple(SlabRange(*extent) for extent in facts["extents"]))
 
 

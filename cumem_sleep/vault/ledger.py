@@ -87,6 +87,7 @@ class Entry:
         taken_bytes: how many bytes of the slabs it takes.
         note: what the owner wrote down about the encoding, for those that share it.
         is_expendable: it is never sealed.
+        is_distrusted: it holds other bytes than its key says. Nobody finds it, and only who needs it has it still.
         copies: how many copies to and from the extents are under way: until they end nobody else gets the extents.
         counts: for each group that has any: how many holds, and how many that are needed. A copy counts in that of all.
         owners: how many owners its holds have.
@@ -104,6 +105,7 @@ class Entry:
     note: str = ""
     is_adopted: bool = False
     is_expendable: bool = False
+    is_distrusted: bool = False
     holds: set[Hold] = field(default_factory=set)
     copies: int = 0
     counts: dict[_Group, tuple[int, int]] = field(default_factory=dict)
@@ -249,7 +251,8 @@ class Ledger:
         self._zeroing_bytes = 0
         self._holds: dict[Hashable, dict[int, Hold]] = {}  # by owner
         self._held: dict[_Group, list[int]] = {}  # bytes, as in `HeldBytes`
-        self._by_key: dict[Key, Entry] = {}
+        self._by_key: dict[Key, Entry] = {}  # but those that are distrusted
+        self._adopted: dict[tuple[Key, tuple[SlabRange, ...]], Entry] = {}  # by what they hold, and where
         self._last_number = self._clock = 0
         self.claims: Counter[Hashable] = Counter()  # bytes that are set aside for what an owner reserves next
         self.free_bytes = 0
@@ -364,15 +367,28 @@ class Ledger:
         entry = self._by_key.get(key)
         return None if entry is None else self._new_hold(entry, owner, gpu)
 
-    def show(self, owner: Hashable, gpu: str, key: Key, note: str, nbytes: int, extents: Sequence[SlabRange]) -> Hold:
+    def show(
+        self,
+        owner: Hashable,
+        gpu: str,
+        key: Key,
+        note: str,
+        nbytes: int,
+        extents: Sequence[SlabRange],
+        is_distrusted: bool = False,
+    ) -> Hold:
         """A new hold on an entry that lies in adopted slabs, or on another one of the same bytes; the owner needs it.
+
+        Args:
+            is_distrusted: as `distrust` says; another one has other bytes then.
 
         Raises:
             InvalidArgument: the extents do not lie in adopted slabs, or have too few bytes.
         """
-        found = self.find(owner, gpu, key)
+        place = key, tuple(extents)
+        found = self._adopted.get(place) or (None if is_distrusted else self._by_key.get(key))
         if found is not None:
-            return found
+            return self._new_hold(found, owner, gpu)
         for slab, offset, size in extents:
             known = self._slabs.get(slab)
             if known is None or not known.is_adopted or size < 1 or offset + size > known.nbytes:
@@ -380,9 +396,29 @@ class Ledger:
         if not 0 < nbytes <= sum(extent.nbytes for extent in extents):
             raise InvalidArgument(f"extents of {sum(e.nbytes for e in extents)} bytes cannot hold {nbytes} bytes")
         entry = Entry(nbytes, sum(extent.nbytes for extent in extents), list(extents), key, note, is_adopted=True)
+        entry.is_distrusted = is_distrusted
         self._add(entry)
-        self._by_key[key] = entry
+        self._adopted[place] = entry
+        if not is_distrusted:
+            self._by_key[key] = entry
         return self._new_hold(entry, owner, gpu)
+
+    def distrust(self, owner: Hashable, numbers: Iterable[int]) -> list[Entry]:
+        """These hold other bytes than their keys say: nobody finds them from now on, and who can do without has them
+        no more. Those that the owner does not have, or that are not sealed, are passed over.
+
+        Returns:
+            Those that were trusted before.
+        """
+        held = [hold.entry for number in numbers if (hold := self.find_hold(owner, number))]
+        entries = [entry for entry in dict.fromkeys(held) if entry.key is not None and not entry.is_distrusted]
+        for entry in entries:
+            assert entry.key is not None
+            entry.is_distrusted = True
+            del self._by_key[entry.key]
+            for hold in [hold for hold in entry.holds if not hold.needed]:
+                self._leave(hold)
+        return entries
 
     def seal(self, owner: Hashable, number: int, key: Key, note: str = "") -> Hold:
         """Note that the entry has the bytes of this key: from now on it may be shared, and nobody writes to it.
@@ -441,6 +477,9 @@ class Ledger:
                 self._count(hold.entry, _groups(hold), 0, needed - hold.needed)
                 hold.needed = needed
                 self._touch(hold.entry)
+                if hold.entry.is_distrusted and not needed:
+                    self._leave(hold)
+                    gone.append(number)
         return gone
 
     def release(self, owner: Hashable, numbers: Iterable[int]) -> None:
@@ -763,8 +802,10 @@ class Ledger:
 
     def _free(self, entry: Entry) -> None:
         self._entries.remove(entry)
-        if entry.key is not None:
+        if entry.key is not None and not entry.is_distrusted:
             del self._by_key[entry.key]
+        if entry.key is not None and entry.is_adopted:
+            del self._adopted[entry.key, tuple(entry.extents)]
         self._free_memory(entry)
         self._free_in_files(entry)
 

@@ -31,7 +31,7 @@ import numpy.typing as npt
 
 from ..errors import DriverError, InvalidArgument, InvalidState, OutOfHostMemory, VaultError
 
-VERSION = 5
+VERSION = 6
 MAX_REQUEST_BYTES = 2 << 20
 MAX_REQUEST_VALUES = 1 << 17  # numbers, strings and so on: parsing them takes the vault 15 to 35 ms
 MAX_ANSWER_BYTES = 64 << 20

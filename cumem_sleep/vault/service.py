@@ -52,7 +52,7 @@ class VaultGpu:
 
 
 _Answer = dict[str, Any]
-_Shown = tuple[Key, str, int, list[list[int]]]  # with the note, the size and the extents of a backup
+_Shown = tuple[Key, str, int, list[list[int]], bool]  # a backup's note, size and extents; and whether it is distrusted
 
 
 @dataclass(frozen=True, eq=False)
@@ -363,6 +363,19 @@ class Service:
         self._memory_came_back()
         return {"gone": gone}
 
+    def _distrust(self, asked: _Request) -> _Answer:
+        """These hold other bytes than they were sealed with."""
+        self._tell_of_distrusted(asked.session, integers(asked.body, "numbers", protocol.MAX_BACKUPS))
+        return {}
+
+    def _tell_of_distrusted(self, session: Session, numbers: Iterable[int]) -> None:
+        """Their owners tell the next vault, whoever of them has found it out."""
+        for entry in self._pool.ledger.distrust(session.owner, numbers):
+            for owner in self._owners_of(entry):
+                mine = [hold.number for hold in entry.holds if hold.owner is owner.owner]
+                owner.send({"distrusted": mine})
+        self._memory_came_back()
+
     def _owners(self, asked: _Request) -> _Answer:
         numbers = integers(asked.body, "numbers", protocol.MAX_BACKUPS)
         return {"owners": self._pool.ledger.owners(asked.session.owner, numbers)}
@@ -571,7 +584,7 @@ class Service:
             nbytes, extents = integer(each, "bytes", 1), rows(each, "extents", 3)
             if any(slab >= len(asked.descriptors) for slab, _, _ in extents):
                 raise Nonsense("extents: they lie in a slab whose descriptor is not there")
-            shown.append((_key(each), _note(each, nbytes), nbytes, extents))
+            shown.append((_key(each), _note(each, nbytes), nbytes, extents, boolean(each, "distrusted")))
         descriptors, asked.descriptors[:] = asked.descriptors[:], []
         self._pool.look_at(descriptors, partial(self._adopt, asked, gpu, shown))
 
@@ -601,12 +614,14 @@ class Service:
             return {}
         holds: list[Hold] = []
         try:
-            for key, note, nbytes, rows_ in shown:
+            for key, note, nbytes, rows_, is_bad in shown:
                 extents = [SlabRange(slabs[slab], offset, size) for slab, offset, size in rows_]
-                holds.append(ledger.show(session.owner, gpu.uuid, key, note, nbytes, extents))
+                holds.append(ledger.show(session.owner, gpu.uuid, key, note, nbytes, extents, is_bad))
         except CumemSleepError:
             ledger.release(session.owner, [hold.number for hold in holds])
             raise
+        bad = [hold.number for hold, (*_, is_bad) in zip(holds, shown, strict=True) if is_bad]
+        self._tell_of_distrusted(session, bad)  # who has shown the same before may not know
         return self._handed_out(session, holds)
 
     # What requests share
@@ -658,7 +673,13 @@ class Service:
 
     def _described(self, hold: Hold) -> _Answer:
         entry = hold.entry
-        return {"number": hold.number, "bytes": entry.nbytes, "note": entry.note, "extents": self._known_place(entry)}
+        return {
+            "number": hold.number,
+            "bytes": entry.nbytes,
+            "note": entry.note,
+            "extents": self._known_place(entry),
+            "distrusted": entry.is_distrusted,
+        }
 
     def _known_place(self, entry: Entry) -> Sequence[SlabRange]:
         """Where its owners read it themselves. What is in files may be dropped from memory at any moment."""
@@ -810,6 +831,7 @@ _REQUESTS: Mapping[str, _Handler] = {
     "find": Service._find,
     "seal": Service._seal,
     "mark": Service._mark,
+    "distrust": Service._distrust,
     "owners": Service._owners,
     "release": Service._release,
     "copy": Service._copy,

@@ -48,7 +48,8 @@ def check(books: Ledger, coming: Mapping[Entry, Sequence[SlabRange]] = MappingPr
     for entry in books._entries:
         assert entry.holds or entry.copies, "an entry that nobody holds"
         assert all(hold.entry is entry for hold in entry.holds)
-        assert entry.key is None or books._by_key[entry.key] is entry, "two entries of the same bytes"
+        assert entry.key is None or entry.is_distrusted or books._by_key[entry.key] is entry, "two of the same bytes"
+        assert not entry.is_distrusted or all(hold.needed for hold in entry.holds)
         assert entry.nbytes <= entry.taken_bytes
         assert entry.slabs == {extent.slab for extent in entry.extents}
         check_queue(books, entry)
@@ -71,7 +72,9 @@ def check(books: Ledger, coming: Mapping[Entry, Sequence[SlabRange]] = MappingPr
         assert queue.nbytes == sum(entry.taken_bytes for entry in queue)
         assert [entry.used for entry in queue] == sorted(entry.used for entry in queue)
     check_files(books)
-    assert books._by_key.keys() == {entry.key for entry in books._entries if entry.key is not None}
+    trusted = {entry.key for entry in books._entries if not entry.is_distrusted}
+    assert books._by_key.keys() == trusted - {None}
+    assert {*books._adopted.values()} == {entry for entry in books._entries if entry.is_adopted}
     check_what_is_held(books)
 
 
@@ -287,6 +290,52 @@ def test_adopted_slabs_keep_what_is_shown_and_take_nothing_new() -> None:
     check(books)
 
 
+def test_what_is_distrusted_is_found_by_nobody_and_stays_with_who_needs_it() -> None:
+    books = ledger(2)
+    (bad,) = books.reserve("a", GPU, [UNIT_BYTES])
+    books.seal("a", bad.number, key("x"))
+    needed, retained = (books.find(owner, GPU, key("x")) for owner in "bc")
+    assert needed is not None
+    assert retained is not None
+    books.mark("c", [retained.number], needed=False)
+    assert books.distrust("a", [bad.number]) == [bad.entry]
+    assert books.distrust("b", [needed.number]) == []
+    check(books)
+    assert books.mark("c", [retained.number], needed=True) == [retained.number]
+    assert books.find("d", GPU, key("x")) is None
+    (good,) = books.reserve("d", GPU, [UNIT_BYTES])
+    assert books.seal("d", good.number, key("x")).entry is not bad.entry
+    check(books)
+    assert books.mark("a", [bad.number], needed=False) == [bad.number]
+    books.drop_owner("b")
+    check(books)
+    assert books.find("e", GPU, key("x")).entry is good.entry  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("first", ["distrusted", "unaware", "good"])
+def test_what_is_adopted_stays_distrusted_whoever_shows_it_first(first: str) -> None:
+    """By who does not know as well; and a good one of the same key is another."""
+    books = ledger(1)
+    books.add_adopted_slab(7, SLAB)
+    bad, good = ([SlabRange(7, start, UNIT_BYTES)] for start in (0, UNIT_BYTES))
+    if first == "good":
+        books.show("c", GPU, key("x"), "", UNIT_BYTES, good)
+    if first == "unaware":
+        books.show("b", GPU, key("x"), "", UNIT_BYTES, bad)
+    known = books.show("a", GPU, key("x"), "", UNIT_BYTES, bad, is_distrusted=True)
+    assert books.distrust("a", [known.number]) == ([known.entry] if first == "unaware" else [])
+    others = [books.show("b", GPU, key("x"), "", UNIT_BYTES, extents) for extents in (bad, good)]
+    assert [hold.entry is known.entry for hold in others] == [True, False]
+    found = books.find("d", GPU, key("x"))
+    assert found is not None
+    assert found.entry is others[1].entry
+    check(books)
+    for owner in "abcd":
+        books.drop_owner(owner)
+    assert books.empty_adopted_slabs() == [7]
+    check(books)
+
+
 @pytest.mark.parametrize("extent", [SlabRange(0, 0, 1), SlabRange(7, SLAB, 1), SlabRange(7, 0, 0), SlabRange(9, 0, 1)])
 def test_extents_that_are_not_in_an_adopted_slab_are_not_taken(extent: SlabRange) -> None:
     books = ledger(1)
@@ -489,11 +538,12 @@ FEW, MANY = 32, 256
         lambda books, mine, _others: books.mark("a", [mine[0].number], needed=False),
         lambda books, mine, _others: books.release("a", [mine[0].number]),
         lambda books, _mine, others: books.mark("b", [others[0].number], needed=True),
+        lambda books, mine, _others: books.distrust("a", [mine[0].number]),
         lambda books, mine, _others: books.owners("a", [mine[0].number]),
         lambda books, _mine, _others: (books.available_bytes(), books.saved_bytes, books.held(), books.held(gpu=GPU)),
         lambda books, _mine, _others: books.who_holds({"a": "a", "b": "b"}),
     ],
-    ids=["reserve", "find", "seal", "mark", "release", "need", "owners", "what is held", "who holds it"],
+    ids=["reserve", "find", "seal", "mark", "release", "need", "distrust", "owners", "what is held", "who holds it"],
 )
 def test_what_one_backup_costs_does_not_depend_on_others(
     call: Callable[[Ledger, list[Hold], list[Hold]], object],
@@ -660,7 +710,8 @@ class LedgerMachine(stateful.RuleBasedStateMachine):
     @stateful.rule(owner=owners, name=st.sampled_from("xyz"), units=st.integers(1, 10))
     def find(self, owner: str, name: str, units: int) -> None:
         wanted = key(name, units * UNIT_BYTES)
-        is_there = wanted in {entry.key for entry in self.books._entries}  # maybe for a copy alone
+        trusted = [entry for entry in self.books._entries if not entry.is_distrusted]
+        is_there = wanted in {entry.key for entry in trusted}  # maybe for a copy alone
         found = self.books.find(owner, GPU, wanted)
         assert (found is not None) == is_there
         if found is not None:
@@ -670,7 +721,20 @@ class LedgerMachine(stateful.RuleBasedStateMachine):
     @stateful.rule(data=st.data(), needed=st.booleans())
     def mark(self, data: st.DataObject, needed: bool) -> None:
         owner, number = self.some(data)
-        assert self.books.mark(owner, [number], needed) == []
+        goes = self.books.hold(owner, number).entry.is_distrusted and not needed
+        assert self.books.mark(owner, [number], needed) == [number] * goes
+        self.forget_evicted()
+
+    @stateful.precondition(lambda self: self.mine)
+    @stateful.rule(data=st.data())
+    def distrust(self, data: st.DataObject) -> None:
+        owner, number = self.some(data)
+        entry = self.books.hold(owner, number).entry
+        needed = {hold for hold in entry.holds if hold.needed}
+        said = [entry] if entry.key is not None and not entry.is_distrusted else []
+        assert self.books.distrust(owner, [number, number, 0]) == said
+        self.forget_evicted()
+        assert needed <= entry.holds
 
     @stateful.precondition(lambda self: self.mine)
     @stateful.rule(data=st.data())

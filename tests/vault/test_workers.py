@@ -58,6 +58,13 @@ class WorkerProcess:
         assert "error" not in said, said["error"]
         return said["answer"]
 
+    def fail(self, *call: object) -> str:
+        """How it fails."""
+        self.begin(*call)
+        said = self._read()
+        assert "answer" not in said
+        return str(said["error"])
+
     def call(self, *call: object) -> Any:
         self.begin(*call)
         return self.end()

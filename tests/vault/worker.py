@@ -6,6 +6,7 @@ It allocates as vLLM's worker does, and sleeps and is asked as vLLM does it, thr
 from __future__ import annotations
 
 import json
+import os
 import sys
 from dataclasses import asdict
 from typing import Any
@@ -70,6 +71,16 @@ class VaultWorker:
         address = self._allocator.malloc(len(self._content), "default", self._device)
         self._memory.write(address, self._content, self._device)
         self._memory.close()
+
+    def place(self) -> tuple[int, int, int]:
+        """Where the backup of the weights begins: the device and inode of the slab or file, and the offset there."""
+        (segment,) = (each for each in _core.segments() if each.address == self._weights)
+        tier = self._allocator._store.room.tier
+        tier.hear()  # type: ignore[attr-defined]
+        extent: Any = self._allocator._store.catalogue.needed(segment).extents[0]
+        slab, offset, _ = extent.backup.extents[0]
+        facts = os.fstat(extent.descriptor(slab))
+        return facts.st_dev, facts.st_ino, offset
 
     def is_right(self) -> bool:
         content = self._memory.read(self._weights, len(self._content), self._device)

@@ -1,0 +1,166 @@
+"""A stored byte changes: whoever finds that out tells the vault, and nobody else gets that backup."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+from collections.abc import Callable
+
+import pytest
+from running import RunningVault, eventually
+from support import PAGE, Memory
+from test_life import SleepingClient
+from test_recovery import fall_silent, once_it_goes_on, speak, tier_of
+from test_sleeping import leave
+from test_spill import spill
+from test_spill_attacks import take_memory
+from test_workers import PAGES, StartWorker, WorkerProcess, start_worker
+
+from cumem_sleep import CuMemAllocator, VaultLost
+from cumem_sleep.backups.vault import VaultExtent
+from cumem_sleep.vault.client import Shown, VaultClient
+
+__all__ = ["spill", "start_worker"]
+pytestmark = [pytest.mark.sim, pytest.mark.slow]
+
+StartVault = Callable[..., RunningVault]
+WEIGHTS = PAGES * PAGE
+
+
+def damage(vault: RunningVault, worker: WorkerProcess) -> None:
+    """Flip a bit of the backup of its weights, by a descriptor of the vault's."""
+    device, inode, offset = worker.call("place")
+    for path in pathlib.Path(f"/proc/{vault.process.pid}/fd").iterdir():
+        facts = path.stat()
+        if (facts.st_dev, facts.st_ino) == (device, inode):
+            break
+    descriptor = os.open(path, os.O_RDWR)
+    (byte,) = os.pread(descriptor, 1, offset)
+    os.pwrite(descriptor, bytes([byte ^ 4]), offset)
+    os.close(descriptor)
+
+
+def sleeps_and_wakes(worker: WorkerProcess) -> tuple[int, int]:
+    """What it copied, and what it found in the vault."""
+    report = worker.call("fall_asleep")
+    worker.call("wake_up")
+    assert worker.call("is_right")
+    return report["copied_bytes"], report["found_bytes"]
+
+
+@pytest.mark.parametrize("where", ["memory", "files"])
+def test_it_is_shared_no_more(
+    start_vault: StartVault, spill: pathlib.Path, start_worker: StartWorker, where: str
+) -> None:
+    options = ("--spill", str(spill), "--spill-size", "256MiB") if where == "files" else ()
+    vault = start_vault("72MiB", "--slab-size", "16MiB", *options)
+    vault.wait_until_ready()
+    owner, other, retains, replica = (start_worker() for _ in range(4))
+    for each in (owner, other, retains):
+        each.call("fall_asleep")
+    retains.call("wake_up")
+    if where == "files":
+        take_memory(vault)
+    assert (vault.status()["spilled_bytes"] > 0) is (where == "files")
+    damage(vault, owner)
+    assert "BackupMismatch" in owner.fail("wake_up")
+    assert sleeps_and_wakes(replica) == (WEIGHTS, 0)
+    assert sleeps_and_wakes(retains) == (0, WEIGHTS), "its own is gone, and what the replica has is good"
+    assert "BackupMismatch" in other.fail("wake_up"), "it has it still"
+    owner.close()
+    eventually(lambda: len(vault.status()["clients"]) == 3, "it has gone")
+    assert sleeps_and_wakes(start_worker()) == (0, WEIGHTS), "as it does after a restart"
+    damage(vault, other)
+    other.call("wake_up")
+    assert other.call("is_right")
+    status = vault.status()
+    assert (status["asleep_bytes"], status["awake_bytes"]) == (0, WEIGHTS), "who has woken from it keeps it no more"
+
+
+def test_a_new_vault_that_has_adopted_it_hears_of_it(start_vault: StartVault, start_worker: StartWorker) -> None:
+    vault = start_vault("64MiB", "--slab-size", "16MiB")
+    vault.wait_until_ready()
+    owner, replica = start_worker(), start_worker()
+    owner.call("fall_asleep")
+    damage(vault, owner)
+    vault.kill()
+    start_vault("64MiB", "--slab-size", "16MiB").wait_until_ready()
+    assert "BackupMismatch" in owner.fail("wake_up")
+    assert sleeps_and_wakes(replica) == (WEIGHTS, 0)
+
+
+class Sharing:
+    """Two clients that share a backup, of which one knows that it is bad."""
+
+    def __init__(self, vault: RunningVault, sleeper: SleepingClient) -> None:
+        self.sleeper, self.unaware = sleeper, vault.client("unaware")
+        (shared,) = self.unaware.find(sleeper.segment.gpu, [sleeper.key])
+        assert shared is not None
+        self.shared = shared
+
+    def show(self, client: VaultClient, first: str) -> None:
+        mine = self.sleeper.backup, self.sleeper.client
+        for backup, before in (mine, (self.shared, self.unaware))[:: 1 if first == "aware" else -1]:
+            client.show(self.sleeper.segment.gpu, [Shown(backup, self.sleeper.key, before.slabs)])
+
+    def is_found(self, client: VaultClient) -> bool:
+        return client.find(self.sleeper.segment.gpu, [self.sleeper.key]) != [None]
+
+    def close(self) -> None:
+        self.unaware.close()
+
+
+@pytest.fixture
+def sharing(vault: RunningVault, client: VaultClient, allocator: CuMemAllocator, memory: Memory) -> Sharing:
+    return Sharing(vault, SleepingClient(client, allocator, memory))
+
+
+def test_all_who_hold_it_tell_the_next_vault(vault: RunningVault, start_vault: StartVault, sharing: Sharing) -> None:
+    """Whoever has found it out may have ended by then."""
+    sharing.sleeper.client.distrust([sharing.sleeper.backup])
+    sharing.sleeper.client.close()
+    vault.kill()
+    new = start_vault("64MiB", "--slab-size", "16MiB")
+    client = new.client()
+    assert sharing.unaware.lost is not None
+    client.show(sharing.sleeper.segment.gpu, [Shown(sharing.shared, sharing.sleeper.key, sharing.unaware.slabs)])
+    assert not sharing.is_found(client)
+    client.close()
+    sharing.close()
+
+
+@pytest.mark.parametrize("first", ["aware", "unaware"])
+def test_what_was_found_out_without_a_vault_the_next_one_hears(
+    vault: RunningVault, start_vault: StartVault, sharing: Sharing, first: str
+) -> None:
+    vault.kill()
+    sharing.sleeper.client.slabs.distrusted.add(sharing.sleeper.backup.number)
+    client = start_vault("64MiB", "--slab-size", "16MiB").client()
+    sharing.show(client, first)
+    assert not sharing.is_found(client)
+    assert len(client.slabs.distrusted) == 2, "both know by now"
+    client.close()
+    sharing.close()
+
+
+def test_a_silent_vault_hears_of_it_when_it_goes_on(
+    vault: RunningVault, make_allocator: Callable[..., CuMemAllocator]
+) -> None:
+    allocator = make_allocator(vault=str(vault.socket))
+    allocator.malloc(PAGE, "weights")
+    allocator.sleep()
+    fall_silent(vault, allocator)
+    with pytest.raises(VaultLost):
+        allocator.wake_up()
+    (backup,) = allocator._store.catalogue
+    (extent,) = backup.extents
+    assert isinstance(extent, VaultExtent)
+    tier_of(allocator).distrust([backup.extents])
+    speak(vault, allocator)
+    once_it_goes_on(tier_of(allocator).client)
+    other = vault.client("other")
+    assert extent.sealed is not None
+    assert other.find(extent.gpu, [extent.sealed]) == [None]
+    other.close()
+    allocator.wake_up()
+    leave()
