@@ -169,7 +169,7 @@ class Catalogue:
 
     def distrust(self, segments: Iterable[_core.Segment]) -> None:
         """The backups of these hold other bytes than those at sleep: they stay, but nobody else is to share them."""
-        backups = [backup for segment in segments for backup in self._backups.get(segment.id, {}).values()]
+        backups = [backup for segment in segments if (backup := self.of(segment))]
         for tier, mine in self._by_tier(backups):
             if mine:
                 tier.distrust([backup.extents for backup in mine])
