@@ -443,8 +443,7 @@ class CuMemAllocator:
         """
         if drop is None:
             return NOTHING_DECLARED
-        in_use = {} if self._pools.found is None else self._pools.found.in_use()
-        return declared(drop, in_pools()(), in_use)
+        return declared(drop, in_pools()(), self._pools.in_use())
 
     def _go_deep(self, sleep_first: Callable[[], SleepReport], call: Call, uses_cuda: CudaUse) -> SleepReport:
         """A sleep at level 1, and then on to level 3."""

@@ -153,6 +153,16 @@ def without(spans: Spans, others: Spans) -> Spans:
     return rest
 
 
+def covers(spans: Iterable[tuple[int, int]], nbytes: int) -> bool:
+    """Whether spans, in any order, cover all of so many bytes."""
+    end = 0
+    for begin, behind in sorted(spans):
+        if begin > end:
+            return False
+        end = max(end, behind)
+    return end >= nbytes
+
+
 def less(table: RangeTable, other: RangeTable) -> RangeTable:
     """As `without`, of tables."""
     rest = without(spans_of(table), spans_of(other))

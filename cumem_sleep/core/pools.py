@@ -34,6 +34,10 @@ class Pools:
                 self.found = TorchPools(torch)
         return self.found
 
+    def in_use(self) -> dict[int, list[tuple[int, int]]]:
+        """What is in use of PyTorch's segments, as `TorchPools.in_use`; of those left out, all is."""
+        return {} if self.found is None else self.found.in_use()
+
     def warn_of_overlap(self) -> None:
         """Say once what PyTorch does while tasks of this thread are in different pools."""
         if _core.labels_overlap() and not Pools.warned_of_overlap:

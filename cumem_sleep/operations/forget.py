@@ -29,9 +29,10 @@ def forget(layer: Layer, call: Call, meant: SegmentGroup, drop: Declared) -> int
     with _core.HeldSegments(backed_up) as segments:
         call.agree(PhaseTimer())
         lost = [segment for segment in segments if drop.survives(segment) is None]
-        mixed = {s.id: drop.may_go[s.id] for s in segments if s not in lost and s.id in drop.may_go}
-        _core.forget_backups(lost)
         catalogue = layer.store.catalogue
+        mixed = {s.id: drop.may_go[s.id] for s in segments if s not in lost and s.id in drop.may_go}
+        mixed = {key: spans for key, spans in mixed.items() if catalogue.given_up.get(key) != spans}
+        _core.forget_backups(lost)
         catalogue.kept.give_up("forget() was called")  # it was made with what is forgotten
         catalogue.forget([segment.id for segment in lost])
         catalogue.given_up.update(mixed)

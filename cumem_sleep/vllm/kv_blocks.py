@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..allocator import CuMemAllocator
+from .allocator_calls import AllocatorCall, wrapped
+from .droppable import layer_caches
 from .kept_kv import refusal, version_misfit
 
 logger = logging.getLogger("cumem_sleep")
@@ -157,18 +159,19 @@ def keeping() -> Iterator[None]:
     if not _plan.is_due:
         yield
         return
-    plan, allocator = _plan, _allocator()
-    own = allocator.sleep
+    plan = _plan
 
-    def sleep(*args: Any, **kwargs: Any) -> Any:
-        plan.slept = own(*args, **kwargs, keep=plan.keep)
-        return plan.slept
+    def keeping(own: AllocatorCall) -> AllocatorCall:
+        def sleep(*args: Any, **kwargs: Any) -> Any:
+            plan.slept = own(*args, **kwargs, keep=plan.keep)
+            return plan.slept
 
-    allocator.sleep = sleep
+        return sleep
+
     try:
-        yield
+        with wrapped("sleep", keeping):
+            yield
     finally:
-        del allocator.sleep
         plan.is_due, plan.keep = False, {}
 
 
@@ -178,21 +181,20 @@ def restoring() -> Iterator[None]:
     if _plan.slept is None:
         yield
         return
-    plan, allocator = _plan, _allocator()
-    own = allocator.wake_up
+    plan = _plan
 
-    def wake_up(*args: Any, **kwargs: Any) -> Any:
-        report = own(*args, **kwargs)
-        plan.wakes += 1
-        plan.woken_bytes += report.kept_bytes
-        plan.lost = plan.lost or report.not_kept
-        return report
+    def noting(own: AllocatorCall) -> AllocatorCall:
+        def wake_up(*args: Any, **kwargs: Any) -> Any:
+            report = own(*args, **kwargs)
+            plan.wakes += 1
+            plan.woken_bytes += report.kept_bytes
+            plan.lost = plan.lost or report.not_kept
+            return report
 
-    allocator.wake_up = wake_up
-    try:
+        return wake_up
+
+    with wrapped("wake_up", noting):
         yield
-    finally:
-        del allocator.wake_up
 
 
 def _allocator() -> Any:
@@ -213,11 +215,11 @@ def layout_of(worker: Any) -> BlockLayout:
     if why := refusal(config, caches):
         raise Unproven(why)
     _refuse_what_wakes_empty(runner, config)
-    layers = config.compilation_config.static_forward_context
+    layers = layer_caches(worker)
     sizes: dict[int, int] = {}
     regions: dict[int, set[tuple[int, int]]] = {}
     for name in (name for group in caches.kv_cache_groups for name in group.layer_names):
-        view: Any = getattr(layers.get(name), "kv_cache", None)
+        view: Any = layers.get(name)
         if not hasattr(view, "untyped_storage") or not view.numel():
             raise Unproven(f"the KV cache of {name} is no tensor")
         storage = view.untyped_storage()

@@ -11,7 +11,7 @@ import logging
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .. import _core
@@ -28,7 +28,7 @@ MOST_NAMES = 5
 _HEAD_BYTES, _PIECE_BYTES = 64, 4 << 20  # compared first, of every parameter; and then at a time
 
 _WEIGHTS = "weights"
-_AWAKE, _DROPPED = _core.Segment.Sleep.AWAKE, _core.Segment.Sleep.DROPPED
+_AWAKE = _core.Segment.Sleep.AWAKE
 
 _marked: dict[int, int] = {}  # the bytes of parameters by their addresses; those that were seen loaded are left out
 
@@ -56,24 +56,27 @@ class ParameterPlace:
 def marking(worker: Any) -> Iterator[None]:
     """Wakes inside mark the worker's parameters that come back without their bytes. Until then it calls no CUDA."""
     allocator = CuMemAllocator.instance
-    if allocator is None or not any(s.sleep == _DROPPED and s.tag == _WEIGHTS for s in _core.segments()):
+    if allocator is None or not any(s.sleep != _AWAKE and s.tag == _WEIGHTS for s in _core.segments()):
         yield
         return
-    _marked.clear()  # weights sleep all together
     byte = _byte(allocator)
-    places = sorted((place.address, place.bytes) for place in _places(worker))
 
     def mark(lost: Sequence[tuple[_core.Segment, Spans]]) -> None:
+        lost = [each for each in lost if each[0].tag == _WEIGHTS]
+        if not lost:
+            return
+        _marked.clear()  # weights sleep all together
+        places = sorted((place.address, place.bytes) for place in _places(worker))
         for device in by_device(segment for segment, _ in lost):
             with _core.CopyStream(device) as stream:
                 for segment, spans in lost:
                     for begin, end in spans if segment.device == device else ():
                         first = bisect_left(places, (segment.address + begin, 0))
                         last = bisect_left(places, (segment.address + end, 0))
-                        mine = [(a, n) for a, n in places[first:last] if a + n <= segment.address + end]
-                        for address, nbytes in mine:
-                            stream.fill(address, byte, nbytes)
-                        _marked.update(mine)
+                        for address, nbytes in places[first:last]:
+                            lost_bytes = min(nbytes, segment.address + end - address)  # its end may survive
+                            stream.fill(address, byte, lost_bytes)
+                            _marked[address] = lost_bytes
                 stream.synchronize()
 
     with allocator.filling(mark):
@@ -88,7 +91,11 @@ def not_loaded(worker: Any) -> str:
     if not _marked or allocator is None or any(s.sleep != _AWAKE and s.tag == _WEIGHTS for s in _core.segments()):
         return ""
     byte = _byte(allocator)
-    marked = [place for place in _places(worker) if _marked.get(place.address) == place.bytes]
+    marked = [
+        replace(place, bytes=_marked[place.address])
+        for place in _places(worker)
+        if LEAST_BYTES <= _marked.get(place.address, 0) <= place.bytes
+    ]
     left = {place.address: place for place in _beginning_with(byte, marked) if _holds_only(byte, place.contents())}
     for place in marked:  # others are out of the model while vLLM loads it, and come back
         if place.address not in left:
@@ -106,14 +113,20 @@ def _places(worker: Any) -> list[ParameterPlace]:
     """Of all parameters, of the model and of one that drafts for it."""
     found: dict[int, ParameterPlace] = {}
     for prefix, model in models(worker):
-        try:
-            for name, parameter in model.named_parameters():
-                place = _place(prefix + name, parameter)
-                if place is not None:
-                    found.setdefault(place.address, place)  # tied parameters have one
-        except Exception as error:  # a model of an unforeseen kind must wake all the same
-            logger.warning("whether all weights are loaded after level 2 cannot be told: %s", error)
+        for name, parameter in named_parameters(model, prefix):
+            place = _place(name, parameter)
+            if place is not None:
+                found.setdefault(place.address, place)  # tied parameters have one
     return list(found.values())
+
+
+def named_parameters(model: Any, prefix: str) -> list[tuple[str, Any]]:
+    """The parameters of one of `models`, tied ones by each of their names: a load may name any."""
+    try:
+        return [(prefix + name, each) for name, each in model.named_parameters(remove_duplicate=False)]
+    except Exception as error:  # a model of an unforeseen kind must sleep and wake all the same
+        logger.warning("the parameters of %s cannot be told from its other memory: %s", type(model).__name__, error)
+        return []
 
 
 def models(worker: Any) -> Iterator[tuple[str, Any]]:

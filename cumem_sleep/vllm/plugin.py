@@ -19,7 +19,7 @@ from ..allocator import CuMemAllocator
 from ..core.levels import is_deep
 from ..errors import CumemSleepError, InvalidState
 from ..settings import PREFIX, Settings, parse_bool
-from . import communicators, compatibility, deep_worker, engine_group, forget, guard, kept_kv, kv_blocks, loaded
+from . import communicators, compatibility, deep_worker, droppable, engine_group, guard, kept_kv, kv_blocks, loaded
 from .undone import undone_if_it_fails
 
 logger = logging.getLogger("cumem_sleep")
@@ -159,7 +159,7 @@ def _keeps_kv() -> bool:
 def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
     """The worker's own, inside the pool for weights."""
     worker = deep_worker.of(self)
-    with compatibility.weights_pool(worker):
+    with compatibility.weights_pool(worker), droppable.noting_what_is_written():
         result = worker.load_model(*args, **kwargs)
     for _, model in loaded.models(worker):
         guard.watch(model)
@@ -198,7 +198,7 @@ def sleep(self: Any, level: int = 1, **kwargs: Any) -> Any:
     own_level = 1 if is_deep(level) else level
     try:
         call = partial(worker.sleep, level=own_level, **kwargs)
-        with deep_worker.using_cuda(worker), kv_blocks.keeping():
+        with deep_worker.using_cuda(worker), droppable.declared(worker, own_level), kv_blocks.keeping():
             result = engine_group.told_once(worker, partial(undone_if_it_fails, worker, call))
     except AssertionError as error:
         allocator = CuMemAllocator.instance
@@ -237,7 +237,7 @@ def discard(self: Any, *args: Any, **kwargs: Any) -> Any:
         return None
     worker = deep_worker.of(self)
     call = partial(worker.discard, *args, **kwargs)
-    with deep_worker.using_cuda(worker):
+    with deep_worker.using_cuda(worker), droppable.declared(worker, 2):
         return engine_group.told_once(worker, partial(undone_if_it_fails, worker, call))
 
 
@@ -253,7 +253,7 @@ def cumem_sleep_deepen(self: Any) -> dict[str, Any]:
 def cumem_sleep_forget(self: Any, tags: Any = None) -> Any:
     """One worker's answer to `collective_rpc("cumem_sleep_forget")`: bytes that the next wake does not restore."""
     worker = deep_worker.of(self)
-    return engine_group.told_once(worker, partial(forget.forget, worker, tags))
+    return engine_group.told_once(worker, partial(droppable.forget, worker, tags))
 
 
 def cumem_sleep_status(self: Any) -> dict[str, Any]:

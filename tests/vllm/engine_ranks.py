@@ -18,7 +18,7 @@ from vllm.distributed import parallel_state
 from vllm.platforms import current_platform
 
 from cumem_sleep import CuMemAllocator, CumemSleepError, OutOfHostMemory, _core, sim
-from cumem_sleep.vllm import forget
+from cumem_sleep.vllm import droppable
 from cumem_sleep.vllm.engine_group import EngineGroup
 
 # There is no device to communicate with.
@@ -78,16 +78,16 @@ def ended(fails: bool) -> str:
 
 
 def forgotten(fails: bool) -> str | int:
-    """How a forget ends for which this worker, or another, cannot copy what it keeps."""
+    """How a forget ends for which this worker, or another, cannot tell what has to stay."""
 
-    def copies(*_: object) -> dict[str, object]:
+    def by_forgetting(_: object) -> dict[int, object]:
         if fails:
             raise OutOfHostMemory(1, 0, "test")
         return {}
 
-    forget._copies = copies
+    droppable.by_forgetting = by_forgetting
     try:
-        return forget.forget(None)
+        return droppable.forget(None)
     except CumemSleepError as error:
         return f"{type(error).__name__}: rank {getattr(error, 'failed_rank', error.rank)}"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -88,6 +89,8 @@ class Contents:
     """Memory of every tag that vLLM uses, allocated in the worker's own pools, and what was written to it."""
 
     def __init__(self, worker: Any, memory: Memory, *more_tags: str) -> None:
+        import torch
+
         self._memory = memory
         self.addresses: dict[str, int] = {}
         self.bytes: dict[str, bytes] = {}
@@ -95,6 +98,8 @@ class Contents:
             with worker._maybe_get_memory_pool_context(tag):
                 self.addresses[tag] = CuMemAllocator.get_instance().malloc(PAGE)
             self.bytes[tag] = memory.fill_random(self.addresses[tag], PAGE)
+        cache = torch.frombuffer((ctypes.c_char * PAGE).from_address(self.addresses["kv_cache"]), dtype=torch.uint8)
+        worker.model_runner.kv_caches = [cache]
 
     def is_there(self, tag: str) -> bool:
         return self._memory.read(self.addresses[tag], PAGE) == self.bytes[tag]
