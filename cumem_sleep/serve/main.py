@@ -65,11 +65,11 @@ async def serve(
     front = Front(fleet)
     listener = Listener(front, config.front.host, config.front.port)
     ended = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, ended.set)
     reloader = _Reloader(fleet, path, load, say)
-    loop.add_signal_handler(signal.SIGHUP, reloader.wanted.set)
+    handlers = {signal.SIGTERM: ended.set, signal.SIGINT: ended.set, signal.SIGHUP: reloader.wanted.set}
+    loop = asyncio.get_running_loop()
+    for number, handler in handlers.items():
+        loop.add_signal_handler(number, handler)
     try:
         await fleet.start()
         await listener.start()
@@ -87,6 +87,8 @@ async def serve(
         await front.close()
         if traces is not None:
             await asyncio.to_thread(traces.end)
+        for number in handlers:
+            loop.remove_signal_handler(number)  # uvloop would leave them to a process that lives on
 
 
 def _collect_seldom() -> None:

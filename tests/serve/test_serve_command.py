@@ -31,6 +31,7 @@ from cumem_sleep.tools import cli
 from cumem_sleep.tools import serve as tools
 
 TOKEN = "secret"
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # that a front takes
 
 
 def write(file: Path, port: int = 0, **models: dict[str, Any]) -> Path:
@@ -117,6 +118,7 @@ def test_logs_that_cannot_be_written_end_it_before_it_serves(
     (tmp_path / "logs").write_text("a file where the folder should be")
     assert cli.main(["serve", str(file)]) == 2
     assert re.search(r"logs: nothing can be written to \S+/logs \(.+\): name another folder", capsys.readouterr().err)
+    assert [signal.getsignal(each) for each in SIGNALS] == [signal.SIG_DFL, signal.default_int_handler, signal.SIG_DFL]
 
 
 def test_check_names_what_will_not_work_here(
