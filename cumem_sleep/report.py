@@ -71,7 +71,8 @@ class SleepReport:
     """What one sleep did. Bytes are whole segments; seconds are wall clock.
 
     Attributes:
-        freed_bytes: device memory that was given back. Not what a stopped vault has still, since that is not free.
+        freed_bytes: device memory that was given back. Not what a stopped vault has still, since that is not free; but
+            what any other process maps still (`held_elsewhere` of `left`).
         copied_bytes: copied to backups in host memory by this call.
         clean_bytes: unchanged since their backup, so not copied.
         found_bytes: of these, what the vault already held, as a rule for another process, so it was not copied here.
@@ -84,8 +85,10 @@ class SleepReport:
         left: about how `left_bytes` is made up, by name. `awake`: memory of this layer. `context`: what was in use when
             this layer first allocated there: the CUDA context, other processes. `nccl`: what came with communicators
             before that (`CuMemAllocator.note_communicators`, vLLM's). `modules_and_graphs`: what came with the warm-up
-            (`CuMemAllocator.warming_up`, vLLM's) and is still there. `rest`: all else, other processes included. An
-            item is missing where nothing is known of it, or what was in use before does not fit into the sum any more.
+            (`CuMemAllocator.warming_up`, vLLM's) and is still there. `held_elsewhere`: of `freed_bytes`, what did not
+            become free, because another process maps what was exported to it; at most that, since others may also have
+            allocated meanwhile. `rest`: all else, other processes included. An item is missing where nothing is known
+            of it, or what was in use before does not fit into the sum any more.
         checkpointed_bytes: at level 3, of the CUDA state of this process that left its devices as well.
         why_not_deeper: why a sleep at level 3 stayed at level 1, if it did.
         seconds: the whole call.
@@ -259,16 +262,17 @@ def _stored(preposition: str, stored_bytes: int, nbytes: int) -> str:
 
 
 _LEFT = {
-    "awake": "awake",
-    "context": "CUDA context and other processes",
-    "nccl": "NCCL",
-    "modules_and_graphs": "modules and graphs",
-    "rest": "the rest",
+    "awake": "{} awake",
+    "context": "{} CUDA context and other processes",
+    "nccl": "{} NCCL",
+    "modules_and_graphs": "{} modules and graphs",
+    "held_elsewhere": "up to {} freed here and still held elsewhere",
+    "rest": "{} the rest",
 }
 
 
 def _items(left: Mapping[str, int]) -> str:
-    items = [f"{format_bytes(left[name])} {words}" for name, words in _LEFT.items() if left.get(name)]
+    items = [words.format(format_bytes(left[name])) for name, words in _LEFT.items() if left.get(name)]
     return f" (about {', '.join(items)})" if items else ""
 
 

@@ -490,7 +490,7 @@ class TestInstances:
         report = allocator.discard("kv_cache")
         assert report.left_bytes == total_bytes - free_bytes - PAGE
         assert "2.00 MiB left on the GPU (about 2.00 MiB awake); " in str(report)
-        sim.fail("cuMemGetInfo")  # all is asleep by then: no reason to fail
+        sim.fail("cuMemGetInfo", times=2)  # no reason to fail
         assert allocator.sleep().left_bytes == 0
         assert sleep_states() == {"weights": BACKED_UP, "kv_cache": DROPPED}
 

@@ -62,6 +62,12 @@ WAKE = WakeReport(
             " 256.00 MiB awake, 512.00 MiB CUDA context and other processes, 256.00 MiB modules and graphs)",
         ),
         (
+            SleepReport(left_bytes=GIB, left={"context": 512 << 20, "held_elsewhere": 256 << 20, "rest": 256 << 20}),
+            "sleep: freed 0 B in 0.000 s (copied 0 B, unchanged 0 B, dropped 0 B), 1.00 GiB left on the GPU (about"
+            " 512.00 MiB CUDA context and other processes, up to 256.00 MiB freed here and still held elsewhere,"
+            " 256.00 MiB the rest)",
+        ),
+        (
             WAKE,
             "wake: mapped 61.00 GiB in 1.200 s (restored 51.22 GiB at 55.0 GB/s, verified 1.00 GiB);"
             " copy 1.000 s, map 0.100 s, verify 0.015 s",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 
 from .. import _core
@@ -32,36 +32,41 @@ class Residue:
         """Note what is in use, unless this layer has allocated on the device already."""
         if device not in self._before and not any(segment.device == device for segment in _core.segments()):
             with suppress(CumemSleepError), _core.RelaxedCapture():  # a thread may be capturing a graph
-                self._before |= _not_ours([device])
+                self._before |= not_ours([device])
 
     @scoped
     def warm_up(self) -> Iterator[None]:
         """Put this around code that loads modules and captures graphs. Of several that overlap all counts once."""
         if not self._warm_ups:
-            self._before_warm_up = _not_ours()
+            self._before_warm_up = not_ours()
         self._warm_ups += 1
         try:
             yield
         finally:
             self._warm_ups -= 1
         if not self._warm_ups:  # the last of them counts for all
-            before, after = self._before_warm_up, _not_ours()
+            before, after = self._before_warm_up, not_ours()
             self._by_warm_up += +Counter({device: after[device] - before[device] for device in {*before} & {*after}})
 
-    def look(self, devices: Collection[int]) -> tuple[int, dict[str, int]]:
+    def look(self, devices: Collection[int], before: Mapping[int, int]) -> tuple[int, dict[str, int]]:
         """Bytes in use on these devices, and about how they are made up by name (`SleepReport.left`), if that is known.
 
         0 if the driver does not say: no reason for a sleep to fail, since all is asleep by now.
+
+        Args:
+            before: `not_ours` of them just before the sleep released its memory. What became free on one device does
+                not make up for what did not on another.
         """
-        others = _not_ours(devices)
+        others = not_ours(devices)
         if len(others) < len(devices):
             return 0, {}
-        items = {"awake": _core.bytes_with_memory(set(devices))}
+        held = sum(max(0, others[device] - before.get(device, others[device])) for device in devices)
+        items = {"awake": _core.bytes_with_memory(set(devices)), "held_elsewhere": held}
         left_bytes = sum(others.values()) + items["awake"]
         noted = devices if all(device in self._before for device in devices) else ()
         nccl = sum(min(self.by_communicators.get(device, 0), self._before[device]) for device in noted)
         context = sum(self._before[device] for device in noted) - nccl
-        added = sum(others.values()) - nccl - context
+        added = sum(others.values()) - nccl - context - held
         if added >= 0:  # else other processes have less than they had
             # PyTorch's unused cache counts as part of the warm-up, and is gone when memory sleeps.
             warm_up = min(added, sum(self._by_warm_up[device] for device in devices))
@@ -70,7 +75,7 @@ class Residue:
         return left_bytes, {**items, "rest": left_bytes - sum(items.values())} if items else {}
 
 
-def _not_ours(devices: Iterable[int] | None = None) -> dict[int, int]:
+def not_ours(devices: Iterable[int] | None = None) -> dict[int, int]:
     """By device (None: on which this layer has memory), bytes in use of others; of none if the driver does not say."""
     used = {}
     with suppress(CumemSleepError):

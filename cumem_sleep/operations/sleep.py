@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
@@ -26,6 +26,7 @@ from ..digest.reference import Digest
 from ..errors import CodecError, CumemSleepError, InvalidState, OutOfHostMemory, counted
 from ..report import PhaseTimer, SleepReport
 from .layer import Layer, quiesce
+from .residue import not_ours
 
 _Sleep = _core.Segment.Sleep
 
@@ -100,13 +101,15 @@ def sleep(
         if keep and not not_kept:
             with timer("keep"):
                 not_kept = catalogue.kept.keep(layer.store.room.tier)
+        looked_at = {segment.device for segment in segments} if with_left else set()
+        in_use: dict[int, int] = {}
+        agree = partial(_agree, call, timer, copying, looked_at, in_use)
         with timer("release"):
             # Unmaps all, calls `_agree`, and maps all again if that raises (`csrc/transitions.cpp`).
-            freed_bytes = _core.put_to_sleep(asleep_whole, dropped, partial(_agree, call, timer, copying))
+            freed_bytes = _core.put_to_sleep(asleep_whole, dropped, agree)
         copied_bytes, covered_bytes = catalogue.content_bytes(copied), catalogue.content_bytes(backed_up)
         found_bytes, stored_bytes = catalogue.content_bytes(found), catalogue.stored_bytes(copied)
-    devices = {segment.device for segment in segments}
-    left_bytes, left = layer.residue.look(devices) if with_left else (0, {})
+    left_bytes, left = layer.residue.look(looked_at, in_use)
     return SleepReport(
         freed_bytes=freed_bytes,
         copied_bytes=copied_bytes,
@@ -142,10 +145,17 @@ def _begin_to_keep(
         return layer.store.catalogue.kept.begin(mine, keep, layer.prover)
 
 
-def _agree(call: Call, timer: PhaseTimer, copying: ExitStack) -> None:
-    """All is unmapped. From here on nobody else has a hold on this memory, so what is released is free."""
+def _agree(
+    call: Call, timer: PhaseTimer, copying: ExitStack, looked_at: Collection[int], in_use: dict[int, int]
+) -> None:
+    """All is unmapped. From here on the tier has no hold on this memory, so what is released is free.
+
+    Unless another process has one: `in_use` gets what others use on the devices of `looked_at`, of which this is no
+    part yet. After `agree` nothing may raise.
+    """
     copying.close()
     _core.stop_if_asked()
+    in_use.update(not_ours(looked_at))
     call.agree(timer)
 
 

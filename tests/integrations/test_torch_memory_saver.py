@@ -82,7 +82,7 @@ class TestRegions:
         assert memory.read(address, PAGE) == content
 
     @pytest.mark.sim
-    @pytest.mark.parametrize(("level", "asked"), [(logging.INFO, 1), (logging.WARNING, 0)])
+    @pytest.mark.parametrize(("level", "asked"), [(logging.INFO, 2), (logging.WARNING, 0)])
     def test_what_is_left_is_looked_for_only_if_the_log_says_it(
         self, saver: TorchMemorySaver, caplog: pytest.LogCaptureFixture, level: int, asked: int
     ) -> None:
