@@ -298,22 +298,25 @@ class TestResumeWithoutRoom:
         (said,) = [message for message in caplog.messages if "resume" in message]
         assert said.startswith("resume waits up to 10 s for device memory: cuMemCreate failed")
 
-    @pytest.mark.parametrize(("wait_s", "tries"), [(0, 1), (0.01, 2)])
+    @pytest.mark.parametrize(("wait_s", "slept"), [(0, []), (0.5, [0.2, 0.2, 0.1])])
     def test_it_raises_at_the_deadline_and_all_is_asleep(
         self,
         saver_of: Callable[..., TorchMemorySaver],
         memory_of_others: Callable[[], _core.Scratch],
         monkeypatch: pytest.MonkeyPatch,
         wait_s: float,
-        tries: int,
+        slept: list[float],
     ) -> None:
         saver = saver_of(resume_wait_s=wait_s)
         saver.pause()
         others = memory_of_others()
-        wakes = _Wakes(monkeypatch, lambda: None)
+        wakes, pauses = _Wakes(monkeypatch, lambda: None), list[float]()
+        clock = SimpleNamespace(monotonic=lambda: sum(pauses), sleep=pauses.append)
+        monkeypatch.setattr("cumem_sleep.integrations.torch_memory_saver.saver.time", clock)
         with pytest.raises(OutOfDeviceMemory, match="1 sleeping segment"):
             saver.resume()
-        assert len(wakes.errors) == tries
+        assert pauses == pytest.approx(slept)
+        assert len(wakes.errors) == len(slept) + 1
         others.close()
         saver.resume()
         assert set(states().values()) == {AWAKE}
