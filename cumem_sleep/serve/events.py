@@ -48,6 +48,20 @@ class Done:
 
 
 @dataclass(frozen=True)
+class Found:
+    """A server was asked what it is in, while no change of it was under way: somebody else may have made one.
+
+    Attributes:
+        state: `Phase.AWAKE` or `Phase.ASLEEP`.
+        level: at which it sleeps, if it does.
+    """
+
+    model: str
+    state: Phase
+    level: int | None = None
+
+
+@dataclass(frozen=True)
 class Died:
     """A server's process has ended without being told to, or a server by URL cannot be reached any more."""
 
@@ -117,6 +131,7 @@ FrontEvent = (
     Arrived
     | Gone
     | Done
+    | Found
     | Died
     | Ordered
     | HostBytes

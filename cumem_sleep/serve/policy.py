@@ -5,6 +5,7 @@
   GPUs from those behind it, so that one with many GPUs is not passed by for ever.
 - Room is made by putting other models to sleep: idle ones first, the least recently used one before the others; then
   busy ones, the one that has been awake longest first. Nobody is pushed out within `keep` of its wake.
+- Where somebody else woke a model whose GPUs others hold, models leave in the same order, whatever their `keep`.
 - A busy model is drained: it takes no new requests, and those that run have `drain` to end. Then they are revoked.
 - So a model has at most one turn before a request that came before all of its own. With M models that share GPUs a
   request waits for at most M turns of (keep + drain + sleep + wake or start, each with its attempts), or for the

@@ -84,6 +84,8 @@ class Scheduler:
                 self._gone(event.request)
             case events.Done():
                 self._done(event)
+            case events.Found():
+                self._found(event)
             case events.Died():
                 self._died(self.models[event.model], event.error)
             case events.Ordered():
@@ -184,11 +186,26 @@ class Scheduler:
 
     def _kept(self, event: events.KeptBytes) -> None:
         model = self.models.get(event.model)
-        if model is None or not (model.phase is Phase.ASLEEP or model.changes_asleep):
+        if model is None or model.level is None:
             return
         model.kept_bytes = event.kept_bytes
         if event.was_told and model.kept is KeptState.LEAVING:  # not of a sleep before this one
             model.kept = KeptState.STAYS
+
+    def _found(self, event: events.Found) -> None:
+        model = self.models.get(event.model)
+        if model is None:
+            return
+        if event.state is Phase.ASLEEP and model.is_up:
+            for request in model.running:
+                self._do(actions.Revoke(request, "somebody else put the model to sleep"))
+            model.refused.clear()
+            model.failures, model.error = 0, None
+            self._become_asleep(model, event.level or 1)
+        elif event.state is Phase.AWAKE and model.phase is Phase.ASLEEP:
+            model.failures, model.error = 0, None
+            self._become_awake(model)
+            model.awake_since = model.last_used = self._now
 
     def _died(self, model: Model, error: str) -> None:
         for request in model.running:
@@ -243,7 +260,8 @@ class Scheduler:
         depth = model.level or 1
         if event.state is Phase.ASLEEP:  # it had slept already, and could not go deeper
             self._failed(model, error)
-            return self._become_asleep(model, event.level or depth)
+            self._become_asleep(model, event.level or depth)
+            return self._obey(model, error)
         if event.lacks_host_memory and event.state is Phase.AWAKE:
             model.refused.add(depth)
             model.error = error
@@ -333,7 +351,7 @@ class Scheduler:
 
     def _plan(self) -> None:
         self._grant()
-        leaving = self._serve_in_order()
+        leaving = self._serve_in_order() | self._too_many()
         changed = False  # so that others can go on
         for model in list(self.models.values()):
             before = model.phase
@@ -427,20 +445,29 @@ class Scheduler:
 
     def _pushed_out_for(self, model: Model) -> list[str] | None:
         """Who has to leave, including those already leaving; None if not all of them may be pushed out yet."""
-        holders = self._holders(model.spec.gpus)
+        may_go = (
+            other
+            for other in self._holders(model.spec.gpus)
+            if other.use.protected_until() <= self._now
+            and (model.waiting or (not model.failures and not other.running and other.spec.at_start != "awake"))
+        )
+        return self._pushed_out(model.spec, may_go)
+
+    def _too_many(self) -> set[str]:
+        """Who has to leave GPUs of which models hold more than there is, since somebody else woke one of them."""
+        gpus = {gpu for model in self.models.values() for gpu in model.spec.gpus}
+        overcommitted = frozenset(gpu for gpu in gpus if not policy.fits(0.0, self.free_share(gpu)))
+        nobody = Spec("", overcommitted, share=0.0)
+        return set(self._pushed_out(nobody, self._holders(overcommitted)) or ())
+
+    def _pushed_out(self, wanted: Spec, may_go: Iterable[Model]) -> list[str] | None:
+        holders = self._holders(wanted.gpus)
         going = [other for other in holders if other.phase in (Phase.FALLING_ASLEEP, Phase.STOPPING)]
         free = {
             gpu: self.free_share(gpu) + sum(other.spec.share for other in going if gpu in other.spec.gpus)
-            for gpu in model.spec.gpus
+            for gpu in wanted.gpus
         }
-        candidates = [
-            other.use
-            for other in holders
-            if other.is_up
-            and other.use.protected_until() <= self._now
-            and (model.waiting or (not model.failures and not other.running and other.spec.at_start != "awake"))
-        ]
-        return policy.to_push_out(model.spec, free, candidates)
+        return policy.to_push_out(wanted, free, [other.use for other in may_go if other.is_up])
 
     def _holders(self, gpus: Iterable[int]) -> list[Model]:
         wanted = set(gpus)

@@ -28,6 +28,7 @@ from cumem_sleep.serve.events import (
     Configured,
     Died,
     Done,
+    Found,
     FrontEvent,
     Gone,
     HasLayer,
@@ -65,6 +66,7 @@ class World:
     log: list[Action] = field(default_factory=list)
     kept: dict[str, int] = field(default_factory=dict)
     giving_up: list[str] = field(default_factory=list)
+    woken_by_others: set[str] = field(default_factory=set)
     number: int = 0
 
     def __post_init__(self) -> None:
@@ -123,7 +125,7 @@ class World:
             level = change.level
         if state is not None:
             self.truth[model] = state
-        if error is None and state is Phase.ASLEEP:
+        if state is Phase.ASLEEP:
             assert level is not None
             self.level[model] = level
             self.host[model] = self.spec(model).host_bytes_at(level)
@@ -140,6 +142,15 @@ class World:
         self.changes.pop(model, None)
         self.truth[model], self.host[model] = Phase.STOPPED, 0
         return self.send(Died(model, "it died"))
+
+    def somebody_else(self, model: str, state: Phase, level: int = 2) -> list[Action]:
+        """Puts a server to sleep, or wakes it; then it is asked."""
+        self.truth[model] = state
+        if state is Phase.ASLEEP:
+            self.level[model], self.host[model] = level, self.spec(model).host_bytes_at(level)
+        else:
+            self.woken_by_others.add(model)
+        return self.send(Found(model, state, level if state is Phase.ASLEEP else None))
 
     def keep(self, model: str, nbytes: int) -> list[Action]:
         """A sleeper's server says how much of its KV cache it keeps."""
@@ -230,10 +241,15 @@ class World:
     def check(self) -> None:
         gpus = {gpu for spec in self.specs for gpu in spec.gpus}
         known = {name: model.spec for name, model in self.scheduler.models.items()}
+        self.woken_by_others = {name for name in self.woken_by_others if name in known and self.holds(name)}
         for gpu in gpus:
-            held = [spec.share for name, spec in known.items() if gpu in spec.gpus and self.holds(name)]
-            assert sum(held) <= 1 + 1e-6, f"GPU {gpu} is overcommitted: {held}"
-            assert self.scheduler.free_share(gpu) >= -1e-6
+            held = [name for name, spec in known.items() if gpu in spec.gpus and self.holds(name)]
+            if not self.woken_by_others & set(held):
+                assert sum(known[name].share for name in held) <= 1 + 1e-6, f"GPU {gpu} is overcommitted: {held}"
+                assert self.scheduler.free_share(gpu) >= -1e-6
+            elif self.scheduler.free_share(gpu) < -1e-6:
+                on_it = [each for each in self.scheduler.models.values() if each.holds and gpu in each.spec.gpus]
+                assert any(each.phase is not Phase.AWAKE for each in on_it), f"GPU {gpu}: {on_it} all stay"
         for gpu in gpus:
             starting = [
                 name
@@ -913,6 +929,88 @@ def test_what_requests_wait_for_is_known() -> None:
     assert {cause: seconds for cause, seconds in waited.items() if seconds} == {"room": 4.0, "wake": 2.0}
 
 
+def test_a_model_that_somebody_else_puts_to_sleep_is_woken_for_the_next_request() -> None:
+    world = World([spec("a"), spec("b")])
+    awake(world, "a")
+    running = world.ask("a")
+    world.somebody_else("a", Phase.ASLEEP)
+    assert world.revoked == {running}
+    assert (world.phase("a"), world.scheduler.models["a"].level) == (Phase.ASLEEP, 2)
+    world.end(running)
+    waits = world.ask("a")
+    assert world.changes["a"] == Wake("a", world.changes["a"].operation, 2)
+    world.done("a")
+    assert waits in world.running
+    world.end(waits)
+    world.somebody_else("a", Phase.ASLEEP)
+    assert isinstance(start := world.ask("b") and world.changes["b"], Start), "its GPU is free"
+    assert start.model == "b"
+
+
+def test_an_order_is_carried_out_when_somebody_else_puts_the_model_to_sleep() -> None:
+    world = World([spec("a")])
+    awake(world, "a")
+    running = world.ask("a")
+    world.send(Ordered("a", 2))
+    world.somebody_else("a", Phase.ASLEEP)
+    assert world.obeyed == [Obeyed("a", 2)]
+    world.end(running)
+    assert world.changes == {}
+
+
+def test_an_order_to_sleep_deeper_that_fails_is_answered_and_not_tried_again_at_once() -> None:
+    world = World([spec("a")])
+    awake(world, "a")
+    for depth in (1, 2):
+        world.send(Ordered("a", depth))
+        world.done("a", *([] if depth == 1 else ["it failed", Phase.ASLEEP]))
+    assert world.obeyed == [Obeyed("a", 1), Obeyed("a", 2, "it failed")]
+    assert world.changes == {}
+
+
+def test_of_two_models_that_are_awake_on_one_gpu_one_is_put_to_sleep_again() -> None:
+    world = World([spec(name, keep_s=1e6) for name in "ab"])
+    awake(world, "a")
+    world.send(Ordered("a", 1))
+    world.done("a")
+    awake(world, "b")
+    running = world.ask("b")
+    world.now = 1.0
+    world.somebody_else("a", Phase.AWAKE)
+    assert (world.phase("a"), world.phase("b")) == (Phase.FALLING_ASLEEP, Phase.AWAKE), "b is busy"
+    assert world.scheduler.free_share(0) == pytest.approx(-1.0)
+    world.done("a")
+    world.end(running)
+    world.now = 2.0
+    world.somebody_else("a", Phase.AWAKE)
+    assert (world.phase("a"), world.phase("b")) == (Phase.AWAKE, Phase.FALLING_ASLEEP), "b was used before it"
+    world.done("b")
+    assert world.scheduler.free_share(0) == 0.0
+    assert world.ask("a") in world.running
+
+
+def test_a_model_that_somebody_else_wakes_where_there_is_room_stays_awake_and_is_idle_from_then_on() -> None:
+    world = World([spec("a", share=0.5, idle=((10.0, 1),)), spec("b", share=0.5)])
+    awake(world, "a", "b")
+    world.pass_time(10.0)
+    world.done("a")
+    world.pass_time(5.0)
+    world.somebody_else("a", Phase.AWAKE)
+    world.pass_time(9.9)
+    assert (world.phase("a"), world.phase("b")) == (Phase.AWAKE, Phase.AWAKE)
+    world.pass_time(0.2)
+    assert world.phase("a") is Phase.FALLING_ASLEEP
+
+
+def test_what_a_server_was_asked_while_it_changes_says_nothing() -> None:
+    world = World([spec("a")])
+    world.ask("a")
+    assert [world.send(Found("a", state)) for state in (Phase.AWAKE, Phase.ASLEEP)] == [[], []]
+    assert world.phase("a") is Phase.STARTING
+    world.done("a")
+    assert world.send(Found("gone", Phase.AWAKE)) == []
+
+
 # At random
 
 
@@ -950,6 +1048,7 @@ class Traffic:
             self.withdraw: 3.0,
             self.finish: 22.0,
             self.kill: 0.5 * self.faults,
+            self.meddle: 0.5 * self.faults,
             self.order: 1.0,
             self.reconfigure: 0.5 * self.faults,
             self.pass_time: 10.0,
@@ -1004,6 +1103,15 @@ class Traffic:
         ]
         if alive:
             self.world.die(self.chance.choice(alive))
+
+    def meddle(self) -> None:
+        """Somebody else puts a server to sleep, or wakes it."""
+        others = {name: phase for name, phase in self.world.truth.items() if name not in self.world.changes}
+        changed = {Phase.AWAKE: Phase.ASLEEP, Phase.ASLEEP: Phase.AWAKE}
+        known = [name for name, phase in others.items() if phase in changed and name in self.world.scheduler.models]
+        if known:
+            name = self.chance.choice(known)
+            self.world.somebody_else(name, changed[others[name]])
 
     def reconfigure(self) -> None:
         """One model is different now."""
