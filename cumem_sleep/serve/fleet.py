@@ -306,6 +306,7 @@ class Fleet:
         Raises:
             UnknownModel, NotInTime, ServerFailed.
         """
+        await self._units.ask(self.resolve(model))
         async with self.lease(model):
             pass
 
@@ -318,6 +319,7 @@ class Fleet:
         await self._order(self.resolve(model), STOP)
 
     async def _order(self, name: str, depth: int) -> None:
+        await self._units.ask(name)
         state = self._scheduler.models[name]
         within_s = state.spec.drain_s + 3 * self.config.models[name].switch_timeout
         obeyed: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, TypeVar
 
 from .. import host_facts
 
 _ASK_WITHIN_S = 30.0
+_Answer = TypeVar("_Answer")
 
 
 @dataclass(frozen=True)
@@ -52,14 +54,34 @@ def free_bytes(uuids: Sequence[str]) -> list[int]:
     Raises:
         OSError: nobody can say.
     """
+    return _by_nvml(uuids, lambda nvml, gpu: int(nvml.nvmlDeviceGetMemoryInfo(gpu).free))
+
+
+def held_bytes(uuids: Sequence[str], pids: Collection[int]) -> list[int]:
+    """Of each of these GPUs, what these processes hold, likewise.
+
+    Raises:
+        OSError: nobody can say, or NVML knows none of them: in a container they may have other numbers.
+    """
+    found = _by_nvml(
+        uuids,
+        lambda nvml, gpu: [
+            each.usedGpuMemory for each in nvml.nvmlDeviceGetComputeRunningProcesses(gpu) if each.pid in pids
+        ],
+    )
+    if not any(found) or any(None in each for each in found):
+        raise OSError("NVML does not say what these processes hold")
+    return [sum(each) for each in found]
+
+
+def _by_nvml(uuids: Sequence[str], ask: Callable[[Any, Any], _Answer]) -> list[_Answer]:
     try:
         import pynvml
     except ImportError as error:
         raise OSError(f"NVML: {error}: pip install nvidia-ml-py") from None
     try:
         pynvml.nvmlInit()
-        handles = [pynvml.nvmlDeviceGetHandleByUUID(uuid) for uuid in uuids]
-        return [int(pynvml.nvmlDeviceGetMemoryInfo(handle).free) for handle in handles]
+        return [ask(pynvml, pynvml.nvmlDeviceGetHandleByUUID(uuid)) for uuid in uuids]
     except pynvml.NVMLError as error:
         raise OSError(f"NVML: {error}") from error
 

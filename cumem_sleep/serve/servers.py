@@ -94,6 +94,10 @@ class Server:
         """Of the server's process, below its supervisor's; None without one."""
         return self._pid if self._process is not None else None
 
+    def pids(self) -> list[int]:
+        """Of all its processes; empty without any. Looks at every process of the machine."""
+        return _members(self._process.pid) if self._process is not None else []
+
     async def start(self, died: Callable[[str, str], None]) -> Address:
         """Start it; returns when it is healthy. Should it end later without being told to, `died` hears why, and its
         last words.

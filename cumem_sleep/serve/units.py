@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -46,6 +46,8 @@ class Unit:
         pins_bytes: of host memory, what a sleep that is under way takes. The system shows it bit by bit.
         vault: the socket of the vault that keeps its backups; "" without one.
         pids: of its workers, by which that vault knows them.
+        held_awake_bytes: of the GPU where it is most, what its processes were seen to hold while it was awake; 0 where
+            NVML did not say.
         was_found: a server by URL has answered once.
         last_words: of a server that died or did not start, for operators alone; "" while all is well.
     """
@@ -61,6 +63,7 @@ class Unit:
     vault: str = ""
     pids: tuple[int, ...] = ()
     restarts: int = 0
+    held_awake_bytes: int = 0
     was_found: bool = False
     last_words: str = ""
     health: asyncio.Task[None] | None = None
@@ -264,9 +267,12 @@ class Units:
         if unit.engine is None:
             return Outcome("it has no server", Phase.STOPPED)
         if isinstance(action, actions.Wake):
-            return await self._lacks_gpu_memory(unit, unit.engine, action) or await unit.engine.wake(action.level)
+            lacks = await self._lacks_gpu_memory(unit, unit.engine, action)
+            outcome = lacks or await unit.engine.wake(action.level)
+            return await self._found_out(unit, unit.engine, outcome, Phase.AWAKE)
         try:
-            return await self._sleep(unit, unit.engine, action)
+            outcome = await self._sleep(unit, unit.engine, action)
+            return await self._found_out(unit, unit.engine, outcome, Phase.ASLEEP)
         finally:
             unit.pins_bytes = 0
 
@@ -297,9 +303,7 @@ class Units:
         try:
             if needed is None:
                 raise OSError("its server does not say how much it needs")
-            if not self.gpus.keys() >= {*numbers}:
-                raise OSError("nvidia-smi does not know these GPUs")
-            free = hardware.free_bytes([self.gpus[number].uuid for number in numbers])
+            free = hardware.free_bytes(self._uuids(unit))
         except OSError as error:
             logger.info("%s: not verified before its wake that its GPUs have room: %s", unit.name, error)
             return None
@@ -311,6 +315,17 @@ class Units:
             f"GPU {gpu} has {least / gib:.1f} GiB free, and the wake needs {needed / gib:.1f}: somebody holds the rest"
         )
         return Outcome(why, Phase.ASLEEP, action.level)
+
+    def _uuids(self, unit: Unit) -> list[str]:
+        """Of its GPUs, in the order of their numbers.
+
+        Raises:
+            OSError: they are not known.
+        """
+        numbers = sorted(self._models[unit.name].spec.gpus)
+        if not self.gpus.keys() >= {*numbers}:
+            raise OSError("nvidia-smi does not know these GPUs")
+        return [self.gpus[number].uuid for number in numbers]
 
     async def _lacks_host_memory(self, unit: Unit, engine: Engine, action: actions.Sleep) -> Outcome | None:
         """Looked up before the sleep: what the host can give now, whoever has taken the rest."""
@@ -394,6 +409,9 @@ class Units:
         unit.address = await unit.server.start(partial(self._died, unit))
         unit.engine = unit.server.model.connect(unit.address, unit.server.model.switch_timeout)
         await self._learn(unit)
+        unit.held_awake_bytes = await self._held_bytes(unit) or 0
+        if unit.engine.LEVELS:
+            self._spawn(self._asking, self._keep_asking(unit, unit.engine))
         return Outcome(None, Phase.AWAKE)
 
     async def _change_owner(self, unit: Unit, config: ModelConfig) -> None:
@@ -421,7 +439,7 @@ class Units:
         nobody_s = limit_s if unit.was_found else min(limit_s, NOBODY_ANSWERS_S)
         begin = heard_at = time.monotonic()
         while True:
-            found = await unit.engine.look()
+            found = await self._asked(unit, unit.engine)
             if found.state in (Phase.AWAKE, Phase.ASLEEP):
                 unit.was_found = True
                 await self._learn(unit)
@@ -441,6 +459,8 @@ class Units:
         unit.names = await unit.engine.names()
         await unit.engine.learn_version()
         facts = await unit.engine.facts()
+        if unit.pids != facts.pids:
+            unit.held_awake_bytes = 0
         unit.layer, unit.vault, unit.pids = facts.layer, facts.vault, facts.pids
         if facts.layer == "":
             logger.info("%s: cumem-sleep is not active in its server", unit.name)
@@ -512,11 +532,94 @@ class Units:
     async def _see_health(self, unit: Unit, failures: int) -> None:
         """Of a server by URL: its process is not ours to watch."""
         while unit.engine is not None:
-            found = await unit.engine.look()
-            failures = failures + 1 if found.state in (Phase.STOPPED, None) else 0
-            if self._sleeps(unit) and self._models[unit.name].kept_bytes != unit.engine.kept_bytes:
-                self._handle(events.KeptBytes(unit.name, unit.engine.kept_bytes))
-            if failures >= UNHEALTHY_AFTER:
+            found = await self._ask(unit, unit.engine)
+            failures = failures + 1 if found is not None and found.state in (Phase.STOPPED, None) else 0
+            if found is not None and failures >= UNHEALTHY_AFTER:
                 unit.health = None
                 return self._died(unit, found.error or "it cannot be reached")
             await asyncio.sleep(LOOK_AT_HEALTH_EVERY_S if not failures else ASK_EVERY_S)
+
+    # What they are in: somebody else may put them to sleep, or wake them
+
+    async def ask(self, name: str) -> None:
+        """Have the scheduler know what a server is in now."""
+        unit = self._units[name]
+        if unit.engine is not None and unit.engine.LEVELS:
+            with suppress(RuntimeError):  # it was stopped meanwhile, and its connections are closed
+                await self._ask(unit, unit.engine)
+
+    async def _keep_asking(self, unit: Unit, engine: Engine) -> None:
+        """A server that was started here: its end is seen by others."""
+        with suppress(RuntimeError):  # likewise
+            while unit.engine is engine and self._units.get(unit.name) is unit:
+                await asyncio.sleep(LOOK_AT_HEALTH_EVERY_S)
+                await self._ask(unit, engine)
+
+    async def _ask(self, unit: Unit, engine: Engine) -> Outcome | None:
+        """Ask a server, and tell the scheduler. None: it is stopped, or changes, and that says what becomes of it."""
+        change, state = unit.change, self._models[unit.name]
+        if not (state.is_up or self._sleeps(unit)) or not (change is None or change.done()):
+            return None
+        found = await self._asked(unit, engine)
+        if unit.change is not change or unit.engine is not engine:
+            return None
+        if found.state is (Phase.AWAKE if self._sleeps(unit) else Phase.ASLEEP):
+            logger.warning("%s: is %s, and not by this front", unit.name, found.state.value)
+            self._handle(events.Found(unit.name, found.state, found.level))
+        if self._sleeps(unit) and state.kept_bytes != engine.kept_bytes:
+            self._handle(events.KeptBytes(unit.name, engine.kept_bytes))
+        return found
+
+    async def _asked(self, unit: Unit, engine: Engine) -> Outcome:
+        """What a server is in by its word, and asleep only where NVML agrees; by NVML alone, if it does not say so."""
+        change = unit.change
+        found = await engine.look()
+        if engine.BY_URL and found.state is Phase.AWAKE:
+            unit.held_awake_bytes = unit.held_awake_bytes or await self._held_bytes(unit) or 0
+        if engine.BY_URL and (found.state is not Phase.ASLEEP or self._sleeps(unit)):
+            return found
+        has_released = await self._has_released(unit, engine)
+        if has_released is None or unit.change is not change:
+            return found
+        if not engine.BY_URL:
+            engine.note(Phase.ASLEEP if has_released else Phase.AWAKE)
+            return await engine.look()
+        return found if has_released else Outcome("it says that it sleeps, and its processes hold its GPUs' memory")
+
+    async def _found_out(self, unit: Unit, engine: Engine, outcome: Outcome, wanted: Phase) -> Outcome:
+        """A change whose answer was lost, or an error, may have been made: ask, before its state counts as unknown.
+
+        Only what it was to become is certain then: if it has not, it may still.
+        """
+        if outcome.state is not None:
+            return outcome
+        found = await self._asked(unit, engine)
+        if wanted is Phase.AWAKE:
+            is_certain = not await engine.wake_bytes()
+        else:
+            is_certain = engine.has_layer or await self._has_released(unit, engine) is True
+        if found.state is not wanted or not is_certain:
+            return outcome
+        logger.warning("%s: is %s all the same: %s", unit.name, wanted.value, outcome.error)
+        return found
+
+    async def _has_released(self, unit: Unit, engine: Engine) -> bool | None:
+        """Whether its processes hold so much less of their GPUs' memory than while it was awake that it sleeps, by
+        NVML; None where nobody can say.
+        """
+        held = await self._held_bytes(unit)
+        if held is None or not unit.held_awake_bytes:
+            return None
+        return unit.held_awake_bytes - held > (await engine.wake_bytes() or unit.held_awake_bytes) / 2
+
+    async def _held_bytes(self, unit: Unit) -> int | None:
+        """What its processes hold of the GPU where it is most; None where nobody can say."""
+        if self._simulated:
+            return None
+        with suppress(OSError):
+            return max(await asyncio.to_thread(self._ask_held_bytes, unit, self._uuids(unit)))
+        return None
+
+    @staticmethod
+    def _ask_held_bytes(unit: Unit, uuids: Sequence[str]) -> list[int]:
+        return hardware.held_bytes(uuids, {*unit.pids, *(unit.server.pids() if unit.server is not None else ())})

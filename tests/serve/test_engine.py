@@ -250,6 +250,16 @@ def test_a_call_is_made_again_when_its_answer_is_lost(lost: int) -> None:
     assert do(server, lambda one: one.wake(1)).state is Phase.AWAKE
 
 
+@pytest.mark.parametrize("code", [502, 504])
+def test_a_proxy_without_an_answer_has_lost_it(code: int) -> None:
+    lost = httpx.Response(code, text="Bad Gateway")
+    server = Server(sleep=[lost, httpx.Response(200)], wake_up=[lost, httpx.Response(200)])
+    assert do(server, lambda one: one.sleep(1), has_layer=False) == Outcome(None, Phase.ASLEEP, 1)
+    assert do(server, lambda one: one.wake(1), has_layer=False) == Outcome(None, Phase.AWAKE)
+    failed = do(Server(wake_up=[lost]), lambda one: one.wake(1), has_layer=False)
+    assert (failed.error, failed.state) == (f"/wake_up: {code}: Bad Gateway", None)
+
+
 @pytest.mark.parametrize("error", [LOST, httpx.ReadTimeout("late")])
 def test_nothing_is_certain_when_no_answer_comes(error: Exception) -> None:
     """The server may still be at it, whatever it says that it is in now."""
@@ -316,7 +326,13 @@ def test_a_server_whose_workers_do_not_say_what_they_have_mapped_is_not_taken_fo
 
 def test_what_a_server_is_in() -> None:
     assert do(Server(is_sleeping=AWAKE), lambda one: one.look()) == Outcome(None, Phase.AWAKE)
-    assert do(Server(is_sleeping=ASLEEP), lambda one: one.look()) == Outcome(None, Phase.ASLEEP, 2)
+    for backed_up_bytes, level in ((9, 1), (8, 2)):
+        usage = {"weights": {"bytes": 9, "backed_up_bytes": backed_up_bytes, "mapped_bytes": 0}}
+        says = httpx.Response(200, json={"results": [{"usage": usage}]})
+        server = Server(is_sleeping=ASLEEP, **{STATUS: [says]})
+        assert do(server, lambda one: one.look()) == Outcome(None, Phase.ASLEEP, level)
+    found = do(Server(is_sleeping=ASLEEP), lambda one: one.look(), has_layer=False)
+    assert found == Outcome(None, Phase.ASLEEP, 2)
     assert do(Server(is_sleeping=[httpx.ConnectError("no")]), lambda one: one.look()).state is Phase.STOPPED
     for answer in (LOST, FAILS, httpx.Response(200, text="yes"), httpx.Response(200, json=[])):
         found = do(Server(is_sleeping=[answer]), lambda one: one.look())

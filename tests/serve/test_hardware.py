@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import pynvml
 import pytest
 
 from cumem_sleep.serve import hardware
@@ -39,6 +42,37 @@ def test_without_an_answer_there_are_none(says: Path, text: str, monkeypatch: py
     assert hardware.gpus(None) == []
     monkeypatch.setenv("PATH", "/nonexistent")
     assert hardware.gpus(None) == []
+
+
+@pytest.mark.parametrize(
+    ("processes", "held"),
+    [
+        ({"GPU-a": [(7, 5), (8, 2), (9, 90)], "GPU-b": [(7, 1)]}, [7, 1]),
+        ({"GPU-a": [(7, 5)], "GPU-b": [(9, 90)]}, [5, 0]),
+        ({"GPU-a": [(9, 90)], "GPU-b": []}, None),  # in a container they may have other numbers
+        ({"GPU-a": [(7, None)], "GPU-b": [(8, 1)]}, None),
+        ({}, None),
+    ],
+)
+def test_what_processes_hold_is_what_nvml_says(
+    monkeypatch: pytest.MonkeyPatch, processes: dict[str, list[tuple[int, int | None]]], held: list[int] | None
+) -> None:
+    def handle(uuid: str) -> str:
+        if uuid not in processes:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
+        return uuid
+
+    def running(uuid: str) -> list[Any]:
+        return [SimpleNamespace(pid=pid, usedGpuMemory=nbytes) for pid, nbytes in processes[uuid]]
+
+    monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByUUID", handle)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetComputeRunningProcesses", running)
+    if held is not None:
+        assert hardware.held_bytes(["GPU-a", "GPU-b"], {7, 8}) == held
+        return
+    with pytest.raises(OSError, match="NVML"):
+        hardware.held_bytes(["GPU-a", "GPU-b"], {7, 8})
 
 
 def test_a_containers_limit_counts_without_its_page_cache(tmp_path: Path) -> None:

@@ -218,6 +218,9 @@ class Engine(ABC):
     async def look(self) -> Outcome:
         """What it is in now."""
 
+    def note(self, state: Phase) -> None:  # noqa: B027
+        """What it is in by its memory, where it does not say so itself."""
+
     @abstractmethod
     async def sleep(self, level: int, from_level: int | None = None) -> Outcome:
         """Put it to sleep, perhaps from a lesser sleep."""

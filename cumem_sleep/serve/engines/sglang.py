@@ -8,8 +8,9 @@ Source: SGLang 0.5.11, `srt/entrypoints/http_server.py` (the paths), `srt/manage
   scheduler, and with it the server. So requests are waited for, and no call is made again whose answer was lost.
 - `/flush_cache?timeout=S` answers 200 when no request is in it any more, and 400 if that takes longer. A release ends
   no request.
-- No path says what is released. Without `--enable-memory-saver` a release succeeds and releases nothing, and without
-  `--enable-weights-cpu-backup` weights are lost. `/server_info` has both, and what each GPU holds.
+- No path says what is released; what its processes hold, NVML does. Without `--enable-memory-saver` a release succeeds
+  and releases nothing, and without `--enable-weights-cpu-backup` weights are lost. `/server_info` has both, and what
+  each GPU holds.
 - `/health` runs a request unless others run, so it must not be asked while weights are released.
 """
 
@@ -34,7 +35,7 @@ _NEVER_REACHED_IT = (401, 403, 404, 405, 422)  # a key is wrong, or there is no 
 
 
 class SglangEngine(Engine):
-    """A server of SGLang: what it is in, it does not say, so this front has to start it, and remembers."""
+    """A server of SGLang: what it is in, it does not say, so this front has to start it, and remembers or asks NVML."""
 
     NAME = "sglang"
     LEVELS = (1,)
@@ -97,6 +98,10 @@ class SglangEngine(Engine):
         if self._state is None:
             return Outcome("the answer of a release or resume was lost")
         return Outcome(None, self._state, 1 if self._state is Phase.ASLEEP else None)
+
+    def note(self, state: Phase) -> None:
+        """Somebody else may have made such a call, or its answer was lost."""
+        self._state = state
 
     async def sleep(self, level: int, from_level: int | None = None) -> Outcome:
         """Release all, when no request is in it any more."""

@@ -21,6 +21,7 @@ from .engine import ASK_EVERY_S, ASK_WITHIN_S, Engine, Facts, Failed, Outcome, e
 GATE = "cumem_sleep.vllm.SleepGate"
 _RESET = "/reset_prefix_cache"
 TRIES = 3
+_LOST = (httpx.codes.BAD_GATEWAY, httpx.codes.GATEWAY_TIMEOUT)
 _LACKS_HOST_MEMORY = ("host memory", "outofhostmemory", "no vault answers")  # in the layer's errors
 _IN_ENGINE = re.compile(r"^vllm:num_requests_(?:running|waiting)(?:\{.*\})? (\S+)$", re.MULTILINE)
 _NO_SLEEP_MODE = (
@@ -130,7 +131,8 @@ class VllmEngine(Engine):
             return Outcome("it says that it sleeps, and its workers do not say what they have mapped")
         if mapped := facts.mapped_bytes:
             return Outcome(f"it says that it sleeps, and its workers have {mapped / (1 << 30):.1f} GiB mapped")
-        return Outcome(None, Phase.ASLEEP, 2)
+        has_backups = facts.host_bytes is not None and facts.backed_up_bytes >= facts.host_bytes
+        return Outcome(None, Phase.ASLEEP, 1 if has_backups else 2)
 
     async def sleep(self, level: int, from_level: int | None = None) -> Outcome:
         """Put it to sleep, perhaps from a lesser sleep, from which it has to wake first; but not to get from 1 to 3.
@@ -281,21 +283,23 @@ class VllmEngine(Engine):
                 raise Failed(f"reload_weights left out weights that level 2 dropped: {names}") from None
 
     async def _post(self, path: str, **query: str | int) -> None:
-        """A call of which the answer is lost is made again.
+        """A call of which the answer is lost, as behind a proxy that has none (502, 504), is made again.
 
         Servers make such calls one after the other, and one that has nothing to do succeeds: so when the second one is
         answered, the first is over. To ask what it is in would not tell whether that is still to change.
         """
         for number in range(1, TRIES + 1):
             try:
-                _check(path, await self.ask("POST", path, params=query))
-                return
+                answer = await self.ask("POST", path, params=query)
+                if answer.status_code not in _LOST or number == TRIES:
+                    _check(path, answer)
+                    return
             except httpx.TimeoutException:
                 raise
             except (httpx.HTTPError, OSError):
                 if number == TRIES:
                     raise
-                await asyncio.sleep(ASK_EVERY_S)
+            await asyncio.sleep(ASK_EVERY_S)
 
 
 def _mapped_and_missing(workers: Iterable[Iterable[dict[str, Any]]]) -> tuple[int | None, int | None]:
