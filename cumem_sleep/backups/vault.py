@@ -37,7 +37,7 @@ from ..vault.client import (
     VaultBackup,
     VaultClient,
 )
-from ..vault.files import read_into
+from ..vault.files import is_file, read_into
 from ..vault.ledger import Key, SlabRange
 from .tier import Content, Footprint, HostLimit, NotYet, Tier, budget_limits
 
@@ -73,11 +73,10 @@ class VaultExtent:
     @property
     def is_in_files(self) -> bool:
         """No other vault adopts these: this process reads them when the vault has ended, if it has all descriptors."""
-        memory = self.slabs.by_number.keys() - self.slabs.folders.keys()
-        return any(extent.slab not in memory for extent in self.backup.extents)
+        return any(is_file(extent.slab) or extent.slab not in self.slabs.by_number for extent in self.backup.extents)
 
     def descriptor(self, slab: int) -> int:
-        """Of that slab, for reading. Raises VaultLost: this process could open no more files when it was sent."""
+        """Of that slab, for reading. Raises VaultLost: this process can open no more files, or could not be sent it."""
         if slab not in self.slabs.by_number:
             raise VaultLost(f"this backup cannot be read without the vault: {NO_MORE_FILES}")
         return self.slabs.by_number[slab][0]
@@ -138,8 +137,7 @@ class VaultTier(Tier):
                 continue
             places = {(id(extent.slabs), extent.backup.extents) for extent in _mine(extents)} - counted
             counted |= places
-            files = {number for extent in _mine(extents) for number in extent.slabs.folders}  # these take no memory
-            nbytes = sum(there.nbytes for _, ranges in places for there in ranges if there.slab not in files)
+            nbytes = sum(there.nbytes for _, ranges in places for there in ranges if not is_file(there.slab))
             is_shared = max(shared_by, default=1) > 1
             held.append(Footprint(nbytes, vault_bytes=nbytes, shared_bytes=nbytes if is_shared else 0))
         return held
@@ -236,7 +234,7 @@ class VaultTier(Tier):
         known = [extent for _, extent in changing if not extent.is_lost]
         try:
             gone = client.mark([extent.backup for extent in known], needed) if known else []
-        except VaultLost:
+        except VaultError:  # lost, or it cannot be heard because this process can open no more files
             return sorted(doubtful)
         for extent in known:
             extent.needed = needed
@@ -605,7 +603,7 @@ class VaultLane(Lane):
             self._read.append(read)
         address = read.address
         for slab, start, size in read.extent.ranges(read.offset, read.nbytes):
-            if slab in read.extent.slabs.folders:
+            if is_file(slab):
                 self._read_file(address, read.extent, slab, start, size)
             else:
                 block = self._transfers.slab(read.extent, slab, self.stream.device)

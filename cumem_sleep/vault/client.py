@@ -20,7 +20,7 @@ from ..errors import CumemSleepError, InvalidState, VaultError, VaultLost, Vault
 from . import protocol
 from .ledger import Key, SlabRange, needed_bytes
 from .moves import MoveReader
-from .protocol import Channel, Nonsense, OtherVersion, Table, VaultMessage
+from .protocol import Channel, Nonsense, NoRoomForDescriptors, OtherVersion, Table, VaultMessage
 
 DEADLINE_S = 5.0  # of silence: the vault says every second that it is at work
 NO_MORE_FILES = "this process can open no more files: raise the limit of its open files (ulimit -n)"
@@ -220,7 +220,10 @@ class VaultClient:
         self.instance: str = facts["instance"]
 
     def _connect(self) -> tuple[Channel, int]:
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        except OSError:
+            raise VaultUnavailable(NO_MORE_FILES) from None
         connection.settimeout(self.deadline_s)
         try:
             protocol.check_folder(self.path.parent)
@@ -233,7 +236,7 @@ class VaultClient:
             connection.close()
             raise VaultUnavailable(f"the vault at {self.path} belongs to user {uid}: name another socket")
         limits = protocol.MAX_ANSWER_BYTES, protocol.MAX_REQUEST_BYTES, None, protocol.MAX_REQUEST_VALUES
-        return Channel(connection, *limits), pid
+        return Channel(connection, *limits, loses_descriptors=False), pid
 
     @property
     @_in_turn
@@ -241,8 +244,8 @@ class VaultClient:
         """Why the vault cannot be asked any more, or None. Looks whether it has ended, or has said something since."""
         if self._lost is None or self.is_silent:
             self._take_in_all()
-        if self._lost is not None and self._lost.may_go_on and self._channel.is_ended_there():  # it will not any more
-            self._take_in_all()
+        may_go_on = self._lost is not None and self._lost.may_go_on
+        if may_go_on and self._channel.is_ended_there() and self._take_in_all():  # it will not any more
             self._lost = VaultLost(f"{self._lost}; it has ended since")
             self._close_connections()
         return self._lost
@@ -267,8 +270,8 @@ class VaultClient:
         self.slabs.hear()
         self._take_in_all()  # descriptors of the files that it has just heard of came before
 
-    def _take_in_all(self) -> None:
-        """What has come. Descriptors come one by one."""
+    def _take_in_all(self) -> bool:
+        """What has come. Descriptors come one by one. False: this process can open no more, and the rest waits."""
         for before in self._connections[1:]:
             self._take_slabs(before)
         try:
@@ -277,12 +280,16 @@ class VaultClient:
             while self._channel.fileno() >= 0 and self._channel.wait(0):
                 if self._take_in(self._channel.receive):
                     self.is_silent = False
+        except NoRoomForDescriptors:
+            self.is_silent = False
+            return False
         except VaultLost:  # it says that it has cut this process off
             self.is_silent = False
+        return True
 
     def _take_slabs(self, before: Channel) -> None:
         """That came over a connection before this one. Its answers are nobody's any more."""
-        with suppress(OSError, Nonsense):
+        with suppress(OSError, Nonsense, NoRoomForDescriptors):
             while before.wait(0) and before.receive():
                 pass
             while (message := before.next_message()) is not None:
@@ -453,7 +460,7 @@ class VaultClient:
             self.slabs.put(each, ())
         self._unclaimed += _numbers(backups)
         self._closed_slabs += self.slabs.close_unused()
-        with suppress(VaultLost):
+        with suppress(VaultLost, NoRoomForDescriptors):
             self._wait_until(lambda: not any(self._given_up.values()))  # these may have handed out more
             closed, self._closed_slabs = self._closed_slabs, []  # what is lost again meanwhile, is asked for next time
             while self._unclaimed or closed:
@@ -561,6 +568,8 @@ class VaultClient:
                 relays.update(self._answer_to(request).get("relays", ()))
             except VaultLost:
                 raise
+            except NoRoomForDescriptors:
+                self._lose(NO_MORE_FILES, may_go_on=True)
             except Exception as error:
                 failure = failure or error
         if failure is not None:
@@ -616,6 +625,9 @@ class VaultClient:
             return self._answer_to(request, look or (self._look if verb in _TAKE_LONG else None))
         except CumemSleepError:
             raise
+        except NoRoomForDescriptors:
+            self._give_up(request, verb)
+            raise VaultError(NO_MORE_FILES) from None
         except BaseException:  # of a signal handler, or of a look: the answer comes later
             self._give_up(request, verb)
             raise
@@ -633,7 +645,7 @@ class VaultClient:
         try:
             self._take_in(self._channel.receive)
             return None if self._given_up else self._ask(verb, look=look, **facts)
-        except (VaultLost, _NoAnswer):
+        except (VaultError, NoRoomForDescriptors, _NoAnswer):
             return None
 
     def _give_up(self, request: int, verb: str) -> None:
@@ -652,7 +664,10 @@ class VaultClient:
         self._answers[request] = {}
         body = {"id": request, "do": verb, **facts}
         self._take_in(partial(self._channel.send, body, descriptors))
-        self._wait_until(lambda: not self._channel.unsent_bytes)
+        try:
+            self._wait_until(lambda: not self._channel.unsent_bytes)
+        except NoRoomForDescriptors:
+            self._lose(NO_MORE_FILES, may_go_on=True)
         return request
 
     @_in_turn
@@ -670,7 +685,11 @@ class VaultClient:
         return result
 
     def _wait_until(self, is_so: Callable[[], bool], look: Callable[[], None] | None = None) -> None:
-        """Take in what comes until that is so. Every message shows that the vault lives."""
+        """Take in what comes until that is so. Every message shows that the vault lives.
+
+        Raises:
+            NoRoomForDescriptors: what comes next cannot be taken in.
+        """
         deadline = time.monotonic() + self.deadline_s
         while not is_so():
             if self._lost is not None:
@@ -697,7 +716,7 @@ class VaultClient:
             ended = "the vault has ended, or was killed" if step() is False else ""
         except OSError as error:
             ended = f"the connection to the vault has ended ({error.strerror})"
-            with suppress(OSError):  # why, it may have said before
+            with suppress(OSError, NoRoomForDescriptors):  # why, it may have said before
                 while self._channel.receive() and self._channel.is_ended_there():
                     pass
         try:

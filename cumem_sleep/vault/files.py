@@ -21,7 +21,7 @@ from .protocol import check_folder, close_all
 
 PAGE_BYTES = 4096  # what offsets, sizes and addresses of direct requests are multiples of
 _LEAST_FILE_BYTES, _MOST_FILES = 1 << 30, 64  # owners have a descriptor of each that they have bytes in
-_FIRST_NUMBER = 1 << 40  # what owners call a file: no slab has such a number
+_FIRST_NUMBER = 1 << 40  # of what owners call a file
 _NAME = ".cumem-sleep-"  # of a file for a moment, where the filesystem makes none without a name
 _IN_MEMORY = ("tmpfs", "ramfs", "hugetlbfs")
 KEEP_SIZE, _PUNCH_HOLE = 1, 2  # linux/falloc.h
@@ -210,6 +210,11 @@ class SpillFiles:
                 size = min(nbytes - done, self._file_bytes - offset)
                 yield at, offset, size
                 done += size
+
+
+def is_file(number: int) -> bool:
+    """Whether owners call a file so; otherwise it is a slab, which is memory."""
+    return number > _FIRST_NUMBER
 
 
 def read_into(descriptor: int, content: memoryview, offset: int, folder: Path) -> None:
