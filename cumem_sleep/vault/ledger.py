@@ -549,12 +549,19 @@ class Ledger:
             missing -= entry.taken_bytes if may(entry) else 0
         return missing <= 0
 
-    def begin_spill(self, entry: Entry) -> None:
-        """Set its place in files aside, and evict what is merely retained there; a copy of it is under way then."""
-        while self.free_file_bytes < entry.taken_bytes:
-            retained = next(self._retained_in_files())
+    def evict_in_files(self, nbytes: int) -> bool:
+        """Evict what is merely retained there until so much more is free, or as much as there is; returns whether any
+        was.
+        """
+        before = self.free_file_bytes
+        while self.free_file_bytes - before < nbytes and (retained := next(self._retained_in_files(), None)):
             while retained.holds:
                 self._evict(retained)
+        return self.free_file_bytes > before
+
+    def begin_spill(self, entry: Entry) -> None:
+        """Set its place in files aside, and evict what is merely retained there; a copy of it is under way then."""
+        self.evict_in_files(entry.taken_bytes - self.free_file_bytes)
         left = entry.taken_bytes
         while left:
             extent = self._files.take(self._files.smallest(left) or self._files.largest(), left)

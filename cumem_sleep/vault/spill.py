@@ -8,6 +8,7 @@ the start, so what sleeps can be woken without any other memory.
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
 from collections import deque
@@ -21,7 +22,7 @@ from pathlib import Path
 from .. import _core
 from ..errors import InvalidArgument, VaultError, format_bytes
 from . import memory
-from .files import PAGE_BYTES, SpillFile, SpillFiles
+from .files import PAGE_BYTES, SpillError, SpillFile, SpillFiles
 from .jobs import Job, JobQueue, LinkPiece
 from .ledger import Entry, SlabRange
 from .link import CopyTotals, VaultLink
@@ -375,11 +376,14 @@ class Spiller:
                 self._tell(held)
             except VaultError as refused:
                 error = refused
+        for entry in batch.entries:
+            self._ledger.end_spill(entry, is_written=error is None and entry in held)
+        is_full = isinstance(error, SpillError) and error.code in (errno.ENOSPC, errno.EDQUOT)
+        if is_full and self._ledger.evict_in_files(batch.nbytes):
+            error = None  # it is tried again at once
         self.failure = "" if error is None else f"{error} (at {time.strftime('%F %T %z')})"
         if error is not None:
             self._try_again = time.monotonic() + TRY_AGAIN_S
-        for entry in batch.entries:
-            self._ledger.end_spill(entry, is_written=error is None and entry in held)
         self.look()
         self._changed()
 

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from disk_faults import DiskFaults
-from running import MIB, SECONDS, RunningVault, Segment, eventually, lone_link, seal
+from running import MIB, SECONDS, RunningVault, Segment, eventually, lone_link, seal, taken
 from support import PAGE, Memory
 from test_failures import descriptors_left
 from test_link import BorrowedStub, Streams
@@ -696,6 +696,24 @@ def test_what_cannot_be_read_says_where_it_is_and_can_be_read_later(
     with pytest.raises(VaultError, match=rf"backup \d+: reading \d+ bytes at \d+ of a spill file in {spill}: {why}"):
         disk.sleepers[0].wake()
     disk.sleepers[0].wake()
+
+
+def test_on_a_full_disk_what_is_merely_retained_in_files_gives_way(disk: FailingDisk) -> None:
+    first, *others = disk.sleepers
+    other = disk.vault.client("other")
+    first.wake()
+    disk.faults.set("write", "ENOSPC")
+    other.reserve(first.gpu, [SIZE])
+    status = disk.vault.status()
+    assert (status["files_failure"], status["evicted_bytes"]) == ("", taken([SIZE]))
+    disk.faults.set("write", "ENOSPC", 255)
+    with pytest.raises(OutOfHostMemory, match="No space left"):
+        other.reserve(first.gpu, [SIZE])
+    disk.faults.clear()
+    assert first.client.mark([first.backup], needed=True) == [first.backup]  # type: ignore[list-item]
+    for each in others:
+        each.wake()
+    other.close()
 
 
 @pytest.mark.parametrize(
