@@ -1,6 +1,6 @@
 """What vLLM does with sleep mode, scenario by scenario; `benchmarks/vllm_scenarios.py` runs them. One topic a file."""
 
-from . import cycles, gate, layer, level_3, models, parallel, ranks, vault
+from . import cycles, gate, layer, level_3, models, parallel, ranks, surviving, vault
 from .registry import ALONE, LIMIT_S, LIMITS_S, OTHER_SHAPES, SCENARIOS, TWO_GPUS, NotHere, scenario
 
 __all__ = [
@@ -19,5 +19,6 @@ __all__ = [
     "parallel",
     "ranks",
     "scenario",
+    "surviving",
     "vault",
 ]

@@ -38,7 +38,7 @@ def lora(folder: Path) -> Facts:
     from vllm.lora.request import LoRARequest
 
     adapter = folder.parent / "adapter"
-    _write_adapter(folder, adapter)
+    write_adapter(folder, adapter)
     facts: Facts = {}
     llm = engine(folder, enable_lora=True, max_lora_rank=8)
     request = LoRARequest("adapter", 1, str(adapter))
@@ -72,7 +72,7 @@ def _stacked_adapters(llm: Any) -> dict[str, int]:
     return sums
 
 
-def _write_adapter(folder: Path, adapter: Path) -> None:
+def write_adapter(folder: Path, adapter: Path) -> None:
     import torch
     from safetensors.torch import save_file
 
