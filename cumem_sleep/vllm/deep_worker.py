@@ -56,7 +56,7 @@ class _SleepingWorker:
 
     def __getattr__(self, name: str) -> Any:
         worker, allocator = self._worker, self._allocator
-        if why := guard.why_not(name, allocator):
+        if why := guard.why_not(worker, name, allocator):
             return partial(guard.refuse, worker, name, why)
         if name in _CALLS_NO_CUDA or not allocator.may_deepen:
             return getattr(worker, name)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
 from typing import Any
 
 from ..allocator import CuMemAllocator
@@ -15,6 +17,7 @@ logger = logging.getLogger("cumem_sleep")
 
 # An engine is their product. vLLM's world group may have all engines of a data-parallel deployment in it.
 _GROUPS = ("get_tp_group", "get_pcp_group", "get_pp_group")
+_skipped = 0  # steps that all engines came to asleep
 
 
 class EngineGroup:
@@ -93,6 +96,37 @@ def is_told_by_last(worker: Any) -> bool:
         return False  # an engine of its own reads this answer
     last = agreement.mesh.size - 1
     return agreement.mesh.rank < last and last not in agreement.mesh.gone
+
+
+def all_engines_are_here(worker: Any) -> bool:
+    """Whether all data-parallel engines that step with this one have come to the same step, with memory asleep.
+
+    An engine that runs never comes: in its step it waits for this one, which cannot follow, nor leave it alone. So this
+    waits for the others, at most `Settings.agreement_timeout_s`, over PyTorch's store.
+    """
+    parallel = getattr(getattr(worker, "vllm_config", None), "parallel_config", None)
+    if getattr(parallel, "data_parallel_size", 1) == 1:
+        return True
+    import torch.distributed
+    from torch.distributed.distributed_c10d import _get_default_store
+    from vllm.distributed import parallel_state
+
+    global _skipped
+    group, rank = parallel_state.get_dp_group(), torch.distributed.get_rank()
+    if max(group.ranks) >= torch.distributed.get_world_size():
+        return False  # each engine has a store of its own
+    store, within_s = _get_default_store(), CuMemAllocator.get_instance().settings.agreement_timeout_s
+    try:
+        store.set(f"cumem_sleep/{_skipped}/{rank}", "")
+        store.wait([f"cumem_sleep/{_skipped}/{each}" for each in group.ranks], timedelta(seconds=within_s))
+        store.delete_key(f"cumem_sleep/{_skipped - 1}/{rank}")  # which nobody waits for any more
+    except RuntimeError as error:
+        logger.error("an engine that steps with this sleeping one did not come within %g s: %s", within_s, error)
+        with suppress(RuntimeError):
+            store.delete_key(f"cumem_sleep/{_skipped}/{rank}")
+        return False
+    _skipped += 1
+    return True
 
 
 def _address() -> str:

@@ -11,20 +11,16 @@ from typing import Any
 from ..allocator import CuMemAllocator
 from ..errors import InvalidState
 from . import engine_group
-from .worker_methods import CALLS_BY_ENGINE, TOUCHES_WEIGHTS
+from .worker_methods import CALLS_BY_ENGINE, TOUCHES_WEIGHTS, needed
 
 
-def why_not(name: str, allocator: CuMemAllocator) -> str:
+def why_not(worker: Any, name: str, allocator: CuMemAllocator) -> str:
     """Why the worker's method cannot be called now, in words; ""."""
-    if name not in TOUCHES_WEIGHTS and name not in CALLS_BY_ENGINE:
+    tags = needed(type(worker), name)
+    if not (tags and allocator.may_be_asleep and (asleep := tags & allocator.asleep_tags)):
         return ""
-    asleep = allocator.asleep_tags & {"weights", "kv_cache"}
-    if name not in CALLS_BY_ENGINE:
-        asleep &= {"weights"}
-    if not asleep:
-        return ""
-    tags = "tags=['weights']" if name in TOUCHES_WEIGHTS else ""
-    return f"{name} while {' and '.join(sorted(asleep))} sleep: wake_up({tags}) comes first"
+    first = "tags=['weights']" if name in TOUCHES_WEIGHTS else ""
+    return f"{name} while {' and '.join(sorted(asleep))} sleep: wake_up({first}) comes first"
 
 
 def refuse(worker: Any, name: str, why: str, *args: Any, **kwargs: Any) -> Any:
@@ -34,6 +30,8 @@ def refuse(worker: Any, name: str, why: str, *args: Any, **kwargs: Any) -> Any:
         if not all(getattr(each, "total_num_scheduled_tokens", 1) for each in scheduled):
             with CuMemAllocator.get_instance().using_cuda():
                 return worker.execute_model(*args, **kwargs)
+    if name == "execute_dummy_batch" and engine_group.all_engines_are_here(worker):
+        return None  # vLLM before 0.26 has engines step that sleep
     if name not in CALLS_BY_ENGINE and engine_group.is_told_by_last(worker):
         return None
     raise InvalidState(why)
@@ -48,7 +46,7 @@ def watch(model: Any) -> None:
     @functools.wraps(load)
     def load_weights(*args: Any, **kwargs: Any) -> Any:
         allocator = CuMemAllocator.instance
-        if allocator is not None and allocator.may_be_asleep and (why := why_not("load_weights", allocator)):
+        if allocator is not None and (why := why_not(model, "load_weights", allocator)):
             raise InvalidState(why)
         return load(*args, **kwargs)
 

@@ -158,7 +158,9 @@ def _keeps_kv() -> bool:
 
 def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
     """The worker's own, inside the pool for weights."""
-    worker = deep_worker.of(self)
+    worker, allocator = deep_worker.of(self), CuMemAllocator.instance
+    if allocator is not None and (why := guard.why_not(worker, "load_model", allocator)):
+        return guard.refuse(worker, "load_model", why)
     with compatibility.weights_pool(worker), droppable.noting_what_is_written():
         result = worker.load_model(*args, **kwargs)
     for _, model in loaded.models(worker):
@@ -170,6 +172,8 @@ def compile_or_warm_up_model(self: Any, *args: Any, **kwargs: Any) -> Any:
     """The worker's method. After it, the engine's workers form a group and, if set so, prepare their first sleep."""
     worker, allocator = deep_worker.of(self), CuMemAllocator.instance
     if allocator is not None:
+        if why := guard.why_not(worker, "compile_or_warm_up_model", allocator):
+            return guard.refuse(worker, "compile_or_warm_up_model", why)
         allocator.note_communicators(communicators.bytes_taken())
     with nullcontext() if allocator is None else allocator.warming_up():
         result = worker.compile_or_warm_up_model(*args, **kwargs)

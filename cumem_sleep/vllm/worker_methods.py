@@ -37,7 +37,7 @@ _METHODS = {
     ),
     Effect.RUNS: (
         *("execute_model", "execute_dummy_batch", "sample_tokens", "take_draft_token_ids", "compile_or_warm_up_model"),
-        *("compute_weight_checksums", "save_sharded_state", "save_tensorized_model", "determine_available_memory"),
+        *("elastic_ep_execute", "save_sharded_state", "save_tensorized_model", "determine_available_memory"),
     ),
     Effect.STARTS: ("start_weight_update",),
     Effect.STARTS_DRAFT: ("start_draft_weight_update",),
@@ -45,31 +45,43 @@ _METHODS = {
     Effect.FINISHES: ("finish_weight_update",),
     Effect.LOADS: ("reload_weights",),
     Effect.HARMLESS: (
-        *(
-            "cumem_sleep_status",
-            KEEP_KV,
-            "check_health",
-            "list_loras",
-            "profile",
-            "reset_mm_cache",
-            "reset_encoder_cache",
-        ),
+        *("cumem_sleep_status", KEEP_KV, "annotate_profile", "check_health", "list_loras", "profile"),
         *("get_cache_block_size_bytes", "get_compilation_match_table", "get_encoder_timing_stats"),
         *("get_kv_cache_spec", "get_kv_connector_handshake_metadata", "get_model_inspection"),
         *("get_simple_cpu_offload_num_cpu_blocks", "get_supported_kv_cache_layouts", "get_supported_tasks"),
         *("init_weight_transfer_engine", "shutdown_weight_transfer_engine", "supports_draft_weight_updates"),
+        *("release_late_interaction_query_cache", "reset_encoder_cache", "reset_mm_cache", "synchronize_device"),
         *("update_max_model_len", "vocab_size"),
     ),
 }
 _EFFECTS = {name: effect for effect, names in _METHODS.items() for name in names}
-# What `guard` lets nobody call while weights sleep, and what the engine itself calls, to run the model.
+# What needs awake weights alone, the engine's own calls that run the model, and what vLLM may call at any time.
 TOUCHES_WEIGHTS = frozenset(
     (
         *("update_weights", "start_weight_update", "start_draft_weight_update", "finish_weight_update"),
         *("reload_weights", "load_weights", "save_sharded_state", "save_tensorized_model", "compute_weight_checksums"),
+        *("reset_weights", "apply_model", "get_model", "get_draft_model", "add_lora", "remove_lora", "pin_lora"),
     )
 )
-CALLS_BY_ENGINE = frozenset(("execute_model", "execute_dummy_batch", "sample_tokens"))
+CALLS_BY_ENGINE = frozenset(("execute_model", "execute_dummy_batch", "sample_tokens", "take_draft_token_ids"))
+_HARMLESS_ASLEEP = (Effect.HARMLESS, Effect.CHANGES_SLEEP, Effect.DEEPENS, Effect.FORGETS)
+
+
+def needed(worker: type, name: str) -> frozenset[str]:
+    """The tags whose memory has to be awake for a method of this class of workers, by vLLM's names.
+
+    All of them for what vLLM's own workers have and the table above does not know. Methods that others add are theirs.
+    """
+    if name in TOUCHES_WEIGHTS:
+        return frozenset(("weights",))
+    if name not in CALLS_BY_ENGINE and (effect_of(name) in _HARMLESS_ASLEEP or not _is_vllms_method(worker, name)):
+        return frozenset()
+    return frozenset(("weights", "kv_cache"))
+
+
+def _is_vllms_method(worker: type, name: str) -> bool:
+    found = [vars(each)[name] for each in worker.__mro__ if each.__module__.startswith("vllm.") and name in vars(each)]
+    return any(map(callable, found)) and not name.startswith("_")
 
 
 def effect_of(method: str, loading: tuple[str, ...] = ()) -> Effect:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 import multiprocessing
 import sys
+from dataclasses import replace
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import torch.distributed
@@ -17,8 +19,8 @@ from vllm.config import DeviceConfig, ParallelConfig, VllmConfig, set_current_vl
 from vllm.distributed import parallel_state
 from vllm.platforms import current_platform
 
-from cumem_sleep import CuMemAllocator, CumemSleepError, OutOfHostMemory, _core, sim
-from cumem_sleep.vllm import droppable
+from cumem_sleep import CuMemAllocator, CumemSleepError, InvalidState, OutOfHostMemory, _core, sim
+from cumem_sleep.vllm import droppable, guard
 from cumem_sleep.vllm.engine_group import EngineGroup
 
 # There is no device to communicate with.
@@ -61,7 +63,14 @@ def run(rank: int) -> dict[str, Any]:
         allocator.wake_up()
     allocator.sleep()
     forgets = [forgotten((engine, mine) == (0, failing)) for failing in range(size + 1)]
-    return {"forgets": forgets, "engine": [group.rank, group.size], "sleeps": said}
+    allocator.sleep()
+    worker = SimpleNamespace(vllm_config=SimpleNamespace(parallel_config=parallel))
+    steps = [stepped(worker) for _ in range(3)]
+    if engine == 0:
+        allocator.settings = replace(allocator.settings, agreement_timeout_s=0.5)
+        steps.append(stepped(worker))  # another engine is awake, and would wait for this one
+    torch.distributed.barrier()
+    return {"forgets": forgets, "engine": [group.rank, group.size], "sleeps": said, "steps": steps}
 
 
 def ended(fails: bool) -> str:
@@ -90,6 +99,15 @@ def forgotten(fails: bool) -> str | int:
         return droppable.forget(None)
     except CumemSleepError as error:
         return f"{type(error).__name__}: rank {getattr(error, 'failed_rank', error.rank)}"
+
+
+def stepped(worker: Any) -> str:
+    """How a step ends that keeps other engines company."""
+    why = guard.why_not(worker, "execute_dummy_batch", CuMemAllocator.get_instance())
+    try:
+        return str(guard.refuse(worker, "execute_dummy_batch", why))
+    except InvalidState as error:
+        return str(error)
 
 
 if __name__ == "__main__":

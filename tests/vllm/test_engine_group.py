@@ -23,7 +23,8 @@ SCRIPT = Path(__file__).with_name("engine_ranks.py")
 def test_all_workers_of_an_engine_or_none(tmp_path: Path, tensor: int, pipeline: int, data: int) -> None:
     """Each rank of the first engine fails once: all of its ranks stay as they are and name it; no other engine does.
 
-    The others hear of it at once, also where what fails precedes the operation.
+    The others hear of it at once, also where what fails precedes the operation. A step that keeps other engines company
+    does nothing while all of them sleep.
     """
     size = tensor * pipeline
     cut = [str(each) for each in (tensor, pipeline, data, two_free_ports())]
@@ -48,3 +49,5 @@ def test_all_workers_of_an_engine_or_none(tmp_path: Path, tensor: int, pipeline:
         assert each["sleeps"] == [*(sleeps if engine == 0 else [["asleep", False]] * size), ["asleep", False]]
         forgets = [*(how.replace("mine", "OutOfHostMemory") for how in named), PAGE]
         assert each["forgets"] == (forgets if engine == 0 else [PAGE, *[0] * size])
+        alone = "None" if data == 1 else "execute_dummy_batch while weights sleep: wake_up() comes first"
+        assert each["steps"] == ["None"] * 3 + ([alone] if engine == 0 else [])

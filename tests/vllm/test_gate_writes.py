@@ -85,7 +85,7 @@ def test_asleep_no_worker_method_touches_weights(serve: Serve, method: str, tags
     run(scenario())
 
 
-@pytest.mark.parametrize("method", ["execute_dummy_batch", "compute_weight_checksums", "save_sharded_state"])
+@pytest.mark.parametrize("method", ["execute_dummy_batch", "elastic_ep_execute", "save_sharded_state"])
 def test_what_runs_the_model_wants_all_of_it(serve: Serve, method: str) -> None:
     async def scenario() -> None:
         client = serve()

@@ -20,6 +20,17 @@ from cumem_sleep.vllm.worker_methods import CALLS_BY_ENGINE, TOUCHES_WEIGHTS, Ef
 skip_unless_vllm()
 pytestmark = pytest.mark.sim
 
+# What vLLM's engine and others may call of its workers at any time. All else needs memory.
+HARMLESS = {
+    *("annotate_profile", "check_health", "list_loras", "profile", "synchronize_device", "sleep", "wake_up", "discard"),
+    *("checkpoint_prepare", "checkpoint_restore", "shutdown", "get_model_inspection"),
+    *("get_cache_block_size_bytes", "get_compilation_match_table", "get_encoder_timing_stats", "get_kv_cache_spec"),
+    *("get_kv_connector_handshake_metadata", "get_simple_cpu_offload_num_cpu_blocks", "get_supported_tasks"),
+    *("get_supported_kv_cache_layouts", "init_weight_transfer_engine", "shutdown_weight_transfer_engine"),
+    *("supports_draft_weight_updates", "release_late_interaction_query_cache", "reset_mm_cache"),
+    *("reset_encoder_cache", "update_max_model_len"),
+}
+RUNS = CALLS_BY_ENGINE - {"execute_dummy_batch"}
 STEP = types.SimpleNamespace(total_num_scheduled_tokens=3, scheduled_new_reqs=[])
 EMPTY = types.SimpleNamespace(total_num_scheduled_tokens=0, scheduled_new_reqs=[])
 
@@ -30,7 +41,7 @@ def wrapper(worker: Any, plugged: Stock, memory: Memory, monkeypatch: pytest.Mon
     wrapper = plugged.wrapper.__new__(plugged.wrapper)
     wrapper.worker = worker
     wrapper._worker_extension_cls = wrapper.mm_receiver_cache = None
-    for name in (*TOUCHES_WEIGHTS, *CALLS_BY_ENGINE):
+    for name in (*TOUCHES_WEIGHTS - {"get_draft_model"}, *CALLS_BY_ENGINE):
         monkeypatch.setattr(worker, name, lambda *_, name=name, **__: f"called {name}", raising=False)
     contents = Contents(worker, memory)
     memory.close()
@@ -47,7 +58,7 @@ def call(wrapper: Any, name: str, step: Any = STEP) -> Any:
 
 
 @pytest.mark.parametrize("level", [1, 2, 3])
-@pytest.mark.parametrize("name", sorted(TOUCHES_WEIGHTS))
+@pytest.mark.parametrize("name", sorted(TOUCHES_WEIGHTS - {"get_draft_model"}))  # which a sleep at level 2 calls
 def test_what_touches_weights_says_which_call_comes_first(wrapper: Any, name: str, level: int) -> None:
     wrapper.sleep(level=level)
     for by in (wrapper, wrapper.worker):  # as functions that get the wrapper may call it
@@ -63,8 +74,42 @@ def test_what_touches_weights_says_which_call_comes_first(wrapper: Any, name: st
     assert call(wrapper, name) == f"called {name}"
 
 
+@pytest.mark.parametrize("level", [1, 3])
+def test_no_method_of_vllms_worker_touches_what_sleeps(
+    wrapper: Any, worker: Any, level: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever methods this version has: those that are not known to be harmless raise."""
+    wrapper.sleep(level=level)
+    names = {name for each in type(worker).__mro__[:-1] for name in vars(each) if not name.startswith("_")}
+    names = {name for name in names if callable(getattr(type(worker), name))} - {"execute_dummy_batch"}
+    needy, harmless = names - HARMLESS, names & HARMLESS | {"of_an_extension"}
+    assert {"execute_model", "determine_available_memory", "compile_or_warm_up_model", "load_model"} < needy
+    with monkeypatch.context() as patch:
+        for name in names | harmless:
+            patch.setattr(worker, name, lambda *_, name=name: f"called {name}", raising=False)
+        for name in sorted(needy):
+            by_wrapper = name not in ("init_device", "initialize_from_config")  # whose own wants a configuration
+            for by in (wrapper.worker, *[wrapper] * by_wrapper):
+                with pytest.raises(InvalidState, match=rf"^{name} while (kv_cache and )?weights sleep: wake_up\("):
+                    getattr(by, name)(*[STEP] * (name == "execute_model"))
+        for name in sorted(harmless):
+            assert getattr(wrapper.worker, name)() == f"called {name}"
+
+
+@pytest.mark.parametrize("tags", [["weights"], ["kv_cache"], []])
+@pytest.mark.parametrize("level", [1, 3])
+def test_a_step_that_keeps_other_engines_company_does_nothing_asleep(wrapper: Any, tags: list[str], level: int) -> None:
+    """An error would end the engine's core. See `test_engine_group` for engines that run."""
+    wrapper.sleep(level=level)
+    if tags:
+        wrapper.wake_up(tags=tags)
+    assert call(wrapper, "execute_dummy_batch") is None
+    wrapper.wake_up()
+    assert call(wrapper, "execute_dummy_batch") == "called execute_dummy_batch"
+
+
 @pytest.mark.parametrize("level", [1, 2, 3])
-@pytest.mark.parametrize("name", sorted(CALLS_BY_ENGINE))
+@pytest.mark.parametrize("name", sorted(RUNS))
 def test_what_runs_the_model_needs_all_of_it(wrapper: Any, name: str, level: int) -> None:
     wrapper.sleep(level=level)
     with pytest.raises(InvalidState, match=rf"^{name} while kv_cache and weights sleep: wake_up\(\) comes first$"):
@@ -87,7 +132,7 @@ def test_a_step_without_tokens_passes_and_may_call_cuda(wrapper: Any, worker: An
 def test_weights_that_are_awake_are_written_while_the_kv_cache_sleeps(wrapper: Any) -> None:
     wrapper.sleep(level=2)
     wrapper.wake_up(tags=["weights"])
-    for name in TOUCHES_WEIGHTS:
+    for name in TOUCHES_WEIGHTS - {"get_draft_model"}:
         assert call(wrapper, name) == f"called {name}"
 
 
@@ -140,7 +185,7 @@ def test_a_loaded_model_is_watched(wrapper: Any, worker: Any, monkeypatch: pytes
 
 
 def test_the_gate_refuses_all_that_the_guard_refuses() -> None:
-    for name in (*TOUCHES_WEIGHTS, *CALLS_BY_ENGINE):
+    for name in (*TOUCHES_WEIGHTS, *CALLS_BY_ENGINE, "elastic_ep_execute", "determine_available_memory", "load_model"):
         assert effect_of(name) not in (Effect.HARMLESS, Effect.DEEPENS), name
 
 
