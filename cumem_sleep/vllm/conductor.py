@@ -52,6 +52,8 @@ class Conductor:
         self._question: asyncio.Task[bool] | None = None
         self._seen = -1  # the number of changes by all API servers when this one last looked
         self._changes = 0  # begun or ended; an answer to a question asked before the last of them is outdated
+        self.unknown_calls = 0  # under way
+        self._doubts = 0  # how often API servers had to doubt what they knew
         self._waking: asyncio.Task[None] | None = None
 
     @property
@@ -77,6 +79,9 @@ class Conductor:
         before = self.model.state
         self.whole_since = max(self.whole_since, told.get("whole_since", 0.0))
         self.model.adopt(told.get("facts", {}))
+        if self._doubts != (doubts := told.get("doubts", 0)):
+            self._doubts = doubts
+            self.model.handle(events.Doubted())
         self._tell_of_change(before)
 
     def _tell_of_change(self, before: State) -> None:
@@ -92,6 +97,8 @@ class Conductor:
         Raises:
             Exception: the engine's own, if it cannot serve.
         """
+        if self.unknown_calls:
+            self.handle(events.Doubted())
         if self.several_servers:
             return await self._look_beside_siblings()
         while self.model.phase is GatePhase.UNKNOWN:  # one question for all callers
@@ -140,7 +147,8 @@ class Conductor:
         changes = self._changes
         sleeps = await within(ASK_WITHIN_S, data_parallel.is_any_sleeping(self.engine))
         ranks = None
-        if self._changing:  # whatever the engine says: a worker may not have done what it was told
+        # Whatever the engine says: a worker may not have done what it was told, or what the engine was not told of.
+        if self._changing or self.model.state.doubted:
             ranks = await self._ask_ranks()
         elif sleeps or self.model.is_doubtful:
             ranks = await self._status.fresh(self.engine)
@@ -188,6 +196,31 @@ class Conductor:
 
     # Calls that pass through the gate
 
+    def doubt(self) -> None:
+        """Something was called of which the gate does not know what it does: what was known, or is being asked, is
+        outdated.
+        """
+        self._changes += 1
+        self._doubts += 1
+        self.handle(events.Doubted())
+
+    @asynccontextmanager
+    async def unknown_call(self) -> AsyncIterator[None]:
+        """A call of which the gate does not know what it does: each look asks meanwhile, and the next one after it."""
+        self.unknown_calls += 1
+        try:
+            yield
+        finally:
+            self.unknown_calls -= 1
+            self.doubt()
+            while self.several_servers:
+                try:
+                    async with self.alone():
+                        self.doubt()  # the siblings, too
+                    break
+                except Busy:
+                    continue
+
     @asynccontextmanager
     async def alone(self, gone: asyncio.Future[None] | None = None) -> AsyncIterator[None]:
         """Exclude all other changes of the sleep and writes of weights, here and in other API servers.
@@ -225,7 +258,7 @@ class Conductor:
                 yield
             finally:
                 facts = {"facts": self.model.facts(), "whole_since": self.whole_since}
-                self._siblings.write({**facts, "changes": told.get("changes", 0) + 1})
+                self._siblings.write({**facts, "changes": told.get("changes", 0) + 1, "doubts": self._doubts})
 
     @asynccontextmanager
     async def change(self, disturbs: bool = True, gone: asyncio.Future[None] | None = None) -> AsyncIterator[None]:

@@ -37,6 +37,11 @@ class Ended:
 
 
 @dataclass(frozen=True)
+class Doubted:
+    """Something was called of which the gate does not know what it does: the workers have to be asked as well."""
+
+
+@dataclass(frozen=True)
 class Answered:
     """The engine said whether it sleeps, and the workers what is mapped, if they were asked and answered.
 
@@ -153,6 +158,7 @@ class LoadFailed:
 GateEvent = (
     Began
     | Ended
+    | Doubted
     | Answered
     | WorkersSaid
     | Deepened

@@ -280,6 +280,9 @@ class SleepGate:
             if _lacks_api_key(scope):  # before its body is read
                 return await self._answer(scope, inbox, send, _unauthorized(), "Unauthorized")
             return await self._adapt(taken, scope, inbox, send)
+        if taken.kind is RouteKind.UNKNOWN:  # which may put the model to sleep, or wake it
+            async with self.conductor.unknown_call():
+                return await self._pass(scope, inbox, send)
         await self._pass(scope, inbox, send)
 
     async def _hold(self, taken: Taken, scope: Scope, inbox: Inbox) -> str:
@@ -433,6 +436,8 @@ class SleepGate:
         model, conductor = self.model, self.conductor
         deadline = conductor.clock() + self._settings.request_deadline_s
         try:
+            if conductor.unknown_calls:
+                await self._look()
             while not (model.serves and conductor.keep_still()):
                 await self._look()
                 if not model.serves:
@@ -698,7 +703,11 @@ class SleepGate:
                 await self.conductor.look_alone()
                 if (conflict := self._conflict_of(effect)) is not None:
                     return conflict
-                return await self._called_to_write(effect, scope, inbox, gone)
+                try:
+                    return await self._called_to_write(effect, scope, inbox, gone)
+                finally:
+                    if effect is Effect.WRITES and taken.kind is RouteKind.CALLS:
+                        self.conductor.doubt()
         finally:
             gone.cancel()
 
@@ -764,7 +773,10 @@ class SleepGate:
         if self.model.phase is GatePhase.DISAGREEING:
             headers = {"Retry-After": str(self._settings.retry_after_s)}
             return await deliver(scope, inbox, send, refusal(503, self.model.why_disagrees, headers))
-        return await self._controls(scope, inbox, send)
+        answer = await whole_answer(self._controls, scope, inbox)
+        if self.model.phase is GatePhase.ASLEEP and status_of(answer) == 200:
+            answer = response(200, {"is_sleeping": True, "tags": sorted(self.model.asleep)})
+        await deliver(scope, inbox, send, answer)
 
     async def _workers_status(self) -> list[Message]:
         """What each worker says of the layer in it; nobody says anything without the layer. Asked twice: see
@@ -801,11 +813,12 @@ class SleepGate:
         hopeless = awake or not is_said or model.decide(policy) is RequestDecision.REFUSE
         hopeless = hopeless or (policy == "wake" and self._failure() is not None)
         code = 503 if hopeless and self._settings.health == "auto" else self._health_code()
-        body: dict[str, Any] = {"status": model.phase.value, "asleep": True, "level": model.level}
+        tags = sorted(model.asleep)
+        body: dict[str, Any] = {"status": model.phase.value, "asleep": True, "level": model.level, "tags": tags}
         if awake:
             body |= {"status": "weights_missing", "asleep": False}
         if not is_said:
-            body |= {"asleep": None, "level": None}
+            body |= {"asleep": None, "level": None, "tags": None}
         if disagrees:
             body["why"] = model.why_disagrees
         headers = {"Retry-After": str(self._settings.retry_after_s)} if code == 503 else {}

@@ -103,6 +103,7 @@ class State:
         kept: a sleep may have left requests in the engine, which run when its scheduler resumes: a wake has to be
             whole.
         checkpointed: the workers went on to level 3: their CUDA state is not on the GPU.
+        doubted: anything may have changed since the engine was last asked, in its workers alone as well.
     """
 
     known: Known = Known.NO
@@ -116,6 +117,7 @@ class State:
     stopped: Stopped = Stopped.NOBODY
     kept: bool = False
     checkpointed: bool = False
+    doubted: bool = False
 
     @property
     def engine_asleep(self) -> frozenset[str]:
@@ -206,7 +208,8 @@ class SleepingModel:
             return why_left_out(state.left_out)
         if self.phase is GatePhase.AWAKE:
             return "weights were dropped and not reloaded: POST /reload_weights"
-        return f"the model is asleep (level {self.level}): POST /wake_up"
+        alone = f", {_listed(state.asleep)} alone" if NOTHING < state.asleep & TAGS < TAGS else ""
+        return f"the model is asleep (level {self.level}{alone}): POST /wake_up"
 
     @property
     def is_doubtful(self) -> bool:
@@ -273,6 +276,9 @@ class SleepingModel:
                 return replace(state, known=Known.CHANGING) if event.disturbs or not self.serves else state
             case events.Ended():
                 return replace(state, known=Known.NO)
+            case events.Doubted():
+                known = Known.NO if state.known is Known.YES else state.known
+                return replace(state, known=known, doubted=True)
             case events.Answered():
                 return _answered(state, event)
             case events.WorkersSaid():
@@ -319,7 +325,7 @@ class SleepingModel:
     def facts(self) -> dict[str, Any]:
         """The state, for JSON; what is known now each server finds out by itself."""
         facts = asdict(self.state)
-        del facts["known"]
+        del facts["known"], facts["doubted"]
         for name, value in facts.items():
             facts[name] = sorted(value) if isinstance(value, frozenset) else getattr(value, "value", value)
         return facts
@@ -339,11 +345,12 @@ class SleepingModel:
                 stopped=Stopped(facts["stopped"]),
                 kept=facts["kept"],
                 checkpointed=facts["checkpointed"],
+                doubted=self.state.doubted,
             )
 
 
 def _answered(state: State, event: events.Answered) -> State:
-    known = replace(state, known=Known.YES)
+    known = replace(state, known=Known.YES, doubted=False)
     if event.sleeps:
         if event.workers is not None:
             return _heard(known, event.workers)

@@ -36,9 +36,9 @@ This page says what [the gate](vllm.md#the-gate) does with each request.
 - **refused asleep**: 409 while weights sleep. It never runs during a sleep or a wake.
 - **passes**: untouched.
 
-Any other POST, PUT, PATCH, DELETE or websocket route is guarded and held, and wakes nothing. Any other GET passes. The
-last column says which of these versions have the route; empty: all three. `tests/vllm/route_table.py` writes this page
-from the routes that vLLM registers.
+Any other POST, PUT, PATCH, DELETE or websocket route is guarded and held, and wakes nothing. As it may change anything,
+the gate then asks engine and workers what is asleep. Any other GET passes. The last column says which of these versions
+have the route; empty: all three. `tests/vllm/route_table.py` writes this page from the routes that vLLM registers.
 
 """
 

@@ -52,6 +52,7 @@ EVENTS: dict[str, events.GateEvent] = {
     "a change begins": Began(),
     "a wake begins": Began(disturbs=False),
     "it ends": events.Ended(),
+    "something that the gate does not know was called": events.Doubted(),
     "engine: awake": Answered(sleeps=False),
     "engine: awake; workers: mapped": Answered(False, _MAPPED),
     "engine: awake; workers: asleep": Answered(False, _ASLEEP),
@@ -91,6 +92,7 @@ TABLE = """\
 a change begins | changing | . | changing | changing | changing | changing | changing | changing | changing | changing | changing | changing | changing | changing | changing
 a wake begins | changing | . | . | changing | . | changing | changing | changing | changing | changing | changing | changing | changing | changing | changing
 it ends | . | unknown | unknown | unknown | unknown | unknown | unknown | unknown | unknown | unknown | unknown | unknown | unknown | unknown | unknown
+something that the gate does not know was called | . | . | unknown | unknown | unknown | unknown | unknown | unknown | unknown | unknown | unknown | unknown | unknown | unknown | unknown
 engine: awake | awake | awake | . | awake | awake | awake | missing | awake | awake | awake | . | . | . | awake | .
 engine: awake; workers: mapped | awake | awake | . | awake | awake | awake | missing | awake | awake | awake | . | . | . | awake | awake
 engine: awake; workers: asleep | half asleep | half asleep | half asleep | half asleep | half asleep | half asleep | half asleep | half asleep | half asleep | half asleep | half asleep | half asleep | half asleep | half asleep | .

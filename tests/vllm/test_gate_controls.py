@@ -49,7 +49,7 @@ def test_with_a_token_the_gate_answers_itself(serve: Serve) -> None:
     async def scenario() -> None:
         client = serve(FakeVllm(dev_mode=False), admin_token=TOKEN)
         assert (await client.post("/sleep?level=2", key=TOKEN)).body == {"status": "sleeping", "level": 2}
-        assert (await client.get("/is_sleeping")).body == {"is_sleeping": True}
+        assert (await client.get("/is_sleeping")).body["is_sleeping"] is True
         assert (await client.ask()).code == 503
         assert (await client.post("/reload_weights", key=TOKEN)).code == 409
         woken = await client.post("/wake", b'{"tags": ["weights"]}', key=TOKEN)
@@ -207,7 +207,7 @@ def test_a_socket_of_this_user_alone_needs_no_token(serve: Serve, place: str) ->
             assert code(answer) == 200
             assert answer.endswith(b'{"status": "sleeping", "level": 1}')
             assert (await client.ask()).code == 503
-            assert b'{"is_sleeping": true}' in await ask(place, request("/is_sleeping", "GET"))
+            assert b'{"is_sleeping": true' in await ask(place, request("/is_sleeping", "GET"))
             assert b'{"results": [{"rank": 0' in await ask(place, request(STATUS, "GET"))
             assert code(await ask(place, request("/wake", body=b'{"tags": ["all"]}'))) == 400
             assert code(await ask(place, request("/wake", more="Connection: keep-alive\r\n"))) == 200

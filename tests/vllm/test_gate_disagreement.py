@@ -252,7 +252,12 @@ def test_health_finds_out_that_a_wake_which_failed_has_mapped_nothing(serve: Ser
         with pytest.raises(RuntimeError, match="OutOfDeviceMemory"):
             await client.post("/wake_up")
         assert client.gate.model.phase is GatePhase.DISAGREEING
-        assert (await client.get("/health")).body == {"status": "asleep", "asleep": True, "level": 1}
+        assert (await client.get("/health")).body == {
+            "status": "asleep",
+            "asleep": True,
+            "level": 1,
+            "tags": ["kv_cache", "weights"],
+        }
 
     run(scenario())
 

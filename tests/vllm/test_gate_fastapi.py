@@ -52,7 +52,7 @@ def test_under_fastapi(fastapi_app: Any, monkeypatch: pytest.MonkeyPatch) -> Non
     with testclient.TestClient(fastapi_app) as client:
         assert client.post("/v1/completions", json={"a": 1}).json() == {"text": "good", "a": 1}
         assert client.post("/sleep?level=2").json() == {"status": "sleeping"}
-        assert client.get("/health").json() == {"status": "asleep", "asleep": True, "level": 2}
+        assert client.get("/health").json()["level"] == 2
         assert client.post("/v1/completions", json={"a": 2}).json() == {"text": "good", "a": 2}
         assert client.post("/sleep").status_code == 200
         assert client.post("/wake").json() == {"status": "awake"}

@@ -27,7 +27,8 @@ def test_health(serve: Serve, policy: str, health: str, code: int, target: tuple
             await client.post(f"/sleep?level={level}")
             response = await client.request(*target)
             assert response.code == code
-            assert response.body == {"status": "asleep", "asleep": True, "level": level}
+            tags = ["kv_cache", "weights"] if level else []
+            assert response.body == {"status": "asleep", "asleep": True, "level": level, "tags": tags}
             assert response.headers.get("retry-after") == ("5" if code == 503 else None)
             await client.post("/wake_up")
         client.engine.dead = True
@@ -69,7 +70,7 @@ def test_health_where_the_engine_does_not_say_whether_it_still_sleeps(
         response = await client.get("/health")
         if fails:
             assert response.code == code
-            assert response.body == {"status": "unknown", "asleep": None, "level": None}
+            assert response.body == {"status": "unknown", "asleep": None, "level": None, "tags": None}
         else:
             assert (response.code, response.body) == (200, None), "vLLM's own answer"
         client.engine.fails["is_sleeping"].clear()
@@ -88,7 +89,7 @@ def test_health_without_weights(serve: Serve, health: str, code: int) -> None:
         await client.post("/wake_up")
         response = await client.get("/health")
         assert response.code == code
-        assert response.body == {"status": "weights_missing", "asleep": False, "level": 2}
+        assert response.body == {"status": "weights_missing", "asleep": False, "level": 2, "tags": []}
 
     run(scenario())
 

@@ -31,6 +31,7 @@ pytestmark = [pytest.mark.sim, pytest.mark.slow]
 STARTS_WITHIN_S = 600.0
 ENDS_WITHIN_S = 180.0  # it takes a few seconds; a call into the driver at level 3 would take for ever
 ANSWERS_WITHIN_S = 180.0
+DEEP = {"status": "asleep", "asleep": True, "level": 3, "tags": ["kv_cache", "weights"]}
 PROGRAM = """
 import pathlib, sys
 import watched_server
@@ -138,8 +139,8 @@ def complete(server: Server) -> str:
 def test_answers_wakes_and_ends(server: Server) -> None:
     assert "bad" not in complete(server)
     deepen(server)
-    assert server.get("/health") == (200, {"status": "asleep", "asleep": True, "level": 3})
-    assert server.get("/is_sleeping") == (200, {"is_sleeping": True})
+    assert server.get("/health") == (200, DEEP)
+    assert server.get("/is_sleeping") == (200, {"is_sleeping": True, "tags": ["kv_cache", "weights"]})
     assert server.get("/v1/models")[0] == 200
     assert 'cumem_sleep_sleep_level{rank="0"} 3.0' in server.get("/metrics")[1]
     deepen(server)  # it is there
@@ -169,14 +170,13 @@ def test_answers_wakes_and_ends(server: Server) -> None:
     ids=["level 1", "level 2"],
 )
 def test_nobody_asks_so_it_sleeps_and_later_goes_to_level_3(server: Server) -> None:
-    deep = {"status": "asleep", "asleep": True, "level": 3}
     for _ in range(2):
         assert "good" in complete(server)
         end = time.monotonic() + ANSWERS_WITHIN_S
-        while server.get("/health")[1] != deep:
+        while server.get("/health")[1] != DEEP:
             assert time.monotonic() < end, server.said()
             time.sleep(0.1)
-        assert server.get("/is_sleeping") == (200, {"is_sleeping": True})
+        assert server.get("/is_sleeping") == (200, {"is_sleeping": True, "tags": ["kv_cache", "weights"]})
     assert '"touch"' not in (server.record.read_text() if server.record.exists() else "")
 
 
@@ -195,7 +195,7 @@ def test_an_engine_core_ends_where_it_cannot_come_back(server: Server) -> None:
     deepen(server)
     code, answer = server.ask("/wake_up", {})
     assert code == 500, answer
-    assert server.get("/health")[1] == {"status": "asleep", "asleep": True, "level": 3}
+    assert server.get("/health")[1] == DEEP
     end_engine_core(server)
     ends(server)
     assert not server.record.exists()
