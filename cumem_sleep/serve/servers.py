@@ -41,6 +41,7 @@ _CONTROLS = ("VLLM_SERVER_DEV_MODE", "CUMEM_SLEEP_ADMIN", "CUMEM_SLEEP_ADMIN_TOK
 _NOT_FOR_SERVERS = ("VLLM_API_KEY", "CUMEM_SLEEP_SERVE_TOKEN", *OF_FRONT, *_CONTROLS, *_SYSTEMDS)
 _SUPERVISOR = Path(__file__).with_name("supervisor.py")
 _TAIL_BYTES = 64 << 10
+_ASKED = ('"GET /is_sleeping HTTP', '"GET /cumem_sleep/status HTTP')  # in its log, each time that this front asks
 _LISTENS = "0A"  # in /proc/net/tcp
 
 
@@ -163,12 +164,13 @@ class Server:
                 self._remove_folder()
 
     def tail(self, lines: int) -> list[str]:
-        """The end of its log, without keys."""
+        """The end of its log, without keys, and without what this front asks all the time."""
         try:
             with open_log(self.log, os.O_RDONLY) as log:
                 log.seek(max(0, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
                 words = log.read(_TAIL_BYTES).decode(errors="replace")
-                return list(deque(self._masked(words).splitlines(), lines))
+                said = (line for line in self._masked(words).splitlines() if not any(each in line for each in _ASKED))
+                return list(deque(said, lines))
         except OSError:
             return []
 

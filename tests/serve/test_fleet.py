@@ -253,6 +253,15 @@ def test_a_start_that_is_cancelled_at_any_moment_leaves_no_process(tmp_path: Pat
     uvloop.run(scenario())
 
 
+def test_what_the_front_asks_a_server_all_the_time_hides_nothing_in_its_log(tmp_path: Path) -> None:
+    server = servers.Server("a", config(tmp_path, a={}).models["a"], tmp_path, tmp_path)
+    asked = ['INFO:  - "GET /is_sleeping HTTP/1.1" 200 OK', 'INFO:  - "GET /cumem_sleep/status HTTP/1.1" 200 OK'] * 20
+    lines = ["it begins", *asked, 'INFO:  - "POST /sleep HTTP/1.1" 200 OK', "CUDA error", *asked]
+    server.log.write_text("\n".join(lines))
+    assert server.tail(2) == ['INFO:  - "POST /sleep HTTP/1.1" 200 OK', "CUDA error"]
+    assert server._last_words() == f"its log ({server.log}) ends with: CUDA error"
+
+
 def test_an_order_that_is_not_carried_out_ends_with_the_fleet(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with running(config(tmp_path, a={})) as fleet, fleet.lease("a"):
