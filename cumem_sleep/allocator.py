@@ -443,7 +443,8 @@ class CuMemAllocator:
         """
         if drop is None:
             return NOTHING_DECLARED
-        return declared(drop, in_pools()(), self._pools.in_use())
+        segments = in_pools()()
+        return declared(drop, segments, self._pools.in_use())
 
     def _go_deep(self, sleep_first: Callable[[], SleepReport], call: Call, uses_cuda: CudaUse) -> SleepReport:
         """A sleep at level 1, and then on to level 3."""

@@ -9,9 +9,11 @@ from __future__ import annotations
 import ctypes
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -37,6 +39,7 @@ from test_state_machine import CALLS as CALLS_OF_OPERATIONS
 
 from cumem_sleep import CuMemAllocator, CumemSleepError, _core, sim
 from cumem_sleep.backups.host import HostLane
+from cumem_sleep.backups.ranges import Spans, spans_of, without
 
 pytestmark = pytest.mark.sim
 
@@ -77,6 +80,47 @@ class Expected:
     backup: _core.BackupPlan = _core.BackupPlan.BY_LEVEL  # otherwise it is a region's
     sleep: _core.Segment.Sleep = AWAKE
     content: bytes | None = None
+    undefined: Spans = field(default_factory=list)  # of its bytes
+    rest: Spans | None = None  # dropped, but for these
+    keeps_bytes: bool = False  # it sleeps with its memory: a sleep could not be undone
+    may_come_back: Spans = field(default_factory=list)  # kept of what was dropped
+    forgotten: Spans = field(default_factory=list)  # of what is backed up all the same
+
+    def survives(self, declared: Declaration) -> Spans | None:
+        """What has to come back if it is dropped; None: nothing."""
+        if self.tag not in declared.tags:
+            return None
+        may_go = [(-(-begin // 16) * 16, end // 16 * 16) for begin, end in declared.ranges.get(self.address, [])]
+        return without([(0, self.bytes)], [(begin, end) for begin, end in may_go if begin < end]) or None
+
+    def lose(self, spans: Spans) -> None:
+        """These bytes are undefined from here on."""
+        self.undefined = union([*self.undefined, *spans])
+
+    def lose_all(self) -> None:
+        self.content, self.undefined, self.rest, self.keeps_bytes = None, [], None, False
+
+
+@dataclass(frozen=True)
+class Declaration:
+    """What somebody is about to write again: by the addresses of segments, of these tags."""
+
+    ranges: dict[int, Spans] = field(default_factory=dict)
+    tags: frozenset[str] = frozenset()
+
+    @property
+    def drop(self) -> dict[int, list[tuple[int, int]]] | None:
+        """As it is given to a call; overlapping, and not in order."""
+        if not self.tags:
+            return None
+        return {at: [(b, e - b) for b, e in [*reversed(spans), *spans[:1]]] for at, spans in self.ranges.items()}
+
+
+NOTHING = Declaration()
+
+
+def union(spans: Spans) -> Spans:
+    return spans_of(np.array([(begin, end - begin) for begin, end in spans], np.int64).reshape(-1, 2))
 
 
 class History:
@@ -89,6 +133,7 @@ class History:
         self.devices = choose((1, 2))
         self.spare_pages = choose((0, 0, 1, 8))
         self.log: list[str] = []
+        self.report: Any = None  # of the last operation
         reset_simulation()
         chosen = {
             "compress": choose(("auto", "auto", "off")),
@@ -117,6 +162,8 @@ class History:
             *[self.sleep_regions] * 2,
             *[self.wake_regions] * 2,
             self.discard,
+            self.forget,
+            self.wake_blank,
             self.malloc,
             self.free,
             self.prepare,
@@ -149,7 +196,7 @@ class History:
         finished(error)
         if error is not None:
             self.check()
-            operation()  # the same call again
+            self.report = operation()  # the same call again
             finished(None)
 
     def once(self, name: str, operation: Callable[[], object], faults: int) -> CumemSleepError | None:
@@ -159,7 +206,7 @@ class History:
         for call, after, error_name, times in rules:
             sim.fail(call, after=after, error=error_name, times=times)
         try:
-            operation()
+            self.report = operation()
         except CumemSleepError as error:
             self.log.append(f"  failed: {error}")
             return error.with_traceback(None)
@@ -225,7 +272,7 @@ class History:
         if not awake:
             return
         each = self.random.choice(awake)
-        if each.content is not None and self.random.random() < 0.3:
+        if each.content is not None and not each.undefined and self.random.random() < 0.3:
             at = self.random.randrange(each.bytes)
             changed = bytes([each.content[at] ^ 0x55])
             content = each.content[:at] + changed + each.content[at + 1 :]
@@ -233,27 +280,76 @@ class History:
             start = 2 * self.random.randrange(2048)
             content = self.random.choice((NOISE, WEIGHTS))[start : start + each.bytes]
         ctypes.memmove(each.address, content, each.bytes)
-        each.content = content
+        each.content, each.undefined = content, []
         self.log.append(f"write 0x{each.address:x}")
 
     def sleep(self) -> None:
         kind = self.random.choice(("level 1", "level 1", "level 2", "level 3", "tags"))
         if kind == "tags":
             kept = set(self.random.sample(sorted(set(TAGS)), self.random.randint(1, 3)))
+            declared, keep = self.declare(set(TAGS) - kept), {}
             self.attempt(
-                f"sleep({kept})", lambda: self.allocator.sleep(kept), lambda error: self.slept(error, set(TAGS) - kept)
+                f"sleep({kept}, drop={declared.drop})",
+                lambda: self.allocator.sleep(kept, drop=declared.drop),
+                lambda error: self.slept(error, set(TAGS) - kept, declared=declared),
             )
         else:
             level = int(kind[-1])
             dropped = {"kv_cache", "weights"} if level == 2 else {"kv_cache"}
+            declared = self.declare(dropped)
+            keep = {} if level == 2 else self.some_to_keep()
             self.attempt(
-                f"sleep({level})", lambda: self.allocator.sleep(level), lambda error: self.slept(error, dropped)
+                f"sleep({level}, keep={keep}, drop={declared.drop})",
+                lambda: self.allocator.sleep(level, keep=keep or None, drop=declared.drop),
+                lambda error: self.slept(error, dropped, declared=declared, keep=keep),
             )
+
+    def declare(self, tags: set[str]) -> Declaration:
+        """Of segments of some of `tags`, whether they are awake or asleep."""
+        mine = [each for each in self.expected.values() if each.tag in tags and each.backup == BY_LEVEL]
+        if not mine or self.random.random() < 0.4:
+            return NOTHING
+        ranges = {}
+        for each in self.random.sample(mine, self.random.randint(1, len(mine))):
+            at = sorted(self.random.sample(range(each.bytes), self.random.choice((0, 0, 2, 2, 4, 6))))
+            cut = [place // 16 * 16 for place in at]
+            ends = self.random.choice((at, cut, [0, each.bytes]))
+            ranges[each.address] = [(b, e) for b, e in zip(ends[::2], ends[1::2], strict=True) if b < e]
+        return Declaration(ranges, frozenset(each.tag for each in mine if each.address in ranges))
+
+    def some_to_keep(self) -> dict[int, list[tuple[int, int]]]:
+        mine = [each for each in self.expected.values() if each.tag == "kv_cache" and each.backup == BY_LEVEL]
+        if not mine or self.random.random() < 0.5:
+            return {}
+        starts = range(0, LENDER_BYTES, MIB)
+        return {each.address: [(at + 16, 65536 + 48) for at in self.random.sample(starts, 2)] for each in mine}
 
     def discard(self) -> None:
         tags = set(self.random.sample(("weights", "kv_cache"), self.random.randint(1, 2)))
+        declared = self.declare(tags)
         self.attempt(
-            f"discard({tags})", lambda: self.allocator.discard(tags), lambda error: self.slept(error, tags, only=tags)
+            f"discard({tags}, drop={declared.drop})",
+            lambda: self.allocator.discard(tags, drop=declared.drop),
+            lambda error: self.slept(error, tags, only=tags, declared=declared),
+        )
+
+    def forget(self) -> None:
+        tags = {self.random.choice(("weights", "kv_cache", "lora"))}
+        declared = self.declare(tags)
+
+        def forgotten(error: CumemSleepError | None) -> None:
+            for each in self.expected.values() if error is None else ():
+                each.may_come_back = []
+                if each.tag in tags and each.backup == BY_LEVEL and each.sleep == BACKED_UP:
+                    each.forgotten = declared.ranges.get(each.address) or each.forgotten
+                    if each.survives(declared) is None:
+                        each.sleep = DROPPED
+                        each.lose_all()
+
+        self.attempt(
+            f"forget({tags}, drop={declared.drop})",
+            lambda: self.allocator.forget(tags, drop=declared.drop),
+            forgotten,
         )
 
     def sleep_regions(self) -> None:
@@ -279,26 +375,45 @@ class History:
                 pass
         return tags
 
-    def slept(self, error: CumemSleepError | None, dropped: set[str] | None, only: set[str] | None = None) -> None:
+    def slept(
+        self,
+        error: CumemSleepError | None,
+        dropped: set[str] | None,
+        only: set[str] | None = None,
+        declared: Declaration = NOTHING,
+        keep: Mapping[int, list[tuple[int, int]]] = MappingProxyType({}),
+    ) -> None:
         """`dropped`: the tags, for memory of pools; None: memory of regions was meant."""
         for segment in _core.segments():
             each = self.expected[segment.id]
             if (each.backup == BY_LEVEL) is (dropped is None):
                 continue
             is_dropped = each.backup == _core.BackupPlan.NEVER if dropped is None else each.tag in dropped
-            is_kept = each.sleep == DROPPED and each.content is not None and is_dropped
+            rest = each.survives(declared) if is_dropped else None
+            if rest == [(0, each.bytes)]:
+                is_dropped, rest = False, None
+            is_kept = each.keeps_bytes and is_dropped and rest in (None, each.rest)
             if not (each.sleep == AWAKE or is_kept) or (only is not None and each.tag not in only):
                 continue
             name = f"segment {each.tag} at 0x{each.address:x}"
             if error is None:
-                each.sleep = DROPPED if is_dropped else BACKED_UP
-                each.content = None if is_dropped else each.content
+                kept = union([(at, at + nbytes) for at, nbytes in keep.get(each.address, [])])
+                each.sleep, each.keeps_bytes = DROPPED if is_dropped else BACKED_UP, False
+                each.rest, each.may_come_back = rest, []
+                if is_dropped:
+                    before = each.undefined
+                    each.lose(without([(0, each.bytes)], rest or []))
+                    if not self.report.not_kept and each.content is not None:
+                        each.may_come_back = without(without(kept, rest or []), before)
+                    if rest is None and not each.may_come_back:
+                        each.lose_all()
             elif any(named.startswith(name) for named in error.lost_segments):
-                each.sleep, each.content = DROPPED, None
+                each.sleep = DROPPED
+                each.lose_all()
             elif any(named.startswith(name) for named in error.asleep_segments):
-                each.sleep = DROPPED if is_dropped else BACKED_UP
+                each.sleep, each.keeps_bytes, each.rest = DROPPED if is_dropped else BACKED_UP, is_dropped, rest
             else:
-                each.sleep = AWAKE
+                each.sleep, each.keeps_bytes, each.rest = AWAKE, False, None
 
     def wake(self) -> None:
         chosen = self.random.choice((None, None, {"weights"}, {"kv_cache"}, {"weights", "kv_cache"}))
@@ -306,16 +421,43 @@ class History:
             f"wake_up({chosen})", lambda: self.allocator.wake_up(chosen), lambda error: self.woken(error, chosen)
         )
 
-    def woken(self, error: CumemSleepError | None, chosen: set[str] | None, *, regions: bool = False) -> None:
+    def wake_blank(self) -> None:
+        chosen = self.random.choice((None, {"weights"}, {"weights", "kv_cache"}))
+        declared = self.declare({"weights", "kv_cache"})
+        self.attempt(
+            f"wake_up({chosen}, restore=False, drop={declared.drop})",
+            lambda: self.allocator.wake_up(chosen, restore=False, drop=declared.drop),
+            lambda error: self.woken(error, chosen, blank=declared),
+        )
+
+    def woken(
+        self,
+        error: CumemSleepError | None,
+        chosen: set[str] | None,
+        *,
+        regions: bool = False,
+        blank: Declaration | None = None,
+    ) -> None:
         for each in self.expected.values():
             if regions is (each.backup == BY_LEVEL):
                 continue
             is_chosen = chosen is None or each.tag in chosen or not (regions or each.tag in ("weights", "kv_cache"))
             if error is not None or each.sleep == AWAKE or not is_chosen:
                 continue
-            if each.sleep == DROPPED and each.content is None and self.poison and each.tag != "kv_cache":
+            is_blank = each.sleep == DROPPED and not each.keeps_bytes and each.rest is None
+            may_be_lost = blank if blank is not None and each.tag in (chosen or ("weights", "kv_cache")) else None
+            if each.sleep == BACKED_UP and may_be_lost is not None:
+                is_blank = each.survives(may_be_lost) is None
+            if self.poison and not each.keeps_bytes:
+                each.lose([*each.forgotten, *(may_be_lost.ranges.get(each.address, []) if may_be_lost else [])])
+            if each.may_come_back and blank is None and not self.report.not_kept:
+                each.undefined = without(each.undefined, each.may_come_back)
+            if each.undefined == [(0, each.bytes)] or (is_blank and not each.may_come_back):
+                each.lose_all()
+            if is_blank and self.poison and each.tag != "kv_cache":
                 each.content = b"\xff" * each.bytes
-            each.sleep = AWAKE
+            each.sleep, each.rest, each.keeps_bytes = AWAKE, None, False
+            each.may_come_back, each.forgotten = [], []
 
     def prepare(self) -> None:
         def operation() -> None:
@@ -346,13 +488,16 @@ class History:
             assert segment.sleep == each.sleep, name
             assert is_accessible(each.address) is (each.sleep == AWAKE), f"{name} is {each.sleep}"
             if each.sleep == AWAKE and each.content is not None:
-                assert holds(each.address, each.content), f"bytes of {name}"
+                for begin, end in without([(0, each.bytes)], each.undefined):
+                    assert holds(each.address + begin, each.content[begin:end]), f"bytes {begin} to {end} of {name}"
             if each.sleep == BACKED_UP:
                 assert self.allocator._store.catalogue.get(segment) is not None, f"backup of {name}"
                 assert not segment.has_memory, name
             if each.sleep == DROPPED:
-                assert host_bytes_of(self.allocator, segment) == 0, name
-                assert segment.has_memory is (each.content is not None), f"{name}: memory that nobody needs"
+                rest_bytes = sum(end - begin for begin, end in each.rest or ())
+                assert host_bytes_of(self.allocator, segment) == rest_bytes, name
+                assert not rest_bytes or self.allocator._store.catalogue.get(segment) is not None, name
+                assert segment.has_memory is each.keeps_bytes, f"{name}: memory that nobody needs"
         assert _core.reclaim() == 0
 
 

@@ -26,6 +26,7 @@ from support import (
 from cumem_sleep import CuMemAllocator, CumemSleepError, DriverError, OutOfHostMemory, _core, sim
 
 HOST_PAGE = 4096
+MIDDLE = PAGE // 4 + 16, PAGE // 2  # of a segment
 
 
 class World:
@@ -41,6 +42,7 @@ class World:
         self.allocator = fresh_allocator(**settings)
         self.start_over = partial(World.__init__, self, devices, device_bytes, **settings)
         self.contents: dict[int, bytes | None] = {}  # by the segment's id; None: undefined, the bytes were dropped
+        self.surviving: dict[int, bytes] = {}  # likewise: the `MIDDLE` of what was dropped but for that
         self.extra = 0  # a segment that a phase makes and frees
         random = np.random.default_rng(0)
         self._compresses = settings.get("compress") == "auto"
@@ -92,6 +94,7 @@ class World:
                 content = self._random_bytes[self._defined : self._defined + PAGE]
                 ctypes.memmove(segment.address, content, PAGE)
                 self.contents[segment.id] = content
+        self.surviving.clear()
 
     def change(self) -> None:
         """Change one byte of each segment, to what it has not been for long: a backup may be of any content before."""
@@ -112,6 +115,8 @@ class World:
         """Whatever is awake and defined has its bytes."""
         for segment in self.segments:
             content = self.contents.get(segment.id)
+            if segment.sleep == AWAKE and segment.id in self.surviving:
+                assert holds(segment.address + MIDDLE[0], self.surviving[segment.id]), f"the rest of {segment.tag}"
             if segment.sleep == AWAKE and content is not None:
                 assert segment.has_memory, f"{segment.tag} is awake without memory"
                 assert is_accessible(segment.address), f"{segment.tag} is awake without access"
@@ -179,6 +184,26 @@ def _asleep_at_level_2(world: World) -> None:
     world.note_drops()
 
 
+def _sleep_of_parts(world: World) -> None:
+    first, last = MIDDLE
+    mine = [segment for segment in world.segments if segment.tag != "default"]
+    world.allocator.sleep(2, drop={segment.address: [(0, first), (last, PAGE - last)] for segment in mine})
+    for segment in mine:
+        content = world.contents[segment.id]
+        assert content is not None
+        world.surviving[segment.id], world.contents[segment.id] = content[first:last], None
+
+
+def _asleep_but_for_parts(world: World) -> None:
+    world.wake()
+    _sleep_of_parts(world)
+
+
+def _awake_after_parts(world: World) -> None:
+    _asleep_but_for_parts(world)
+    world.wake()
+
+
 def _malloc(world: World) -> None:
     world.extra = world.allocator.malloc(PAGE, "weights")
 
@@ -234,6 +259,9 @@ PHASES = [
     Phase("free awake", _extra_awake, _free),
     Phase("free asleep", _extra_asleep, _free),
     Phase("release backups", awake_with_backups, lambda world: world.allocator.release_backups()),
+    Phase("sleep of parts", _awake_without_backups, _sleep_of_parts),
+    Phase("sleep of all after one of parts", _awake_after_parts, lambda world: world.allocator.sleep()),
+    Phase("wake of parts", _asleep_but_for_parts, lambda world: world.allocator.wake_up()),
     Phase("usage", _asleep, lambda world: world.allocator.usage()),
 ]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +31,7 @@ class Declared:
     Attributes:
         tags: a tag that is not among them has no declaration, and is dropped whole.
         may_go: what was declared, by the ids of segments.
-        live: what of a segment anybody uses, by its address; of those left out, all is in use.
+        live: what of a segment anybody uses, likewise; of those left out, all is in use.
     """
 
     tags: frozenset[str] = frozenset()
@@ -42,7 +43,7 @@ class Declared:
         if segment.tag not in self.tags:
             return None
         may_go = self.may_go.get(segment.id, [])
-        rest = _aligned(without(self.live.get(segment.address, [(0, segment.bytes)]), may_go))
+        rest = _aligned(without(self.live.get(segment.id, [(0, segment.bytes)]), may_go))
         if not rest:
             return None
         left_out = segment.bytes - sum(end - begin for begin, end in rest)
@@ -55,21 +56,25 @@ NOTHING_DECLARED = Declared()
 
 
 def declared(
-    drop: Mapping[int, npt.ArrayLike] | None, segments: Sequence[_core.Segment], live: Mapping[int, Spans]
+    drop: Mapping[int, npt.ArrayLike] | None, segments: Sequence[_core.Segment], in_use: Mapping[int, Spans]
 ) -> Declared:
     """What `CuMemAllocator.sleep` was told that it may drop.
 
     Args:
-        live: as `Declared.live`.
+        segments: listed before `in_use`, so that this is not taken for that of segments made since.
+        in_use: what of a segment anybody uses, by its address.
 
     Raises:
         InvalidArgument: an address or a range that does not lie in one of `segments`.
     """
     if drop is None:
         return NOTHING_DECLARED
-    found = _by_segment("drop", drop, segments, alignment=1)
-    may_go = {key: spans for key, tables in found.items() if (spans := spans_of(np.concatenate([_NONE, *tables])))}
-    return Declared(frozenset(segment.tag for segment in segments if segment.id in found), may_go, live)
+    live = {segment.id: in_use[segment.address] for segment in segments if segment.address in in_use}
+    given = _Given("drop", drop, segments, alignment=1)
+    may_go: dict[int, Spans] = {}
+    for place, begin, nbytes in given.joined.tolist():
+        may_go.setdefault(given.segments[place].id, []).append((begin, begin + nbytes))
+    return Declared(frozenset(given.segments[place].tag for place in given.places), may_go, live)
 
 
 def ranges_to_keep(keep: Mapping[int, npt.ArrayLike], segments: Iterable[_core.Segment]) -> dict[int, RangeTable]:
@@ -78,54 +83,83 @@ def ranges_to_keep(keep: Mapping[int, npt.ArrayLike], segments: Iterable[_core.S
     Raises:
         InvalidArgument: an address or a range that does not lie in one of `segments`, or ranges that overlap.
     """
-    found: dict[int, RangeTable] = {}
-    for key, tables in _by_segment("keep", keep, segments, alignment=_ALIGNMENT).items():
-        joined = _union(tables)
-        if joined[:, 1].sum() != sum(table[:, 1].sum() for table in tables):
-            raise InvalidArgument("keep: ranges overlap")
-        if joined.size:
-            found[key] = joined
-    return found
+    given = _Given("keep", keep, segments, alignment=_ALIGNMENT)
+    if given.joined[:, 2].sum() != given.bytes:
+        raise InvalidArgument("keep: ranges overlap")
+    parts = np.split(given.joined, np.flatnonzero(np.diff(given.joined[:, 0])) + 1) if given.joined.size else ()
+    return {given.segments[part[0, 0]].id: part[:, 1:] for part in parts}
 
 
-def _by_segment(
-    what: str, given: Mapping[int, npt.ArrayLike], segments: Iterable[_core.Segment], alignment: int
-) -> dict[int, list[RangeTable]]:
-    """The ranges that were given by addresses, as offsets in their segments, by the segments' ids."""
-    if not isinstance(given, Mapping):
-        raise InvalidArgumentType(f"{what}={shown(given)}: expected ranges by address")
-    ordered = sorted(segments, key=lambda segment: segment.address)
-    addresses = [segment.address for segment in ordered]
-    found: dict[int, list[RangeTable]] = {}
-    for address, rows in given.items():
-        check_integer(f"an address to {what}", address, minimum=0, maximum=MOST_ADDRESS)
-        segment = ordered[max(0, bisect_right(addresses, address) - 1)] if ordered else None
-        if segment is None or not segment.address <= address < segment.address + segment.bytes:
-            raise InvalidArgument(f"{what}: 0x{address:x} is not in memory of this allocator's pools")
-        tables = found.setdefault(segment.id, [])
-        try:
-            table = np.asarray(rows)
-        except Exception as error:  # rows of different lengths, a tensor on a GPU, or whatever else is no array
-            raise InvalidArgument(f"{what}[0x{address:x}]: expected integers of shape (n, 2): {error}") from error
-        if table.size == 0:
-            continue
-        if table.ndim != 2 or table.shape[1] != 2 or table.dtype.kind not in "iu":
-            raise InvalidArgument(f"{what}[0x{address:x}]: expected integers of shape (n, 2): offsets and bytes")
-        offset = address - segment.address
-        if int(table.min()) < -offset or table[:, 1].min() < 0 or int(table.max()) > segment.bytes:
-            raise InvalidArgument(f"{what}[0x{address:x}]: a range is not in {describe(segment)}")
-        table = table.astype(np.int64) + np.array((offset, 0))
-        if (table[:, 0] < 0).any() or (table[:, 0] + table[:, 1] > segment.bytes).any():
-            raise InvalidArgument(f"{what}[0x{address:x}]: a range is not in {describe(segment)}")
-        if (table & (alignment - 1)).any():
-            raise InvalidArgument(f"{what}[0x{address:x}]: expected addresses and bytes that are multiples of 16")
-        tables.append(table[table[:, 1] > 0])
-    return found
+class _Given:
+    """Ranges that were given by addresses, checked all at once: there may be hundreds of addresses.
+
+    Attributes:
+        segments: in order of their addresses.
+        places: the numbers there of those in which an address lies.
+        joined: rows of such a number, an offset and bytes: in order, with those joined that touch or overlap.
+        bytes: of all ranges, as they were given.
+    """
+
+    def __init__(
+        self, what: str, given: Mapping[int, npt.ArrayLike], segments: Iterable[_core.Segment], alignment: int
+    ) -> None:
+        if not isinstance(given, Mapping):
+            raise InvalidArgumentType(f"{what}={shown(given)}: expected ranges by address")
+        self.segments = sorted(segments, key=lambda segment: segment.address)
+        starts, sizes = [s.address for s in self.segments], [s.bytes for s in self.segments]
+        name, tables, self.places = f"an address to {what}", list[RangeTable](), list[int]()
+        for address, rows in given.items():
+            check_integer(name, address, minimum=0, maximum=MOST_ADDRESS)
+            place = bisect_right(starts, address) - 1
+            if place < 0 or address >= starts[place] + sizes[place]:
+                raise InvalidArgument(f"{what}: 0x{address:x} is not in memory of this allocator's pools")
+            self.places.append(place)
+            tables.append(_table(f"{what}[0x{address:x}]", rows))
+        counts = np.array([len(table) for table in tables], np.int64)
+        of = np.repeat(np.arange(len(tables)), counts)  # by row, which address that is
+        inside = np.array([address - starts[at] for address, at in zip(given, self.places, strict=True)], np.int64)
+        begin, nbytes = np.concatenate([_NONE, *tables]).T
+        begin, size = begin + inside[of], np.array([sizes[at] for at in self.places], np.int64)[of]
+        outside = (begin < 0) | (nbytes < 0) | (nbytes > size) | (begin > size - nbytes)
+        odd = (begin | nbytes) & (alignment - 1) != 0
+        for is_wrong, why in (
+            (outside, "a range is not in {}"),
+            (odd, "expected addresses and bytes that are multiples of 16"),
+        ):
+            if is_wrong.any():
+                number = of[int(is_wrong.argmax())]
+                segment = describe(self.segments[self.places[number]])
+                raise InvalidArgument(f"{what}[0x{[*given][number]:x}]: {why.format(segment)}")
+        self.bytes = int(nbytes.sum())
+        # Segments apart from one another, so that nothing is joined across them.
+        base = np.array([0, *accumulate(nbytes + 1 for nbytes in sizes)], np.int64)
+        table = np.column_stack((base[np.array(self.places, np.int64)][of] + begin, nbytes))
+        joined = _union(table[nbytes > 0])
+        at = np.searchsorted(base, joined[:, 0], "right") - 1
+        self.joined = np.column_stack((at, joined[:, 0] - base[at], joined[:, 1]))
 
 
-def _union(tables: Iterable[RangeTable]) -> RangeTable:
+def _table(name: str, rows: npt.ArrayLike) -> RangeTable:
+    """Rows of an offset and bytes, whatever their values.
+
+    Raises:
+        InvalidArgument: `rows` are something else.
+    """
+    try:
+        table = np.asarray(rows)
+    except Exception as error:  # rows of different lengths, a tensor on a GPU, or whatever else is no array
+        raise InvalidArgument(f"{name}: expected integers of shape (n, 2): {error}") from error
+    if table.size == 0:
+        return _NONE
+    if table.ndim != 2 or table.shape[1] != 2 or table.dtype.kind not in "iu":
+        raise InvalidArgument(f"{name}: expected integers of shape (n, 2): offsets and bytes")
+    if table.dtype == np.uint64:
+        table = np.minimum(table, _BEYOND)
+    return table.astype(np.int64, copy=False)
+
+
+def _union(table: RangeTable) -> RangeTable:
     """In order, with those joined that touch or overlap."""
-    table = np.concatenate([_NONE, *tables])
     table = table[np.argsort(table[:, 0], kind="stable")]
     ends = np.maximum.accumulate(table.sum(axis=1))
     first = np.flatnonzero(np.concatenate((np.full(len(table[:1]), True), table[1:, 0] > ends[:-1])))
@@ -135,7 +169,7 @@ def _union(tables: Iterable[RangeTable]) -> RangeTable:
 
 def spans_of(table: RangeTable) -> Spans:
     """The spans of ranges that may overlap."""
-    return [(begin, begin + nbytes) for begin, nbytes in _union([table]).tolist()]
+    return [(begin, begin + nbytes) for begin, nbytes in _union(table).tolist()]
 
 
 def without(spans: Spans, others: Spans) -> Spans:
@@ -167,6 +201,12 @@ def less(table: RangeTable, other: RangeTable) -> RangeTable:
     """As `without`, of tables."""
     rest = without(spans_of(table), spans_of(other))
     return np.array([(begin, end - begin) for begin, end in rest], np.int64).reshape(-1, 2)
+
+
+def aligned_inwards(spans: Spans) -> Spans:
+    """What of `spans`, which do not touch, a kernel can fill at once."""
+    rounded = ((-(-begin // _ALIGNMENT) * _ALIGNMENT, end & -_ALIGNMENT) for begin, end in spans)
+    return [(begin, end) for begin, end in rounded if begin < end]
 
 
 def _aligned(spans: Spans) -> Spans:

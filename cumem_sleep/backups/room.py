@@ -151,7 +151,10 @@ class BackupRoom:
     def left_bytes(self, segments: Sequence[_core.Segment]) -> int:
         """What the limits leave for what may be kept, once `segments` are backed up, and what is kept now is not."""
         available = self.tier.expendable_room()
-        return max(0, available + self._catalogue.kept.bytes - self.needed_bytes(segments, compressed=False))
+        needed = self.needed_bytes(segments, compressed=False)
+        parts = [b for b in map(self._catalogue.of, segments) if b and b.ranges]  # those make room for whole ones
+        needed += sum(backup.segment.bytes - backup.bytes for backup in parts)
+        return max(0, available + self._catalogue.kept.bytes - needed)
 
     def unpin(self) -> None:
         """Let the tiers unpin all backups; each is pinned again when it is next copied."""

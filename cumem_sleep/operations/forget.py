@@ -28,14 +28,14 @@ def forget(layer: Layer, call: Call, meant: SegmentGroup, drop: Declared) -> int
     backed_up = [segment for segment in meant() if segment.sleep == _core.Segment.Sleep.BACKED_UP]
     with _core.HeldSegments(backed_up) as segments:
         call.agree(PhaseTimer())
-        lost = [segment for segment in segments if drop.survives(segment) is None]
+        lost = {segment.id: segment for segment in segments if drop.survives(segment) is None}
         catalogue = layer.store.catalogue
-        mixed = {s.id: drop.may_go[s.id] for s in segments if s not in lost and s.id in drop.may_go}
+        mixed = {s.id: drop.may_go[s.id] for s in segments if s.id not in lost and s.id in drop.may_go}
         mixed = {key: spans for key, spans in mixed.items() if catalogue.given_up.get(key) != spans}
-        _core.forget_backups(lost)
+        _core.forget_backups([*lost.values()])
         catalogue.kept.give_up("forget() was called")  # it was made with what is forgotten
-        catalogue.forget([segment.id for segment in lost])
+        catalogue.forget(lost)
         catalogue.given_up.update(mixed)
-        nbytes = total_bytes(lost) + sum(end - begin for spans in mixed.values() for begin, end in spans)
+        nbytes = total_bytes(lost.values()) + sum(end - begin for spans in mixed.values() for begin, end in spans)
         log.info("cumem-sleep: forgot the backups of %s", format_bytes(nbytes))
         return nbytes

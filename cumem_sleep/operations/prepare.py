@@ -36,6 +36,7 @@ def wanted_ahead(layer: Layer) -> list[_core.Segment]:
     is_dropped, meant = dropped_at_level(1), in_pools()
     awake = [segment for segment in meant() if segment.sleep == _core.Segment.Sleep.AWAKE]
     wanted = [segment for segment in awake if is_dropped and not is_dropped(segment.tag)]
+    layer.store.catalogue.back_up_parts({}, wanted)
     room = layer.store.room
     room.check(room.needed_bytes(wanted, compressed=layer.compressor.on), wanted)
     return wanted
@@ -149,6 +150,7 @@ class Preparation:
         with self._turn(segment) as mine:
             if not mine:
                 return
+            self._store.catalogue.back_up_parts({}, [segment])  # a sleep at level 2 may have come between
             self._store.catalogue.claim([segment])  # what the vault has evicted meanwhile is no backup
             digests.start([segment])
             before = digests.finish()[segment.id]

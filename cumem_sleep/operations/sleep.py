@@ -109,6 +109,7 @@ def sleep(
             freed_bytes = _core.put_to_sleep(asleep_whole, dropped, agree)
         copied_bytes, covered_bytes = catalogue.content_bytes(copied), catalogue.content_bytes(backed_up)
         found_bytes, stored_bytes = catalogue.content_bytes(found), catalogue.stored_bytes(copied)
+        parts_bytes = catalogue.content_bytes(segment for segment in dropped if segment.id in parts)
     left_bytes, left = layer.residue.look(looked_at, in_use)
     return SleepReport(
         freed_bytes=freed_bytes,
@@ -116,7 +117,7 @@ def sleep(
         stored_bytes=stored_bytes,
         clean_bytes=covered_bytes - copied_bytes,
         found_bytes=found_bytes,
-        dropped_bytes=total_bytes(held) - covered_bytes,
+        dropped_bytes=total_bytes(dropped) - parts_bytes,
         kept_bytes=catalogue.kept.bytes_of(dropped) if keep and not not_kept else 0,
         not_kept=not_kept,
         left_bytes=left_bytes,
@@ -142,7 +143,7 @@ def _begin_to_keep(
     survives = layer.store.catalogue.tables_of(mine)
     keep = {key: less(keep[key], survives[key]) if key in survives else keep[key] for key in keep}
     with timer("keep"):
-        return layer.store.catalogue.kept.begin(mine, keep, layer.prover)
+        return layer.store.catalogue.kept.begin([s for s in mine if keep[s.id].size], keep, layer.prover)
 
 
 def _agree(

@@ -9,7 +9,7 @@ from itertools import chain
 
 from .. import _core
 from ..backups.backup import Backup
-from ..backups.ranges import NOTHING_DECLARED, Declared, Spans, spans_of, without
+from ..backups.ranges import NOTHING_DECLARED, Declared, Spans, aligned_inwards, spans_of, without
 from ..backups.tier import Tier
 from ..codec.workspace import Workspace, close_all
 from ..core.extents import Transfers
@@ -303,7 +303,7 @@ def _fill(layer: Layer, lost: Sequence[tuple[_core.Segment, Spans]]) -> None:
         if segment.tag != "kv_cache":
             _core.stop_if_asked()
             with _core.CopyStream(segment.device) as stream:
-                for begin, end in spans:
+                for begin, end in aligned_inwards(spans):
                     stream.poison(segment.address + begin, end - begin)
                 stream.synchronize()
     for fill in layer.fills:

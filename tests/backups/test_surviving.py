@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
-from support import BACKED_UP, DROPPED, PAGE, Memory
+from support import AWAKE, BACKED_UP, DROPPED, HANGS_S, PAGE, Memory
 
-from cumem_sleep import BackupMismatch, CuMemAllocator, InvalidArgument, InvalidArgumentType, InvalidState, _core
-from cumem_sleep.backups.ranges import Declared, less, spans_of, without
+from cumem_sleep import (
+    BackupMismatch,
+    CuMemAllocator,
+    DriverError,
+    InvalidArgument,
+    InvalidArgumentType,
+    InvalidState,
+    OutOfHostMemory,
+    _core,
+    sim,
+)
+from cumem_sleep.backups.ranges import Declared, declared, less, spans_of, without
+from cumem_sleep.operations.prepare import Preparation, wanted_ahead
+
+MakeAllocator = Callable[..., CuMemAllocator]
 
 ALL = np.array([(0, 4 * PAGE)])
 
@@ -85,6 +100,20 @@ class TestOnAnyDevice:
         assert memory.read(mixed, 4 * PAGE) == before[0]
         assert not allocator._store.catalogue.given_up
 
+    @pytest.mark.parametrize("restoring", ["wake_up", "forget"])
+    def test_poison_takes_no_more(self, make_allocator: MakeAllocator, memory: Memory, restoring: str) -> None:
+        allocator = make_allocator(poison=True)
+        weights = allocator.malloc(PAGE, "weights")
+        content = memory.fill_random(weights, PAGE)
+        drop = {weights: [(5, 100), (201, 3)]}
+        allocator.sleep()
+        if restoring == "forget":
+            allocator.forget("weights", drop=drop)
+            allocator.wake_up()
+        else:
+            allocator.wake_up(restore=False, drop=drop)
+        assert memory.read(weights, PAGE) == content[:16] + b"\xff" * 80 + content[96:]
+
     def test_discard_takes_no_more(self, allocator: CuMemAllocator, memory: Memory) -> None:
         cache = allocator.malloc(4 * PAGE, "kv_cache")
         content = memory.fill_random(cache, 4 * PAGE)
@@ -104,6 +133,111 @@ class TestOnAnyDevice:
 
 @pytest.mark.sim
 class TestPromises:
+    def test_what_is_kept_may_survive_anyway(self, allocator: CuMemAllocator, memory: Memory) -> None:
+        """All of it, or of one of two segments."""
+        one, other = (allocator.malloc(4 * PAGE, "kv_cache") for _ in range(2))
+        before = {address: memory.fill_random(address, 4 * PAGE) for address in (one, other)}
+        drop = {one: [(2 * PAGE, PAGE)], other: ALL}
+        for keep, nbytes in (({one: [(0, PAGE)]}, 0), ({one: [(0, PAGE)], other: [(64, 128)]}, 128)):
+            for report in (allocator.sleep(keep=keep, drop=drop), allocator.wake_up()):
+                assert (report.kept_bytes, report.not_kept) == (nbytes, "")
+            assert but(before[one], memory.read(one, 4 * PAGE), (2 * PAGE, PAGE))
+            assert not nbytes or memory.read(other + 64, nbytes) == before[other][64 : 64 + nbytes]
+            memory.write(other, before[other])
+
+    def test_what_a_refused_sleep_has_dropped_all_the_same(self, allocator: CuMemAllocator, memory: Memory) -> None:
+        """Its memory has the bytes still, and goes with the next sleep that gives up no more."""
+        one, other = (allocator.malloc(2 * PAGE, "weights") for _ in range(2))
+        before = memory.fill_random(one, 2 * PAGE)
+        drop = {one: [(0, PAGE)], other: [(0, 2 * PAGE)]}
+        for again in (drop, {**drop, one: [(0, 32)]}, None):
+            sim.fail("cuMemUnmap", after=1, error="CUDA_ERROR_UNKNOWN")
+            sim.fail("cuMemMap", times=100, error="CUDA_ERROR_UNKNOWN")
+            with pytest.raises(DriverError, match="cuMemUnmap") as raised:
+                allocator.discard("weights", drop=drop)
+            sim.reset()
+            assert (len(raised.value.asleep_segments), raised.value.lost_segments) == (1, ())
+            asleep = [segment for segment in _core.segments() if segment.sleep == DROPPED]
+            assert [(segment.address, segment.keeps_bytes) for segment in asleep] == [(one, True)]
+            assert allocator.read_backup(one + PAGE, PAGE) is not None
+            allocator.release_backups()
+            report = allocator.discard("weights", drop=again)
+            kept = again is not None and again is not drop
+            assert asleep[0].keeps_bytes is kept, "the backup is of other ranges"
+            assert report.dropped_bytes == (2 if kept else 3 if again else 4) * PAGE
+            scribble(allocator, memory)
+            allocator.wake_up()
+            if again is not None:
+                assert but(before, memory.read(one, 2 * PAGE), *([] if kept else [(0, PAGE)]))
+            memory.write(one, before)
+
+    def test_prepare_backs_up_all_of_what_was_backed_up_in_parts(self, make_allocator: MakeAllocator) -> None:
+        """A sleep at level 1 would do so. The limits count that, and what goes meanwhile."""
+        allocator = make_allocator(host_budget_bytes=4 * PAGE)
+        weights, cache = allocator.malloc(3 * PAGE, "weights"), allocator.malloc(2 * PAGE, "kv_cache")
+        for _ in range(2):
+            allocator.sleep(2, drop={weights: [(0, 2 * PAGE)]})
+            allocator.wake_up()
+            assert allocator.usage()["weights"].backed_up_bytes == PAGE
+            assert allocator.kept_room() == PAGE
+            assert allocator.sleep(keep={cache: [(0, PAGE)]}).kept_bytes == PAGE
+            allocator.wake_up()
+            allocator.sleep(2, drop={weights: [(0, 2 * PAGE)]})
+            allocator.wake_up()
+            preparation = allocator.prepare()
+            assert preparation.wait(HANGS_S)
+            assert preparation.error is None
+            assert allocator.usage()["weights"].backed_up_bytes == 3 * PAGE
+            assert allocator.sleep().copied_bytes == 0
+            allocator.wake_up()
+        allocator.malloc(2 * PAGE, "weights")
+        allocator.sleep(2, drop={weights: [(0, 2 * PAGE)]})
+        allocator.wake_up()
+        with pytest.raises(OutOfHostMemory) as raised:
+            allocator.prepare()
+        assert raised.value.needed_bytes == 3 * PAGE
+
+    def test_prepare_goes_on_after_a_sleep_at_level_2(self, allocator: CuMemAllocator, memory: Memory) -> None:
+        """Which came between, and backed up parts."""
+        weights = [allocator.malloc(2 * PAGE, "weights") for _ in range(2)]
+        for address in weights:
+            memory.fill_random(address, 2 * PAGE)
+        preparation = Preparation(wanted_ahead(allocator._layer), allocator._layer, 0)
+        allocator.sleep(2, drop={address: [(0, PAGE)] for address in weights})
+        allocator.wake_up()
+        preparation.start()
+        assert preparation.wait(HANGS_S)
+        assert allocator.usage()["weights"].backed_up_bytes == 4 * PAGE
+        assert allocator.sleep().copied_bytes == 0
+        allocator.wake_up()
+
+    def test_limits_count_what_survives(self, make_allocator: MakeAllocator, memory: Memory) -> None:
+        allocator = make_allocator(host_budget_bytes=4096)
+        weights = [allocator.malloc(2 * PAGE, "weights") for _ in range(2)]
+        before = {address: memory.fill_random(address, 2 * PAGE) for address in weights}
+        rest = {address: [(0, PAGE), (PAGE + 2048, PAGE - 2048)] for address in weights}
+        with pytest.raises(OutOfHostMemory) as raised:
+            allocator.sleep(2, drop={address: [(0, 2 * PAGE - 4096)] for address in weights})
+        assert raised.value.needed_bytes == 8192
+        assert {segment.sleep for segment in _core.segments()} == {AWAKE}
+        allocator.sleep(2, drop=rest)
+        assert allocator.usage()["weights"].host_bytes == 4096
+        assert allocator.usage()["weights"].backed_up_bytes == 4096
+        assert allocator.digests("weights") == {}, "of what there is only in parts"
+        scribble(allocator, memory)
+        allocator.wake_up()
+        for address in weights:
+            assert but(before[address], memory.read(address, 2 * PAGE), *rest[address])
+
+    def test_a_segment_made_since_is_in_use(self, allocator: CuMemAllocator) -> None:
+        """It may have the address of one whose blocks PyTorch has freed."""
+        address = allocator.malloc(PAGE, "weights")
+        may_go = declared({address: []}, _core.segments(), {address: [(0, 16)]})
+        assert may_go.survives(_core.segments()[0]) == ((0, 16),)
+        allocator.free(address)
+        assert allocator.malloc(PAGE, "weights") == address
+        assert may_go.survives(_core.segments()[0]) == ()
+
     def test_one_stored_byte_changes(self, allocator: CuMemAllocator, memory: Memory) -> None:
         cache = allocator.malloc(PAGE, "kv_cache")
         content = memory.fill_random(cache, PAGE)
@@ -165,11 +299,11 @@ class TestSpans:
             assert less(one, other)[:, 1].sum() == marks[2].sum()
 
     def test_what_is_not_in_use_need_not_survive(self, allocator: CuMemAllocator) -> None:
-        address = allocator.malloc(PAGE, "weights")
+        allocator.malloc(PAGE, "weights")
         (segment,) = _core.segments()
-        live = {address: [(0, 4), (512, 1024)]}
+        live = {segment.id: [(0, 4), (512, 1024)]}
         declared = Declared(frozenset(["weights"]), {segment.id: [(0, 4)]}, live)
         assert declared.survives(segment) == ((512, 512),)
         assert Declared(frozenset(["weights"]), {}, live).survives(segment) == ((0, 16), (512, 512))
-        assert Declared(frozenset(["weights"]), {}, {address: [(0, PAGE - 512)]}).survives(segment) == ()
+        assert Declared(frozenset(["weights"]), {}, {segment.id: [(0, PAGE - 512)]}).survives(segment) == ()
         assert Declared(frozenset(["weights"]), {segment.id: [(0, 1024)]}, live).survives(segment) is None

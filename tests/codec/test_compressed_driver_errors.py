@@ -44,7 +44,9 @@ def world(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     reset_simulation()
 
 
-COMPRESSED = phases("first sleep", "sleep of changed", "wake of weights", "wake of all")
+COMPRESSED = phases(
+    "first sleep", "sleep of changed", "sleep of parts", "wake of weights", "wake of all", "wake of parts"
+)
 
 
 def all_compressed(world: World) -> bool:
@@ -69,8 +71,8 @@ def all_compressed(world: World) -> bool:
 def test_every_driver_call_may_fail_once(world: World, phase: Phase, error_name: str) -> None:
     def operate(world: World) -> None:
         phase.operate(world)
-        # Without memory to work in it goes on without compression.
-        assert error_name == "CUDA_ERROR_OUT_OF_MEMORY" or all_compressed(world)
+        # Without memory to work in it goes on without compression; what survives in part lends none, and has none.
+        assert error_name == "CUDA_ERROR_OUT_OF_MEMORY" or "parts" in phase.name or all_compressed(world)
 
     check_every_call(world, Phase(phase.name, phase.prepare, operate), error_name, False)
 

@@ -44,7 +44,7 @@ class VaultWorld(World):
         self.allocator._store.room.tier._gpus.clear()  # type: ignore[attr-defined]
 
 
-THROUGH_IT = ("first sleep", "sleep of changed", "wake of all", "release backups")
+THROUGH_IT = ("first sleep", "sleep of changed", "sleep of parts", "wake of all", "wake of parts", "release backups")
 
 
 @pytest.mark.parametrize("phase", phases(*THROUGH_IT), ids=str)
