@@ -60,6 +60,34 @@ def test_pool_memory_is_tagged_sleeps_and_wakes_at_its_address(allocator: CuMemA
     del weights, cache
 
 
+@pytest.mark.parametrize("level", [1, 2])
+def test_only_what_is_declared_is_lost_of_pytorchs_blocks(allocator: CuMemAllocator, level: int) -> None:
+    tag = "kv_cache" if level == 1 else "weights"
+    with allocator.use_memory_pool(tag):
+        written = [torch.full((size,), 7.0, device="cuda") for size in (1, 3, 1 << 12, 3 << 20)]
+        others = [torch.full((size,), 5.0, device="cuda") for size in (1, 3, 1 << 12, 3 << 20)]
+        unused = [torch.full((1 << 12,), 9.0, device="cuda") for _ in range(8)]
+        del unused
+    drop = {each.data_ptr(): [(0, each.nbytes)] for each in written}
+    for _ in range(2):
+        report = allocator.sleep(level, drop=drop)
+        in_use = sum(-(-each.nbytes // 16) * 16 for each in others)
+        assert report.copied_bytes + report.clean_bytes == in_use, "no block that is free, none that was declared"
+        filled = torch.full((256 << 20,), 3, dtype=torch.uint8, device="cuda")
+        del filled
+        torch.cuda.empty_cache()
+        assert allocator.wake_up().verified_bytes == in_use
+        assert all((each == 5).all() for each in others)
+    for each in written:
+        each.fill_(7)
+    with allocator.use_memory_pool(tag):  # of an open pool more may be in use a moment later
+        late = torch.full((1 << 12,), 5.0, device="cuda")
+        allocator.sleep(level, drop=drop)
+        allocator.wake_up()
+        assert (late == 5).all()
+    assert late.data_ptr() not in [each.data_ptr() for each in others]
+
+
 def test_a_cuda_graph_replays_with_identical_results_across_sleep_and_wake(allocator: CuMemAllocator) -> None:
     with allocator.use_memory_pool("weights"):
         weight = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
