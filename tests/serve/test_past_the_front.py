@@ -140,6 +140,31 @@ def test_a_server_that_says_that_it_sleeps_is_believed_when_nvml_agrees(
     run(scenario())
 
 
+def test_what_a_server_said_before_a_change_says_nothing_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    look, late, fleets = VllmEngine.look, asyncio.Event(), list[Fleet]()
+
+    async def slowly(engine: VllmEngine) -> Outcome:
+        outcome = await look(engine)
+        if fleets:
+            await fleets.pop().sleep("a")
+            assert outcome.state is Phase.AWAKE
+            asyncio.get_running_loop().call_soon(late.set)
+        return outcome
+
+    monkeypatch.setattr(VllmEngine, "look", slowly)
+
+    async def scenario() -> None:
+        async with running(config(tmp_path, a={"at_start": "awake"})) as fleet:
+            await until(fleet, a=Phase.AWAKE)
+            fleets.append(fleet)
+            await late.wait()
+            assert phases(fleet.status()) == {"a": Phase.ASLEEP}
+
+    run(scenario())
+
+
 # Lost answers
 
 
