@@ -44,6 +44,7 @@ LAST_WORDS_WITHIN_S = 1.0
 TOO_MUCH = "waiting requests already hold too many bytes: try again later"
 _LONGEST_NAME = 200  # that is repeated in an error
 _NOT_FOR_SERVERS = (b"expect", b"content-length")
+_WITHOUT_BODY = (204, 304)
 
 
 class RequestRefused(Exception):
@@ -328,6 +329,8 @@ class Exchange:
     async def _pass_answer(self, connection: Connection, lease: ModelLease) -> None:
         """Send on what the server answers, piece by piece, as fast as the client takes it. Raises: BrokenOff."""
         headers: Headers = passed_on(connection.headers)
+        if connection.status in _WITHOUT_BODY:  # a length, which a 304 may name, would be waited for
+            headers = [each for each in headers if each[0] != b"content-length"]
         known = dict(headers)
         is_plain = not known.keys() & {b"content-length", b"content-encoding"}
         self._takes_events = is_plain and known.get(b"content-type", b"").lower().startswith(b"text/event-stream")

@@ -242,6 +242,9 @@ class Connection(asyncio.Protocol):
             self._keeps = False
             return
         self.status = self._parser.get_status_code()
+        if not 100 <= self.status < 600:
+            self._fail(f"the server's answer has the status {self.status}")
+            raise ValueError  # or what follows would be taken for the answer
         self._has_head = self.status >= 200
 
     def on_body(self, body: bytes) -> None:

@@ -20,7 +20,7 @@ from ..core.misspelt import warn_of_misspelt
 from ..errors import BackupMismatch, CumemSleepError, InvalidArgument
 from ..settings import parse_bytes
 from . import bench, demo, doctor, help_texts, serve, shim, simulated, vault
-from .console import print_all, progress_bar, say, tell
+from .console import one_line, print_all, progress_bar, say, tell
 from .layout import lay_out
 from .machine import Machine
 from .simulated import SIMULATED_NOTE
@@ -90,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _refuse(error: _BadUsage, given: Sequence[str]) -> NoReturn:
     """Say what is wrong with the arguments as argparse does, and as JSON if they want that."""
     error.parser.print_usage(sys.stderr)
-    print(f"{error.parser.prog}: error: {error}", file=sys.stderr)
+    print(f"{error.parser.prog}: error: {one_line(str(error))}", file=sys.stderr)
     if "--json" in given:
         command = error.parser.prog.partition(" ")[2] or None
         _print_error(argparse.Namespace(command=command), str(error))

@@ -6,10 +6,12 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as ProgressBar
+from rich.text import Text
 
 from .. import _core
 
@@ -24,9 +26,18 @@ class _Console(Console):
         """Raise, where Rich would exit with 1, which means that a check failed."""
         raise BrokenPipeError
 
+    def render_str(self, text: str, **options: Any) -> Text:
+        """Rich itself lets most control characters through."""
+        return super().render_str("\n".join(map(one_line, text.split("\n"))), **options)
+
+
+def one_line(text: str) -> str:
+    """A text that may be anybody's on one line, as Python escapes it: no terminal obeys it, and no line is forged."""
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+
 
 def _console(stderr: bool = False) -> Console:
-    console = _Console(stderr=stderr, highlight=False)
+    console = _Console(stderr=stderr, highlight=False, emoji=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = _WIDTH_WITHOUT_TERMINAL
     return console

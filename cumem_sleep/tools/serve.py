@@ -22,7 +22,7 @@ from ..errors import CumemSleepError, InvalidArgument, InvalidState, counted, fo
 from ..vault import protocol
 from ..vault.client import VaultClient
 from . import vault
-from .console import say
+from .console import one_line, say
 from .vault import notify_systemd
 
 if TYPE_CHECKING:
@@ -109,7 +109,9 @@ def serve(options: argparse.Namespace, say: Callable[[str], None]) -> None:
         from ..serve.lock import AlreadyServed, Lock
     except ImportError as error:
         raise _not_installed(error) from None
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    to_stderr = logging.StreamHandler(sys.stderr)
+    to_stderr.setFormatter(LogFormatter("%(asctime)s %(levelname)s %(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[to_stderr])
     logging.getLogger("cumem_sleep.serve").setLevel(logging.INFO)
     with ExitStack() as ends:
         lock = None
@@ -136,6 +138,18 @@ def serve(options: argparse.Namespace, say: Callable[[str], None]) -> None:
             return _with_options(files.load(path), options)
 
         _run(main.serve(config, options.config, load, say, started, look_at_vaults, read_ahead, options.demo, lock))
+
+
+class LogFormatter(logging.Formatter):
+    """A record has one line, and its traceback indented ones, whatever servers and clients have said."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
+        """The record's line."""
+        return one_line(super().formatMessage(record))
+
+    def formatException(self, ei: Any) -> str:  # noqa: N802
+        """The lines below it."""
+        return "\n".join(f"  {one_line(line)}" for line in super().formatException(ei).split("\n"))
 
 
 def read_ahead(path: str, pids: Collection[int]) -> None:
@@ -206,7 +220,7 @@ def check(options: argparse.Namespace) -> tuple[Table, list[str]]:
         idle = ", ".join(f"{_depth(depth)} after {after_s:g} s" for after_s, depth in model.idle_steps) or "never"
         gpus = ", ".join(str(gpu) for gpu in model.gpus)
         server = model.url or masked(" ".join(model.command or ()))
-        table.add_row(name, gpus, f"{model.share:g}", idle, f"{model.keep:g} s", ", ".join(model.aliases), server)
+        _add_row(table, name, gpus, f"{model.share:g}", idle, f"{model.keep:g} s", ", ".join(model.aliases), server)
     return table, [f"{options.config}: {problem}" for problem in problems(config)]
 
 
@@ -318,7 +332,7 @@ def models_table(models: list[dict[str, Any]]) -> Table:
         numbers = (str(model["running"]), str(model["waiting"]))
         trouble = "; ".join(filter(None, (model["error"], model.get("last_words"))))
         trouble = trouble or ("without cumem-sleep in it" if model["layer"] == "" else "")
-        table.add_row(model["name"], gpus, state, *numbers, switch, host, trouble)
+        _add_row(table, model["name"], gpus, state, *numbers, switch, host, trouble)
     return table
 
 
@@ -329,7 +343,7 @@ def status_tables(status: Mapping[str, Any]) -> list[Table]:
         known = gpu["total_bytes"] is not None
         memory = f"{format_bytes(gpu['used_bytes'])} of {format_bytes(gpu['total_bytes'])}" if known else "unknown"
         holders = ", ".join(f"{each['model']} ({each['share']:.0%})" for each in gpu["holders"])
-        gpus.add_row(str(gpu["gpu"]), memory, holders or "nobody")
+        _add_row(gpus, str(gpu["gpu"]), memory, holders or "nobody")
     return [gpus, models_table(status["models"])]
 
 
@@ -338,6 +352,10 @@ def _table(*columns: str) -> Table:
     for column in columns:
         table.add_column(column)
     return table
+
+
+def _add_row(table: Table, *cells: str) -> None:
+    table.add_row(*map(one_line, cells))
 
 
 def _depth(depth: int) -> str:

@@ -461,6 +461,46 @@ def test_a_server_that_dies_before_it_answers(sent: bytes) -> None:
     run(scenario)
 
 
+@pytest.mark.parametrize("status", [0, 99, 600, 999])
+def test_a_status_that_does_not_exist_is_no_answer(status: int) -> None:
+    """Nor is what comes behind it, which nobody asked for."""
+
+    async def serve(asked: Asked) -> None:
+        await asked.send(b"HTTP/1.1 %03d X\r\ncontent-length: 0\r\n\r\n" % status + OK)
+
+    async def scenario() -> None:
+        async with a_world() as world:
+            await world.server("one", serve)
+            answer = await world.ask(ask())
+            assert (answer.code, answer.error["type"]) == (502, "BadGatewayError")
+            assert f"the server's answer has the status {status}" in answer.error["message"]
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("status", [204, 304])
+def test_an_answer_without_a_body_may_name_a_length(status: int, caplog: pytest.LogCaptureFixture) -> None:
+    async def serve(asked: Asked) -> None:
+        await asked.send(b"HTTP/1.1 %d X\r\ncontent-length: 7\r\netag: a\r\n\r\n" % status)
+
+    async def scenario() -> None:
+        async with a_world() as world:
+            server = await world.server("one", serve)
+            client = await world.client()
+            for _ in range(2):  # on one connection
+                await client.send(ask())
+                answer = await client.answer()
+                assert (answer.code, answer.headers.get("content-length"), answer.headers["etag"]) == (
+                    status,
+                    None,
+                    "a",
+                )
+            assert server.connections == 1
+
+    run(scenario)
+    assert caplog.text == ""
+
+
 @pytest.mark.parametrize("reads", [False, True])
 def test_a_server_that_closes_every_connection_at_once(reads: bool) -> None:
     """A write then meets a transport that is closed already, of which nobody was told yet."""

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import http.server
 import json
+import logging
 import os
 import re
 import signal
@@ -31,6 +32,7 @@ from cumem_sleep.tools import cli
 from cumem_sleep.tools import serve as tools
 
 TOKEN = "secret"
+FORGED = "it failed\nforged\x1b[2J\u202e\x9b\r"
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # that a front takes
 
 
@@ -432,6 +434,40 @@ def another_server(code: int, answer: bytes, monkeypatch: pytest.MonkeyPatch) ->
         thread.start()
         yield
         thread.join()
+
+
+@pytest.mark.parametrize("asks", [["status"], ["sleep", "a"]])
+@pytest.mark.parametrize("code", [200, 409])
+def test_what_a_front_answers_reaches_the_terminal_as_letters(
+    asks: list[str], code: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numbers = {"running": 0, "waiting": 0, "host_bytes": 0, "level": None, "last_switch": None, "layer": ""}
+    model = {"name": FORGED, "gpus": [0], "phase": FORGED, **numbers, "error": FORGED}
+    answer: dict[str, Any] = {"gpus": [], "models": [model]} if asks == ["status"] else model
+    if code != 200:
+        answer = {"error": {"message": FORGED}}
+    with another_server(code, json.dumps(answer).encode(), monkeypatch):
+        assert cli.main(asks) == (0 if code == 200 else 2)
+    said = "".join(capsys.readouterr())
+    assert "forged" in said
+    assert [line for line in said.splitlines() if line.startswith("forged") or not line.isprintable()] == []
+
+
+def test_what_servers_say_forges_no_line_of_the_log(tmp_path: Path) -> None:
+    """Their last words, and all that is logged: the command's own handler has it."""
+    words = ": {socket}; printf 'last\\033[2Jforged\\302\\233'; exit 3"
+    file = write(tmp_path / "models.yaml", one={"command": ["sh", "-c", words]})
+    with running(str(file), log=tmp_path / "log") as front:
+        front.says(r"ends with: last.*forged")
+    assert [line for line in (tmp_path / "log").read_text().splitlines() if not line.isprintable()] == []
+    try:
+        raise ValueError(FORGED)
+    except ValueError:
+        failed = sys.exc_info()
+    record = logging.LogRecord("cumem_sleep.serve", logging.WARNING, "", 0, "one: %s", (FORGED,), failed)
+    first, *others = tools.LogFormatter("%(asctime)s %(message)s").format(record).split("\n")
+    assert re.fullmatch(r"\S+ \S+ one: it failed\\nforged\\x1b\[2J\\u202e\\x9b\\r", first)
+    assert [line for line in others if not line.startswith("  ") or not line.isprintable()] == []
 
 
 def test_an_empty_host_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ... import __version__
+from ..console import one_line
 
 SIMULATED_NOTE = "Simulated driver: no GPU was looked at, and times measured with it mean nothing."
 
@@ -68,9 +69,9 @@ class DoctorReport:
         styles = {CheckStatus.OK: "green", CheckStatus.WARN: "yellow", CheckStatus.FAIL: "bold red"}
         for check in self.checks:
             style = styles[check.status]
-            text = Text(check.found)
+            text = Text(one_line(check.found))
             if check.advice:
-                text.append(f"\n→ {check.advice}", style=style)
+                text.append(f"\n→ {one_line(check.advice)}", style=style)
             table.add_row(Text(check.name), Text(check.status.value, style=style), text)
         return table
 
