@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import stat
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -59,18 +60,40 @@ class SpillFolder:
     """
 
     def __init__(self, path: Path) -> None:
-        """Look at it, and make a file there for trial.
+        """Look at it, and make a file there for trial. Others may put something else in its place later.
 
         Raises:
-            VaultError: it is not private, keeps files in memory, or no file can be made there.
+            VaultError: it is not private, others can move it, it keeps files in memory, or no file can be made there.
         """
         self.path = path
-        check_folder(path, "the spill folder", private=True)
-        kind = filesystem_of(path)
-        if kind in _IN_MEMORY:
-            raise VaultError(f"the spill folder {path} is on {kind}, which is memory itself: name one on a disk")
         self.is_direct = True
-        close_all([self.open()])
+        try:
+            self._descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError as error:
+            raise VaultError(f"the spill folder {path}: {error.strerror}") from None
+        try:
+            self._check()
+            close_all([self.open()])
+        except BaseException:
+            self.close()
+            raise
+
+    def _check(self) -> None:
+        check_folder(self.path, "the spill folder", private=True, descriptor=self._descriptor)
+        for parent in self.path.resolve().parents:
+            mode = parent.stat().st_mode
+            if mode & 0o022 and not mode & stat.S_ISVTX:
+                raise VaultError(
+                    f"others can write to {parent}, and so move the spill folder {self.path}: `chmod go-w {parent}`"
+                )
+        kind = filesystem_of(self._descriptor)
+        if kind in _IN_MEMORY:
+            raise VaultError(f"the spill folder {self.path} is on {kind}, which is memory itself: name one on a disk")
+
+    def close(self) -> None:
+        """No more files are made."""
+        close_all([self._descriptor])
+        self._descriptor = -1
 
     def open(self) -> int:
         """A descriptor of a new file. Raises VaultError: there can be none."""
@@ -85,18 +108,22 @@ class SpillFolder:
     def _open(self, flags: int) -> int:
         flags |= os.O_RDWR | os.O_CLOEXEC
         try:
-            return os.open(self.path, flags | os.O_TMPFILE, 0o600)
+            return os.open(".", flags | os.O_TMPFILE, 0o600, dir_fd=self._descriptor)
         except OSError as error:
             if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT):
                 raise
-        for left in self.path.glob(f"{_NAME}[0-9]*"):  # by one that was killed between the next two calls
-            with suppress(OSError):
-                left.unlink()
-        name = self.path / f"{_NAME}{os.getpid()}"
+        for left in os.listdir(self._descriptor):  # by one that was killed between the next two calls
+            if left.startswith(_NAME):
+                self._unlink(left)
+        name = f"{_NAME}{os.getpid()}"
         try:
-            return os.open(name, flags | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+            return os.open(name, flags | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600, dir_fd=self._descriptor)
         finally:
-            name.unlink(missing_ok=True)
+            self._unlink(name)
+
+    def _unlink(self, name: str) -> None:
+        with suppress(OSError):
+            os.unlink(name, dir_fd=self._descriptor)
 
 
 class SpillFile:
@@ -201,6 +228,7 @@ class SpillFiles:
         self.worker.shutdown()
         for file in self._files.values():
             file.close()
+        self.folder.close()
 
     def _parts(self, extents: Iterable[SlabRange]) -> Iterator[tuple[int, int, int]]:
         for _, start, nbytes in extents:
@@ -238,9 +266,9 @@ def _do(
         raise SpillError(what, folder, offset, len(content), code, done)
 
 
-def filesystem_of(path: Path) -> str:
-    """The kind of filesystem that `path` is on, such as `ext4`; "" if the system does not say."""
-    device = os.stat(path).st_dev
+def filesystem_of(place: Path | int) -> str:
+    """The kind of filesystem that a path or an open file is on, such as `ext4`; "" if the system does not say."""
+    device = os.stat(place).st_dev
     wanted = f"{os.major(device)}:{os.minor(device)}"
     with suppress(OSError):
         for line in Path("/proc/self/mountinfo").read_text().splitlines():

@@ -412,15 +412,20 @@ def default_socket() -> Path:
     return folder / "vault.sock"
 
 
-def check_folder(folder: Path, what: str = "the socket's folder", *, private: bool = False) -> None:
+def check_folder(
+    folder: Path, what: str = "the socket's folder", *, private: bool = False, descriptor: int | None = None
+) -> None:
     """See that nobody but this user (and root) can put anything else there or, if it is to be private, enter it.
+
+    Args:
+        descriptor: of the folder, whatever has its name by now.
 
     Raises:
         VaultError: somebody could; the message says what is wrong.
     """
     named = f"{what} {folder}"
     try:
-        facts = os.lstat(folder)
+        facts = os.lstat(folder) if descriptor is None else os.fstat(descriptor)
     except OSError as error:
         raise VaultError(f"{named}: {error.strerror}") from None
     if not stat.S_ISDIR(facts.st_mode):

@@ -99,6 +99,41 @@ class TestFiles:
         with pytest.raises(VaultError, match="chmod 700"):
             SpillFolder(spill)
 
+    @pytest.mark.parametrize("flags", [0, os.O_TMPFILE], ids=["without names", "by names"])
+    def test_what_takes_its_place_gets_no_files(
+        self, spill: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, flags: int
+    ) -> None:
+        own = os.open
+
+        def refuse(path: object, asked: int, *mode: int, **folder: int) -> int:
+            if flags and asked & flags == flags:
+                raise OSError(errno.EOPNOTSUPP, "injected")
+            return own(path, asked, *mode, **folder)  # type: ignore[call-overload, no-any-return]
+
+        monkeypatch.setattr(os, "open", refuse)
+        folder = SpillFolder(spill)
+        theirs, moved = tmp_path / "theirs", tmp_path / "moved"
+        theirs.mkdir()
+        spill.rename(moved)
+        spill.symlink_to(theirs)
+        descriptor = folder.open()
+        assert os.readlink(f"/proc/self/fd/{descriptor}").startswith(f"{moved}/")
+        os.close(descriptor)
+        folder.close()
+        with pytest.raises(VaultError, match="the spill folder"):
+            SpillFolder(spill)
+
+    @pytest.mark.parametrize("mode", [0o777, 0o770])
+    def test_where_others_can_move_it_it_is_refused(self, tmp_path: pathlib.Path, mode: int) -> None:
+        """As in /tmp they cannot."""
+        parent, spill = tmp_path / "parent", tmp_path / "parent" / "folder" / "spill"
+        spill.mkdir(0o700, parents=True)
+        parent.chmod(mode)
+        with pytest.raises(VaultError, match=f"others can write to {parent}, .*chmod go-w {parent}"):
+            SpillFolder(spill)
+        parent.chmod(mode | 0o1000)
+        SpillFolder(spill).close()
+
     def test_memory_is_no_place_to_spill_to(self, spill: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(files, "filesystem_of", lambda _: "tmpfs")
         with pytest.raises(VaultError, match="tmpfs, which is memory itself"):
@@ -112,11 +147,11 @@ class TestPoorerFilesystems:
         refused: dict[int, int] = {}
         own = os.open
 
-        def fail(path: object, flags: int, *mode: int) -> int:
+        def fail(path: object, flags: int, *mode: int, **folder: int) -> int:
             for flag, code in refused.items():
                 if flags & flag == flag:
                     raise OSError(code, os.strerror(code))
-            return own(path, flags, *mode)  # type: ignore[call-overload, no-any-return]
+            return own(path, flags, *mode, **folder)  # type: ignore[call-overload, no-any-return]
 
         monkeypatch.setattr(os, "open", fail)
         return refused
