@@ -7,6 +7,7 @@ import mmap
 import os
 import pathlib
 import random
+import re
 import threading
 import time
 from collections import deque
@@ -576,6 +577,12 @@ def test_of_two_that_wait_for_each_other_one_is_refused_at_once(spilling: Runnin
     assert time.monotonic() - begins < spill_module.SEALED_WITHIN_S / 3
     first.close()
     second.close()
+
+
+def test_how_long_one_waits_for_who_stands_still_is_documented() -> None:
+    page = (pathlib.Path(__file__).parents[2] / "docs" / "vault.md").read_text()
+    (seconds,) = re.findall(r"for up to (\d+) s\s+where such a process stands still", page)
+    assert float(seconds) == spill_module.SEALED_WITHIN_S
 
 
 def test_one_does_not_wait_for_ever_for_what_another_never_seals(
