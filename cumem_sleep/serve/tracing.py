@@ -10,6 +10,7 @@ first token       until the first piece of a streamed answer
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Iterable, Mapping
 from importlib import metadata
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("cumem_sleep.serve")
 
+END_WITHIN_S = 2.0  # for the spans that are left: the front has its port, its pid and its lock so long
 MODEL = "gen_ai.request.model"
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 _PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
@@ -52,7 +54,8 @@ def _provider(names: Iterable[str], variables: Mapping[str, str]) -> AnyProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
     is_named = "OTEL_SERVICE_NAME" in variables or "service.name=" in variables.get("OTEL_RESOURCE_ATTRIBUTES", "")
-    provider = TracerProvider(resource=Resource.create({} if is_named else {"service.name": "cumem-sleep"}))
+    resource = Resource.create({} if is_named else {"service.name": "cumem-sleep"})
+    provider = TracerProvider(resource=resource, shutdown_on_exit=False)
     protocol = next(filter(None, map(variables.get, _PROTOCOLS)), "http/protobuf")
     otlp = "otlp_proto_grpc" if protocol == "grpc" else "otlp_proto_http"
     for name in names:
@@ -101,9 +104,11 @@ class Tracing:
         return [(name.encode(), value.encode()) for name, value in carrier.items()]
 
     def end(self) -> None:
-        """Send what is left. It may take seconds."""
+        """Send what is left, if a collector takes it in time: OpenTelemetry itself would try for half a minute."""
         if (shutdown := getattr(self._provider, "shutdown", None)) is not None:
-            shutdown()
+            sending = threading.Thread(target=shutdown, daemon=True)
+            sending.start()
+            sending.join(END_WITHIN_S)
 
 
 def _whole(text: str) -> str:

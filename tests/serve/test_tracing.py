@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
+import re
+import socket
 import subprocess
 import sys
+import time
+import urllib.request
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
@@ -21,6 +26,7 @@ from cumem_sleep.serve.status import Phase
 from cumem_sleep.serve.tracing import MODEL, Tracing
 
 TRACE, CALLER = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+CONTENT = {"Content-Type": "application/json"}
 PARENT = f"00-{TRACE}-{CALLER}-01"
 
 opentelemetry = pytest.importorskip("opentelemetry.sdk.trace", reason="needs opentelemetry-sdk")
@@ -210,6 +216,30 @@ def test_a_variable_that_cannot_be_costs_the_traces_and_not_the_front(name: str,
     assert done.returncode == 0, done.stderr
     assert "OTEL_… ask for traces, and there are none (" in done.stderr
     assert value in done.stderr or "max_queue_size" in done.stderr
+
+
+def test_a_front_ends_although_no_collector_takes_its_spans(tmp_path: Path) -> None:
+    """One that takes connections, and no more."""
+    file = tmp_path / "models.yaml"
+    model = {"engine": "vllm", "command": command("one"), "at_start": "stopped"}
+    file.write_text(json.dumps({"front": {"port": 0}, "logs": str(tmp_path / "logs"), "models": {"one": model}}))
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        where = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        variables = {**os.environ, "OTEL_EXPORTER_OTLP_ENDPOINT": where, "OTEL_EXPORTER_OTLP_TIMEOUT": "60"}
+        started = [sys.executable, "-m", "cumem_sleep", "serve", str(file)]
+        with subprocess.Popen(started, env=variables, stderr=subprocess.PIPE, text=True) as front:
+            assert front.stderr is not None
+            while (listens := re.search(r"listens at (\S+);", front.stderr.readline())) is None:
+                assert front.poll() is None
+            request = urllib.request.Request(f"{listens[1]}/v1/completions", b'{"model": "one"}', CONTENT)
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                assert answer.status == 200
+            front.terminate()
+            told = time.monotonic()
+            front.stderr.read()
+            assert front.wait() == 0
+            assert time.monotonic() - told < 20.0, "OpenTelemetry itself tries for 30 s"
+    assert not (tmp_path / ".models.yaml.lock").exists()
 
 
 def test_halves_of_letters_cost_no_span() -> None:
