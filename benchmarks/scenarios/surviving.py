@@ -7,6 +7,7 @@ memory is overwritten meanwhile. The load is made once without a sleep before: w
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import zlib
@@ -34,7 +35,7 @@ def note(worker: Any) -> dict[str, int]:
 
     torch.cuda.synchronize()
     gc.unfreeze()  # vLLM keeps the collector from what it has made, and so from telling
-    names = {each.untyped_storage().data_ptr(): _named(each) for each in _live_tensors()}
+    names = dict(_live_tensors())
     left_out = _kv_cache(worker)
     _noted.clear()
     for address, nbytes in _blocks_in_use():
@@ -102,14 +103,17 @@ def _parameters(worker: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f"draft.{name}", each) for name, each in draft.named_parameters())
 
 
-def _live_tensors() -> list[Any]:
+def _live_tensors() -> Iterator[tuple[int, str]]:
+    """Where the storages of Python's tensors are, and what they are."""
     import torch
 
-    return [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor) and each.is_cuda]
-
-
-def _named(tensor: Any) -> str:
-    return f"{type(tensor).__name__} {tuple(tensor.shape)} {tensor.dtype}"
+    for each in gc.get_objects():
+        if issubclass(type(each), torch.Tensor) and each.is_cuda:
+            with contextlib.suppress(RuntimeError):  # those of a compiler have no memory
+                yield (
+                    each.untyped_storage().data_ptr(),
+                    f"{type(each).__name__} {tuple(each.shape)} {each.dtype}",
+                )
 
 
 def _kv_cache(worker: Any) -> set[int]:
@@ -237,19 +241,20 @@ def survives_ngram(folder: Path) -> Facts:
 
 @scenario(**IN_PROCESS)
 def survives_hybrid(folder: Path) -> Facts:
-    """State-space layers beside attention (Bamba's), with dummy weights that are written in place."""
-    shape = folder.parent / "bamba"
+    """State-space layers beside attention (Falcon H1's), with dummy weights that are written in place."""
+    shape = folder.parent / "falcon-h1"
     shape.mkdir(exist_ok=True)
     config = {
-        "architectures": ["BambaForCausalLM"],
-        "model_type": "bamba",
+        "architectures": ["FalconH1ForCausalLM"],
+        "model_type": "falcon_h1",
         "vocab_size": 151936,
         "hidden_size": 1024,
         "intermediate_size": 2048,
         "num_hidden_layers": 6,
         "num_attention_heads": 16,
         "num_key_value_heads": 4,
-        "attn_layer_indices": [2, 5],
+        "head_dim": 64,
+        "mamba_d_ssm": 2048,
         "mamba_d_head": 64,
         "mamba_d_state": 128,
         "mamba_expand": 2,
