@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import time
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any
 
 from .engines import IN_PROCESS, engine, tokens
 from .models import write_adapter
-from .registry import Facts, check, scenario
+from .registry import Facts, check, scenario, timed
 
 _IN_WORKERS = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}  # functions are sent to them
 _SCRIBBLED_BYTES = 6 << 30  # more than one of these engines releases
@@ -418,3 +419,41 @@ def _kv_scales(prefix: str) -> dict[str, Any]:
     import torch
 
     return {f"{prefix}k_scale": torch.tensor([0.03]), f"{prefix}v_scale": torch.tensor([0.02])}
+
+
+@scenario(alone=True, other_shape=True, **IN_PROCESS)
+def what_surviving_costs_32b(folder: Path) -> Facts:
+    """Sleeps and wakes at level 1 with a declaration of what may be dropped, and in turn without: seconds."""
+    from checkpoints import SHAPES
+
+    from cumem_sleep.vllm import droppable
+
+    shape = folder.parent / "32B-dummy"
+    shape.mkdir(exist_ok=True)
+    (shape / "config.json").write_text(json.dumps(SHAPES["32B"].config()))
+    facts: Facts = {}
+    options = {"kv_cache_memory_bytes": 52 << 30, "gpu_memory_utilization": 0.9}
+    llm = engine(shape, load_format="dummy", **options)
+    declared = droppable.declared
+    llm.sleep(level=1)
+    llm.wake_up()
+    for number in range(10):
+        way = ("declared", "not declared")[number % 2]
+        droppable.declared = declared if way == "declared" else lambda *_: contextlib.nullcontext()
+        time.sleep(3)  # until the driver has scrubbed what was freed
+        with timed(facts, f"{way}: sleep s"):
+            llm.sleep(level=1)
+        time.sleep(3)
+        with timed(facts, f"{way}: wake s"):
+            llm.wake_up()
+    droppable.declared = declared
+    for level in (1, 2):
+        with timed(facts, f"asking what level {level} may drop s"):
+            _rpc(llm, _ask, level)
+    return facts
+
+
+def _ask(worker: Any, level: int) -> int:
+    from cumem_sleep.vllm import droppable
+
+    return len(droppable.at_level(worker, level))

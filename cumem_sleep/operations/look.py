@@ -34,7 +34,8 @@ def _usage_by_tag(layer: Layer, meant: SegmentGroup) -> dict[str, TagUsage]:
 
 
 def _of_a_tag(layer: Layer, segments: list[_core.Segment], held: Mapping[int, Footprint]) -> TagUsage:
-    kept = layer.store.catalogue.kept
+    catalogue = layer.store.catalogue
+    kept, given_up = catalogue.kept, (catalogue.given_up.get(segment.id, []) for segment in segments)
     backups = [held[segment.id] for segment in segments if segment.id in held] + kept.footprints_of(segments)
     return TagUsage(
         segments=len(segments),
@@ -45,9 +46,10 @@ def _of_a_tag(layer: Layer, segments: list[_core.Segment], held: Mapping[int, Fo
         shared_bytes=sum(each.shared_bytes for each in backups),
         kept_bytes=kept.bytes_of(segments),
         asleep_segments=sum(segment.sleep != _Sleep.AWAKE for segment in segments),
-        backed_up_bytes=layer.store.catalogue.content_bytes(
-            s for s in segments if layer.store.catalogue.get(s) is not None and not held[s.id].is_gone
-        ),
+        backed_up_bytes=catalogue.content_bytes(
+            s for s in segments if catalogue.get(s) is not None and not held[s.id].is_gone
+        )
+        - sum(end - begin for spans in given_up for begin, end in spans),
     )
 
 
