@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 
 import numpy as np
 import pytest
-from support import AWAKE, BACKED_UP, DROPPED, HANGS_S, PAGE, Memory
+from support import AWAKE, BACKED_UP, DROPPED, HANGS_S, MIB, PAGE, Memory, weights_of
 
 from cumem_sleep import (
     BackupMismatch,
@@ -228,6 +229,30 @@ class TestPromises:
         allocator.wake_up()
         for address in weights:
             assert but(before[address], memory.read(address, 2 * PAGE), *rest[address])
+
+    @pytest.mark.parametrize("lends", [False, True])
+    def test_it_lends_no_memory_to_the_codec(
+        self, make_allocator: MakeAllocator, monkeypatch: pytest.MonkeyPatch, lends: bool
+    ) -> None:
+        """On a full device: only what is dropped whole does."""
+        for name, value in {"slots": 2, "most_slots": 2, "slot_bytes": (2 * MIB,), "lent_slot_bytes": 2 * MIB}.items():
+            monkeypatch.setattr(CuMemAllocator.tuning, name, value)
+        allocator = make_allocator(compress="auto")
+        weights, cache = allocator.malloc(4 * PAGE, "weights"), allocator.malloc(3 * PAGE, "kv_cache")
+        others = [allocator.malloc(3 * PAGE, "kv_cache")] if lends else []
+        before = {weights: weights_of(4, 1), cache: weights_of(3, 2)}
+        for address, content in before.items():
+            ctypes.memmove(address, content, len(content))
+        sim.configure(device_bytes=(10 if lends else 7) * PAGE)
+        lost = [(PAGE, 2 * PAGE - 4096)]
+        for _ in range(2):
+            report = allocator.sleep(drop={cache: lost, **dict.fromkeys(others, [(0, 3 * PAGE)])})
+            assert (report.stored_bytes < report.copied_bytes) is lends
+            assert allocator.wake_up().restored_bytes == 5 * PAGE + 4096
+            for address, content in before.items():
+                now = ctypes.string_at(address, len(content))
+                assert but(content, now, *(lost if address == cache else ()))
+            allocator.release_backups()
 
     def test_a_segment_made_since_is_in_use(self, allocator: CuMemAllocator) -> None:
         """It may have the address of one whose blocks PyTorch has freed."""
