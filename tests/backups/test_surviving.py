@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from support import AWAKE, BACKED_UP, DROPPED, HANGS_S, MIB, PAGE, Memory, weights_of
+from support import AWAKE, BACKED_UP, DEVICE_BYTES, DROPPED, HANGS_S, MIB, PAGE, Memory, weights_of
 
 from cumem_sleep import (
     BackupMismatch,
@@ -230,9 +230,11 @@ class TestPromises:
         for address in weights:
             assert but(before[address], memory.read(address, 2 * PAGE), *rest[address])
 
-    @pytest.mark.parametrize("lends", [False, True])
+    @pytest.mark.parametrize(
+        ("lends", "full"), [(True, "all the time"), (False, "all the time"), (False, "at the wake")]
+    )
     def test_it_lends_no_memory_to_the_codec(
-        self, make_allocator: MakeAllocator, monkeypatch: pytest.MonkeyPatch, lends: bool
+        self, make_allocator: MakeAllocator, monkeypatch: pytest.MonkeyPatch, lends: bool, full: str
     ) -> None:
         """On a full device: only what is dropped whole does."""
         for name, value in {"slots": 2, "most_slots": 2, "slot_bytes": (2 * MIB,), "lent_slot_bytes": 2 * MIB}.items():
@@ -243,11 +245,13 @@ class TestPromises:
         before = {weights: weights_of(4, 1), cache: weights_of(3, 2)}
         for address, content in before.items():
             ctypes.memmove(address, content, len(content))
-        sim.configure(device_bytes=(10 if lends else 7) * PAGE)
         lost = [(PAGE, 2 * PAGE - 4096)]
+        device_bytes = (10 if lends else 7) * PAGE
         for _ in range(2):
-            report = allocator.sleep(drop={cache: lost, **dict.fromkeys(others, [(0, 3 * PAGE)])})
-            assert (report.stored_bytes < report.copied_bytes) is lends
+            sim.configure(device_bytes=device_bytes if full == "all the time" else DEVICE_BYTES)
+            report = allocator.sleep(drop={cache: lost, **{each: [(0, 3 * PAGE)] for each in others}})
+            assert (report.stored_bytes < report.copied_bytes) is (lends or full != "all the time")
+            sim.configure(device_bytes=device_bytes)
             assert allocator.wake_up().restored_bytes == 5 * PAGE + 4096
             for address, content in before.items():
                 now = ctypes.string_at(address, len(content))

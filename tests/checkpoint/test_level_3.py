@@ -117,6 +117,25 @@ class TestSleepAndWake:
         assert memory.read(weights, PAGE) == BYTES
         assert_nothing_asked()
 
+    def test_what_survives_is_nobodys_to_give_up(self, allocator: CuMemAllocator, memory: Memory, weights: int) -> None:
+        (cache,) = (segment.address for segment in _core.segments() if segment.tag == "kv_cache")
+        content = memory.fill_random(cache, 2 * PAGE)
+        assert allocator.sleep(level=3, drop={cache: [(16, PAGE)]}).dropped_bytes == PAGE
+        assert_deep(allocator)
+        assert allocator.forget(drop={weights: [(0, 16)]}) == 16
+        assert allocator.forget("kv_cache") == allocator.drop_kept() == 0
+        read = allocator.read_backup(cache + PAGE + 16, 64)
+        assert read is not None
+        assert read.tobytes() == content[PAGE + 16 : PAGE + 80]
+        assert_deep(allocator)
+        assert allocator.release_backups() == 0
+        assert_at_level_1(allocator)
+        assert allocator.wake_up().restored_bytes == 2 * PAGE
+        assert memory.read(cache, 16) == content[:16]
+        assert memory.read(cache + PAGE + 16, PAGE - 16) == content[PAGE + 16 :]
+        assert memory.read(weights, PAGE) == BYTES
+        assert_nothing_asked()
+
     def test_from_level_1(self, allocator: CuMemAllocator, memory: Memory, weights: int) -> None:
         allocator.sleep(level=1)
         report = allocator.sleep(level=3)

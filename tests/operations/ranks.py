@@ -85,7 +85,7 @@ class _Worker:
         self._link = link
         sim.configure(device_bytes=64 * PAGE)
         self._allocator = fresh_allocator(agreement_timeout_s=timeout_s)
-        self._lost = False
+        self._lost: list[tuple[int, int]] = []  # ranges of the weights
         self._content: dict[int, bytes] = {}
         for number, tag in enumerate(TAGS):
             address = self._allocator.malloc(PAGE, tag)
@@ -101,6 +101,9 @@ class _Worker:
     def operate(
         self, operation: str, arguments: dict[str, Any], fault: tuple[str, int] | None, extra: dict[str, Any]
     ) -> Outcome:
+        if "drop" in arguments:  # of the weights
+            (weights,) = (segment.address for segment in _core.segments() if segment.tag == "weights")
+            arguments = {**arguments, "drop": {weights: arguments["drop"]}}
         error: BaseException | None = None
         phases: dict[str, float] = {}
         sim.reset()
@@ -129,12 +132,13 @@ class _Worker:
     def _note_loss(self, operation: str, arguments: dict[str, Any]) -> None:
         """Weights that were dropped are loaded anew, as a server does it."""
         if operation == "forget" or (operation == "sleep" and arguments.get("level") == 2):
-            self._lost = True
+            (self._lost,) = arguments.get("drop", {0: [(0, PAGE)]}).values()
         elif operation == "wake_up" and self._lost:
-            self._lost = False
             for segment in _core.segments():
-                if segment.tag == "weights":
-                    ctypes.memmove(segment.address, self._content[segment.address], segment.bytes)
+                for offset, nbytes in self._lost if segment.tag == "weights" else ():
+                    content = self._content[segment.address][offset : offset + nbytes]
+                    ctypes.memmove(segment.address + offset, content, nbytes)
+            self._lost = []
 
     def _outcome(self, error: str, text: str, failed: int, phases: dict[str, float], calls: dict[str, int]) -> Outcome:
         asleep, whole = dict.fromkeys(TAGS, 0), True

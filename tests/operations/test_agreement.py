@@ -24,7 +24,7 @@ CYCLE: list[tuple[str, dict[str, Any]]] = [
     ("sleep", {"level": 1}),
     ("wake_up", {}),
     ("discard", {"tags": "kv_cache"}),
-    ("sleep", {"level": 2}),
+    ("sleep", {"level": 2, "drop": [(PAGE // 2, PAGE // 4)]}),
     ("wake_up", {"tags": ["weights"]}),
     ("wake_up", {}),
 ]
@@ -84,6 +84,17 @@ def test_arguments_that_one_rank_refuses(two: Ranks, operation: str) -> None:
     assert [each.error for each in outcomes] == ["InvalidArgument", "RankFailed"]
     assert_failed(outcomes, before, 0)
     assert_done(two.operate(operation, arguments))
+
+
+def test_what_one_rank_cannot_tell(two: Ranks) -> None:
+    """What may be dropped of its memory; so nothing is dropped of anybody's."""
+    before = two.operate("sleep", {"level": 0})
+    for rank, nbytes in enumerate((PAGE, PAGE + 1)):
+        two.begin(rank, "operate", "sleep", {"level": 2, "drop": [(0, nbytes)]}, None, {})
+    outcomes = two.answers()
+    assert [each.error for each in outcomes] == ["RankFailed", "InvalidArgument"]
+    assert_failed(outcomes, before, 1)
+    assert all(each.whole for each in outcomes)
 
 
 def test_all_forget_or_none(two: Ranks) -> None:
