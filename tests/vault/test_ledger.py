@@ -330,6 +330,10 @@ def test_what_is_adopted_stays_distrusted_whoever_shows_it_first(first: str) -> 
     assert found is not None
     assert found.entry is others[1].entry
     check(books)
+    assert books.mark("b", [hold.number for hold in others], needed=False) == [others[0].number], (
+        "it is retained no more"
+    )
+    check(books)
     for owner in "abcd":
         books.drop_owner(owner)
     assert books.empty_adopted_slabs() == [7]
