@@ -9,6 +9,7 @@ import json
 import os
 import sys
 from dataclasses import asdict
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,10 @@ class VaultWorker:
         self._memory = Memory()
         self._device = device
         self._weights = self._allocator.malloc(pages * PAGE, "weights", device)
-        self._allocator.malloc(PAGE, "kv_cache", device)
+        # As of a tensor of vLLM: what is of none is backed up.
+        storage = SimpleNamespace(data_ptr=lambda: kv_cache, nbytes=lambda: PAGE)
+        kv_cache = self._allocator.malloc(PAGE, "kv_cache", device)
+        self.model_runner = SimpleNamespace(kv_caches=[SimpleNamespace(untyped_storage=lambda: storage)])
         self._load(seed, pages)
 
     def _load(self, seed: int, pages: int) -> None:
