@@ -354,6 +354,7 @@ async def _end(process: asyncio.subprocess.Process) -> None:
     if process.returncode is None:
         with suppress(ProcessLookupError):
             process.terminate()
+            process.send_signal(signal.SIGCONT)  # it may be stopped
     loop = asyncio.get_running_loop()
     ends_at = loop.time() + STOP_WITHIN_S
     with suppress(asyncio.TimeoutError):

@@ -5,7 +5,8 @@
 A shell between the front and the server would not pass on that the front has died, and what leaves the server's
 process group would be lost. So this process adopts whatever loses its parent below it (PR_SET_CHILD_SUBREAPER), and
 finds all of it by its parents. It ends with the front (PR_SET_PDEATHSIG), and does its work through a second one of its
-kind: if either is killed, the other one ends the server. It imports nothing of this package, so that it stays small.
+kind: if either is killed, the other one ends the server. Who is stopped (SIGSTOP) goes on to end: what tells of a
+parent's end is SIGCONT. It imports nothing of this package, so that it stays small.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ WITHOUT_PARENT_WITHIN_S = 5.0  # and where the front was killed: nobody has a re
 ORPHANS_WITHIN_S = 2.0  # and what a server leaves behind, after it has ended
 POLL_S = 0.05
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-_AWAITED = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT)  # blocked, and taken one by one
+_AWAITED = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGCONT)  # blocked, and taken one by one
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
@@ -41,12 +42,13 @@ def main(arguments: Sequence[str]) -> NoReturn:
             error takes.
     """
     front, folder, left_by_front, *command = int(arguments[0]), *arguments[1:]
-    _end_with(front)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
+    _end_with(front, signal.SIGCONT)
     for locked in _locked():
         os.set_inheritable(locked, False)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
-    inner = _fork(partial(_over_server, os.getpid(), command, mask, folder, left_by_front))
+    work = partial(_over_server, os.getpid(), command, mask, folder, left_by_front)
+    inner = _fork(work, signal.SIGCONT)
     os.dup2(2, 1)
     status = _supervise(inner, front, TERM_WITHIN_S + ORPHANS_WITHIN_S)
     shutil.rmtree(folder, ignore_errors=True)
@@ -78,7 +80,7 @@ def _locked() -> list[int]:
 
 
 def _over_server(parent: int, command: list[str], mask: Collection[int], folder: str, left_by_front: str) -> NoReturn:
-    server = _fork(partial(_become, command, mask))
+    server = _fork(partial(_become, command, mask), signal.SIGTERM)
     with suppress(OSError):  # the front is gone
         os.write(1, b"%d\n" % server)
     os.dup2(2, 1)
@@ -116,7 +118,10 @@ def _supervise(child: int, parent: int, within_s: float) -> int:
         ends = status is not None or bool(told)
         came = signal.sigtimedwait(_AWAITED, POLL_S) if ends else signal.sigwaitinfo(_AWAITED)
         now = time.monotonic()
-        if came is not None and came.si_signo != signal.SIGCHLD and not told:
+        is_told = came is not None and came.si_signo != signal.SIGCHLD
+        if came is not None and came.si_signo == signal.SIGCONT:  # from anybody, unless the parent is gone
+            is_told = os.getppid() != parent
+        if is_told and not told:
             ends_at = min(ends_at, now + within_s)
             told.add(child)
             _signal(child, signal.SIGTERM, not_ours)
@@ -168,25 +173,26 @@ def _below() -> dict[int, int]:
 def _signal(pid: int, number: signal.Signals, not_ours: set[int]) -> None:
     try:
         os.kill(pid, number)
+        os.kill(pid, signal.SIGCONT)  # one that is stopped could not end
     except ProcessLookupError:
         pass
     except PermissionError:  # it has become another user's, and is out of reach
         not_ours.add(pid)
 
 
-def _fork(work: Callable[[], NoReturn]) -> int:
-    """A child that is told to end when this process dies; whatever it loses, this process adopts."""
+def _fork(work: Callable[[], NoReturn], number: signal.Signals) -> int:
+    """A child that gets a signal when this process dies; whatever it loses, this process adopts."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     parent = os.getpid()
     pid = os.fork()
     if not pid:
-        _end_with(parent)
+        _end_with(parent, number)
         work()
     return pid
 
 
-def _end_with(parent: int) -> None:
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+def _end_with(parent: int, number: signal.Signals) -> None:
+    _prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
         os._exit(128 + signal.SIGTERM)
 

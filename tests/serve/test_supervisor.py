@@ -196,6 +196,22 @@ def test_a_front_and_a_supervisor_that_are_killed_together_leave_nothing(fronts:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("which", [0, 1, 2], ids=["outer", "inner", "server"])
+def test_whoever_is_stopped_ends_with_the_front(fronts: Fronts, which: int, number: signal.Signals) -> None:
+    front = start(fronts, "a session of its own")
+    below = fronts.below(front)
+    supervisors = fronts.supervisors(front)
+    server = next(pid for pid in below if parent_of(pid) == supervisors[1])
+    os.kill([*supervisors, server][which], signal.SIGSTOP)
+    front.send_signal(number)
+    told = time.monotonic()
+    front.wait(WITHIN_S)
+    nothing_is_left(fronts, below)
+    assert time.monotonic() - told < 25.0, "it was waited for, and killed"
+
+
+@pytest.mark.slow
 def test_a_server_behind_a_shell_is_told_to_end_before_it_is_killed(fronts: Fronts) -> None:
     """A shell dies of the signal and does not pass it on."""
     file = fronts.folder / "ended"
