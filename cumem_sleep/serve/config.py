@@ -42,13 +42,15 @@ MOST_BYTES = 1 << 60
 MOST_FILE_BYTES = 1 << 20
 MOST_NODES = 100_000  # lists, mappings and values; a file of a few lines can name more, by aliases of aliases
 MOST_BITS = 64  # of a whole number: Python prints none of many thousands
+_YAML_TAG = "tag:yaml.org,2002:"
 MOST_SHOWN = 100  # letters of a value that is wrong
 MOST_HEALTH_LETTERS = 2000
 MOST_SOCKET_BYTES = 107  # of its path: unix(7)
 OF_FRONT = ("CUMEM_SLEEP_IDLE_S", "CUMEM_SLEEP_ON_REQUEST", "CUMEM_SLEEP_DEEP_AFTER_S")  # no server decides for itself
-_SECRETS = ("api_keys", "api_key", "admin_token", "env")  # keys whose values are not to be repeated
+_NOT_SHOWN = ("api_keys", "api_key", "admin_token", "env", "front", "models")  # keys that have secrets in their values
 _CLOSE = 0.6  # from here on, two names of keys are taken for slips of each other
-_ANY_NAME = r"[A-Za-z0-9][A-Za-z0-9._:/@+-]*"
+_IN_NAME = "[A-Za-z0-9._:@+-]"
+_ANY_NAME = rf"[A-Za-z0-9]{_IN_NAME}*(/\.*[A-Za-z0-9_:@+-]{_IN_NAME}*)*"  # a path with it is canonical
 
 
 class ConfigError(ValueError):
@@ -177,7 +179,7 @@ def _env(value: dict[str, str]) -> dict[str, str]:
         if name in OF_FRONT:
             raise ValueError(f"no {name}: when its server sleeps and wakes is for this front to choose, by idle")
         if not name or "=" in name or not _can_be_passed(name + text):
-            shown = repr(_cut(name))
+            shown = repr(_cut(name.partition("=")[0]))
             raise ValueError(f"names without = and values, all without NUL and halves of letters: not {shown}")
     return value
 
@@ -477,7 +479,8 @@ class _Document:
         try:
             found: object = yaml.SafeLoader("").construct_object(node)
         except (yaml.YAMLError, ValueError, KeyError, AttributeError):  # as its tag or its form says what it is not
-            self.faults.append(Fault(path, f"expected a plain value, and not one that YAML takes for {node.tag}"))
+            what = node.tag if node.tag.startswith(_YAML_TAG) else "a tag of its own"  # which may be a secret with a !
+            self.faults.append(Fault(path, f"expected a plain value, and not one that YAML takes for {what}"))
             return None
         if isinstance(found, int) and found.bit_length() > MOST_BITS:
             self.faults.append(Fault(path, f"expected a number of at most {MOST_BITS} bits"))
@@ -489,23 +492,22 @@ class _Document:
         path = fault.path
         while path not in self._lines:
             path = path[:-1]
-        key = ".".join(str(each) for each in fault.path) or "the file"
+        key = _key(fault.path) or "the file"
         text = self._texts.get(fault.path)
-        shown = repr(text) if text is not None else self._in_short(fault.path)
-        value = f": {_cut(masked(shown))}" if shown and not _is_secret(fault.path) else ""
+        shown = "" if _may_hold_secrets(fault.path) else repr(text) if text is not None else self._in_short(fault.path)
+        value = f": {_cut(masked(shown))}" if shown else ""
         return f"{self._file}:{self._lines[path]}: {key}{value}: {fault.says}"
 
     def _in_short(self, path: tuple[str | int, ...]) -> str:
-        """The list or mapping that a key has, on one line; "" for what holds keys, since secrets may be among them."""
-        owner, at = _owner(path)
-        if not path or (at == 0 and path[0] in ("front", "models")) or path[at] not in _keys(owner):
-            return ""
+        """The list or mapping that a key has, on one line; "" if it has keys of its own."""
         found = self.data
         for each in path:
             try:
                 found = found[each]  # type: ignore[index]
             except (KeyError, IndexError, TypeError):
                 return ""
+        if not _has_no_keys(found):
+            return ""
         text = yaml.safe_dump(found, default_flow_style=True, sort_keys=False, allow_unicode=True, width=math.inf)
         return str(text).strip()
 
@@ -543,7 +545,8 @@ def _cut(text: str) -> str:
 def _yaml_fault(file: str, error: yaml.YAMLError) -> str:
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         mark = error.problem_mark
-        return f"{file}:{mark.line + 1}: not YAML: {error.problem} at column {mark.column + 1}"
+        problem = re.sub(r"'[^'<]{2,}'", "'…'", error.problem or "")  # the name of an alias may be a secret with a *
+        return f"{file}:{mark.line + 1}: not YAML: {problem} at column {mark.column + 1}"
     return f"{file}: not YAML: {error}"
 
 
@@ -552,7 +555,7 @@ _NO_KEYS = "expected keys with values, not a list or a single value"
 _WORDS = {
     "too_short": "expected at least one",
     "missing": "is missing",
-    "string_pattern_mismatch": "expected a name of letters, digits and . _ : / @ + -",
+    "string_pattern_mismatch": "expected a name of letters, digits and . _ : / @ + -, such as Qwen/Qwen3-8B",
     "dict_type": _NO_KEYS,
     "model_type": _NO_KEYS,
     "list_type": "expected a list",
@@ -596,9 +599,27 @@ def _owner(path: tuple[str | int, ...]) -> tuple[type[BaseModel], int]:
     return Config, 0
 
 
-def _is_secret(path: tuple[str | int, ...]) -> bool:
-    """Whether what a path leads to may be a secret: also where the name of its key has a slip in it."""
-    return any(difflib.get_close_matches(str(each), _SECRETS, 1, _CLOSE) for each in path)
+def _may_hold_secrets(path: tuple[str | int, ...]) -> bool:
+    """Whether what a path leads to is not to be repeated: also where a key, its place or its colon has a slip."""
+    owner, at = _owner(path)
+    return not path or path[at] not in _keys(owner) or path[at] in _NOT_SHOWN
+
+
+def _has_no_keys(value: object) -> bool:
+    """Whether no words are keys in it, which may be slips, but for those of `idle`."""
+    if isinstance(value, dict):
+        return all(type(key) is int or key == "stop" for key in value) and all(map(_has_no_keys, value.values()))
+    return not isinstance(value, list) or all(map(_has_no_keys, value))
+
+
+def _key(path: tuple[str | int, ...]) -> str:
+    """A key for people, up to where a value may follow it in the same word. Names of models have more in them."""
+    words = [str(each) for each in path]
+    is_model = ["models"] == words[:1]
+    return ".".join(
+        masked(word) if is_model and number == 1 else re.sub(r"[=:\s].*", "…", word, flags=re.DOTALL)
+        for number, word in enumerate(words)
+    )
 
 
 def _keys(owner: type[BaseModel]) -> list[str]:
@@ -607,6 +628,9 @@ def _keys(owner: type[BaseModel]) -> list[str]:
 
 def _contradictions(config: Config) -> Iterator[Fault]:
     """What is wrong although each value is allowed."""
+    admin_token, keys = config.front.admin_token, (model.api_key for model in config.models.values())
+    if admin_token is not None and admin_token in (*config.front.api_keys, *keys):
+        yield Fault(("front", "admin_token"), "is an API key, too: expected a token that only operators have")
     taken = {name: name for name in config.models}
     for name, model in config.models.items():
         path = ("models", name)

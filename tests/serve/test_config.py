@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from cumem_sleep.http.asgi import not_canonical
 from cumem_sleep.serve import demo, servers
+from cumem_sleep.serve.access import place_of
 from cumem_sleep.serve.address import from_url
 from cumem_sleep.serve.config import Config, ConfigError, FrontConfig, ModelConfig, load, parse
 from cumem_sleep.serve.engines import ENGINES
@@ -74,7 +76,7 @@ def test_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             "{command: vllm serve x, gpuss: [0]}",
             "models.a.gpuss: unknown key: did you mean gpus? expected one of command, ",
         ),
-        ("{command: vllm serve x, xyzzy: 1}", "models.a.xyzzy: '1': unknown key: expected one of command, "),
+        ("{command: vllm serve x, xyzzy: 1}", "models.a.xyzzy: unknown key: expected one of command, "),
         (
             "{command: vllm serve x, keep: 30x}",
             "models.a.keep: '30x': expected seconds, or a number with ms, s, m, h or d",
@@ -164,7 +166,7 @@ def test_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         ("{command: vllm serve x, env: {A: 1}}", "models.a.env.A: expected a string, in quotes if it looks"),
         ("{command: vllm serve x, levels: [@]}".replace("@", "1, " * 40), f"models.a.levels: [{'1, ' * 33}…: expected"),
-        ("7", "models.a: '7': expected keys with values, not a list"),
+        ("7", "models.a: expected keys with values, not a list"),
         ("{command: vllm serve x, engine: [vllm]}", "models.a.engine: [vllm]: expected vllm, sglang or command"),
         ("{command: vllm serve x, levels: [1.0]}", "models.a.levels: [1.0]: expected 1, 2, 3 or stop"),
         ("{command: vllm serve x, gpus: [0x@]}".replace("@", "f" * 5000), "…: expected a number of at most 64 bits"),
@@ -213,7 +215,7 @@ def test_what_is_wrong_with_a_model_is_named_with_its_line(model: str, says: str
         ("models: {a: {command: vllm serve x}}\nhost_memory: lots", "the.yaml:2: host_memory: 'lots': expected bytes"),
         (
             "models: {a: {command: vllm serve x}}\nfront: {prot: 1}",
-            "the.yaml:2: front.prot: '1': unknown key: did you mean port?",
+            "the.yaml:2: front.prot: unknown key: did you mean port?",
         ),
         (
             "models: {a: {command: vllm serve x}}\nfront: {port: 99999}",
@@ -225,7 +227,7 @@ def test_what_is_wrong_with_a_model_is_named_with_its_line(model: str, says: str
         ),
         (
             "models: {a: {command: vllm serve x}}\nmodel: 3",
-            "the.yaml:2: model: '3': unknown key: did you mean models?",
+            "the.yaml:2: model: unknown key: did you mean models?",
         ),
         (
             "models: {a: {command: vllm serve x}}\n? [1]\n: 2",
@@ -248,7 +250,7 @@ def test_what_is_wrong_with_a_model_is_named_with_its_line(model: str, says: str
             "a: &a [1]\n" + "".join(f"{b}: &{b} [{', '.join([f'*{a}'] * 10)}]\n" for a, b in pairwise("abcdefgh")),
             "the.yaml: aliases and merge keys make more than",
         ),
-        ("models: {a: {<<: common}}", "the.yaml:1: models.a: 'common': <<: expected an alias of keys"),
+        ("models: {a: {<<: common}}", "the.yaml:1: models.a: <<: expected an alias of keys"),
         ("models: {a: {url: 'http://a:b'}}", "the.yaml:1: models.a.url: 'http://a:b': expected http://HOST:PORT"),
         ("models: {a: {url: 'http://[::1'}}", "the.yaml:1: models.a.url: 'http://[::1': expected http://HOST:PORT"),
         ("models: {a: {url: 'http://h:99999'}}", "the.yaml:1: models.a.url: 'http://h:99999': expected http://HOST"),
@@ -307,13 +309,65 @@ def test_every_fault_is_named_and_no_secret_is(monkeypatch: pytest.MonkeyPatch) 
         "a: {admin-token: SECRET}",
         "a: {api_key: [SECRET]}",
         "a: {env: [SECRET]}",
+        "a: {env: {HF_TOKEN=SECRET: x}}",
+        "a: {env: {HF=SECRET: 1}}",
+        "a: {password: SECRET}",
+        "a: {xyzzy: [SECRET]}",
+        "a: {admin_token:SECRET}",
+        "a: {admin_token=SECRET: 1}",
+        "a: {admin_token SECRET: 1}",
+        "a: admin_token:SECRET",
+        "a: {idle: {1: 1s, password: SECRET}}",
+        "a: {keep: {password: SECRET}}",
+        "a: {keep: [{x: SECRET}]}",
+        "a: {keep: 'api_key:SECRET'}",
+        "a: {keep: 'api_key: SECRET'}",
+        "a: {api_key: *SECRET}",
+        "a: {api_key: !SECRET}",
+        "admin_token:SECRET",
+        "admin_token:SECRET: 1",
+        "password: SECRET",
     ],
 )
 def test_what_may_be_a_secret_or_hold_one_is_not_shown(text: str) -> None:
-    for whole in (f"models: {{{text}}}", f"front: [{{{text}}}]", f"front: {{{text}}}", f"- {{{text}}}"):
+    flat = text.replace("{", "\n  ").replace("}", "")
+    for whole in (
+        f"models: {{{text}}}",
+        f"models:\n {flat}",
+        f"front:\n {flat}",
+        f"front:\n- {flat}",
+        f"front: [{{{text}}}]",
+        f"front: {{{text}}}",
+        f"- {{{text}}}",
+    ):
         with pytest.raises(ConfigError) as caught:
             parse(whole)
         assert "SECRET" not in str(caught.value)
+
+
+@pytest.mark.parametrize("known", ["front: {admin_token: same, api_keys: [other, same]}", "front: {admin_token: same}"])
+def test_an_admin_token_is_for_operators_alone(known: str) -> None:
+    key = "" if "api_keys" in known else ", api_key: same"
+    with pytest.raises(ConfigError, match=r":1: front.admin_token: is an API key, too: expected a token"):
+        parse(f"{known}\nmodels: {{a: {{command: vllm serve x{key}}}}}")
+    parse(f"{known.replace('token: same', 'token: another')}\nmodels: {{a: {{command: vllm serve x{key}}}}}")
+
+
+@pytest.mark.parametrize("name", ["a/../b", "a/./b", "x//y", "x/", "x/..", "x/.../y"])
+def test_a_name_that_no_path_can_have_is_refused(name: str) -> None:
+    for text in (f"{{{name}: {{command: vllm serve x}}}}", f"{{a: {{command: vllm serve x, aliases: [{name}]}}}}"):
+        with pytest.raises(ConfigError, match="expected a name of letters, digits and . _ : / @"):
+            parse(f"models: {text}")
+
+
+@pytest.mark.parametrize("name", ["a/b", "a/.b", "a/..b/c.", "Qwen/Qwen3-8B:latest", "a../b", "a@1+x"])
+def test_a_name_that_a_path_can_have_is_found_in_one(name: str) -> None:
+    parse(f"models: {{'{name}': {{command: vllm serve x}}}}")
+    path = f"/models/{name}/v1/completions"
+    assert not not_canonical({"path": path, "raw_path": path.encode()})
+    place = place_of(path)
+    assert place is not None
+    assert (place.model, place.target) == (name, "/v1/completions")
 
 
 def test_models_may_share_settings_through_an_anchor() -> None:

@@ -32,6 +32,7 @@ from cumem_sleep.serve.masking import holds_any, masked
         ("\x1b[36m--my-own-api-key k1 \x1b[0mdone", "\x1b[36m--my-own-api-key ***"),
         (f"{'A_LONG_' * 12}API_KEY=k1", f"{'A_LONG_' * 12}API_KEY=***"),
         ("the-api-key=k1", "the-api-key ***"),
+        ("admin_token:k1, password: k1", "admin_token:*** password: ***"),
         ("vllm serve Qwen/Qwen3-8B --uds /run/s.sock", "vllm serve Qwen/Qwen3-8B --uds /run/s.sock"),
     ],
 )
@@ -56,6 +57,8 @@ def test_what_is_called_a_key_is_not_shown(text: str, shown: str) -> None:
         "--token ",
         "x_key",
         "=",
+        "token:",
+        "token: ",
         " ",
     ],
 )
