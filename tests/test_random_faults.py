@@ -307,7 +307,7 @@ class History:
     def declare(self, tags: set[str]) -> Declaration:
         """Of segments of some of `tags`, whether they are awake or asleep."""
         mine = [each for each in self.expected.values() if each.tag in tags and each.backup == BY_LEVEL]
-        if not mine or self.random.random() < 0.4:
+        if not mine or self.random.random() < 0.2:
             return NOTHING
         ranges = {}
         for each in self.random.sample(mine, self.random.randint(1, len(mine))):
@@ -319,7 +319,7 @@ class History:
 
     def some_to_keep(self) -> dict[int, list[tuple[int, int]]]:
         mine = [each for each in self.expected.values() if each.tag == "kv_cache" and each.backup == BY_LEVEL]
-        if not mine or self.random.random() < 0.5:
+        if not mine or self.random.random() < 0.2:
             return {}
         starts = range(0, LENDER_BYTES, MIB)
         return {each.address: [(at + 16, 65536 + 48) for at in self.random.sample(starts, 2)] for each in mine}

@@ -133,6 +133,7 @@ class TorchPools:
         """Give up the graph pools: their memory goes back once the graphs that use it are gone."""
         while self._graph_pools:
             (device, _), pool = self._graph_pools.popitem()
+            self._open.add(pool.id)  # for good, as above
             self._torch._C._cuda_releasePool(device, pool.id)
         self.trim()
 

@@ -101,6 +101,15 @@ class TestOnAnyDevice:
         assert memory.read(mixed, 4 * PAGE) == before[0]
         assert not allocator._store.catalogue.given_up
 
+    def test_what_survives_cannot_be_forgotten(self, allocator: CuMemAllocator, memory: Memory) -> None:
+        weights = allocator.malloc(PAGE, "weights")
+        content = memory.fill_random(weights, PAGE)
+        allocator.sleep(2, drop={weights: [(0, 64)]})
+        for drop in (None, {weights: [(0, PAGE)]}):
+            assert allocator.forget("weights", drop=drop) == 0
+        assert allocator.wake_up(restore=False).restored_bytes == PAGE - 64
+        assert but(content, memory.read(weights, PAGE), (0, 64))
+
     @pytest.mark.parametrize("restoring", ["wake_up", "forget"])
     def test_poison_takes_no_more(self, make_allocator: MakeAllocator, memory: Memory, restoring: str) -> None:
         allocator = make_allocator(poison=True)
@@ -167,7 +176,10 @@ class TestPromises:
             assert asleep[0].keeps_bytes is kept, "the backup is of other ranges"
             assert report.dropped_bytes == (2 if kept else 3 if again else 4) * PAGE
             scribble(allocator, memory)
-            allocator.wake_up()
+            seen: list[tuple[_core.Segment, object]] = []
+            with allocator.filling(seen.extend):
+                allocator.wake_up()
+            assert {segment.address for segment, _ in seen} == ({other} if kept else {one, other})
             if again is not None:
                 assert but(before, memory.read(one, 2 * PAGE), *([] if kept else [(0, PAGE)]))
             memory.write(one, before)

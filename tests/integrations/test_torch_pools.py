@@ -43,6 +43,7 @@ class FakeTorch:
         self.current_device = lambda: 0
         self.is_initialized = lambda: True
         self.is_current_stream_capturing = lambda: False
+        self.memory_snapshot: Callable[[], list[dict[str, object]]] = list
         self._maybe_exchange_device = self._exchange_device = lambda _: 0
 
     def _new_pool(self, allocator: object) -> SimpleNamespace:
@@ -90,6 +91,28 @@ def torch(freed: list[int]) -> FakeTorch:
 @pytest.fixture
 def pools(torch: FakeTorch) -> TorchPools:
     return TorchPools(torch)
+
+
+def test_what_is_in_use(torch: FakeTorch, pools: TorchPools) -> None:
+    """Of pools that nobody allocates from; not of graphs, whose replays use what is free."""
+
+    def segment(address: int, pool_id: PoolId) -> dict[str, object]:
+        states = (("active_allocated", 100), ("inactive", 0), ("active_awaiting_free", 512))
+        blocks = [
+            {"address": address + 512 * number, "requested_size": nbytes, "state": state}
+            for number, (state, nbytes) in enumerate(states)
+        ]
+        return {"address": address, "segment_pool_id": pool_id, "blocks": blocks}
+
+    with pools.use(), pools.pool_of_one_graph() as of_one:
+        left, of_graphs = torch._in_use[-1], pools.graph_pool_id()
+    with pools.use():
+        used_by = (OWN_CACHE, left, torch._in_use[-1], of_one, of_graphs)
+        torch.memory_snapshot = lambda: [segment(4096 * place, pool) for place, pool in enumerate(used_by)]
+        in_use = {4096: [(0, 100), (1024, 1536)]}
+        assert pools.in_use() == in_use
+        pools.release()  # graphs may be there still
+        assert pools.in_use() == in_use
 
 
 def test_leaving_a_pool_frees_all_that_is_free(torch: FakeTorch, pools: TorchPools, freed: list[int]) -> None:
