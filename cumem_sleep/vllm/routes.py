@@ -14,7 +14,7 @@ from ..http.asgi import Scope
 from ..http.model_paths import NEEDS_SERVER, RUNS_MODEL
 
 LOOKS = ("GET", "HEAD", "OPTIONS")
-MOST_KNOWN = 1024
+MOST_KNOWN, LONGEST_KNOWN = 1024, 512  # paths, and the characters of each with its host: clients write them
 
 
 class RouteKind(Enum):
@@ -103,6 +103,8 @@ class Routes:
         routes = len(getattr(getattr(app, "router", None), "routes", ()))
         names = ("type", "method", "path", "root_path")
         key = (id(app), routes, *(scope.get(name) for name in names), *host)
+        if sum(len(each) for each in key[2:] if each) > LONGEST_KNOWN:
+            return _take(app, scope, self._own)
         if key not in self._known:
             if len(self._known) >= MOST_KNOWN:
                 self._known.clear()

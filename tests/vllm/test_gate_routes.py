@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from types import SimpleNamespace
 from typing import Any
 
@@ -378,5 +379,30 @@ def test_the_admin_token_is_enough_where_vllm_wants_a_key(serve: Serve, path: st
         await client.post("/wake", key="token")
         assert (await request.response()).code == 200
         assert (await client.post("/v1/completions", key="token")).code == 401, "it is no key for the model"
+
+    run(scenario())
+
+
+def test_what_clients_write_is_not_kept_for_good(serve: Serve) -> None:
+    def request(number: int, where: str, nbytes: int) -> dict[str, Any]:
+        text = f"{number}-{'x' * nbytes}"
+        headers = [(b"host", text.encode())] if where == "host" else []
+        names = {name: f"/{text}" for name in ("path", "root_path", "method") if name == where}
+        return {"type": "http", "method": "POST", "path": "/sleep", "headers": headers, **names}
+
+    async def scenario() -> None:
+        routes, vllm = Routes(), serve().vllm
+        routes.take(vllm, request(0, "host", 0))
+        tracemalloc.start()
+        try:
+            for where in ("host", "path", "root_path", "method"):
+                for number in range(3000):
+                    routes.take(vllm, request(number, where, 400))
+                for number in range(60):
+                    routes.take(vllm, request(number, where, 1 << 20))
+                assert tracemalloc.get_traced_memory()[0] < 4 << 20, where
+            assert routes.take(vllm, request(0, "host", 1 << 20)).kind is RouteKind.CHANGES
+        finally:
+            tracemalloc.stop()
 
     run(scenario())
