@@ -293,6 +293,15 @@ async def whole_answer(app: App, scope: Scope, receive: Receive) -> list[Message
     return messages
 
 
+async def answer_websocket(scope: Scope, inbox: Inbox, send: Send, answer: list[Message]) -> None:
+    """Answer a websocket's request as another, where the server can; with 403 otherwise."""
+    await inbox()  # websocket.connect
+    if "websocket.http.response" not in scope.get("extensions", {}):
+        return await send({"type": "websocket.close"})
+    for message in answer:
+        await send({**message, "type": f"websocket.{message['type']}"})
+
+
 async def refuse_websocket(inbox: Inbox, send: Send, code: int, reason: str) -> None:
     """Close a websocket before its session begins."""
     await inbox()  # websocket.connect

@@ -32,6 +32,7 @@ class Conductor:
         failure: why waking on request failed, and until when no request tries again (a time of `clock`).
         changed: set and replaced whenever the model's state changes.
         several_servers: other processes serve the same engine, so a sleep may pass unseen.
+        siblings: these, if there are any; all that looks at them raises `SiblingsUnknown`.
         whole_since: when a change, by any API server, last woke the model or gave it its weights (a time of `clock`).
     """
 
@@ -48,7 +49,7 @@ class Conductor:
         self._lock = asyncio.Lock()
         self._changing = False
         self._is_over = False  # of a change under way: its calls have been made, and the engine has been asked
-        self._siblings = Siblings()
+        self.siblings = Siblings()
         self._question: asyncio.Task[bool] | None = None
         self._seen = -1  # the number of changes by all API servers when this one last looked
         self._changes = 0  # begun or ended; an answer to a question asked before the last of them is outdated
@@ -114,21 +115,24 @@ class Conductor:
         """
         if not self.several_servers:
             return True
-        if not self._siblings.share():
+        if not self.siblings.share():
             return False
-        if self._still_holds(self._seen):
-            return True
-        self._siblings.unshare()
-        return False
+        is_still = False
+        try:
+            is_still = self._still_holds(self._seen)
+        finally:
+            if not is_still:
+                self.siblings.unshare()
+        return is_still
 
     def let_go(self) -> None:
         """Undo `keep_still`."""
         if self.several_servers:
-            self._siblings.unshare()
+            self.siblings.unshare()
 
     async def _look_beside_siblings(self) -> None:
         while not self._changing:
-            heard = self._siblings.read_shared()
+            heard = self.siblings.read_shared()
             if heard is None:
                 return self.handle(events.Began())
             self._adopt(heard)
@@ -139,7 +143,7 @@ class Conductor:
 
     def _still_holds(self, seen: int) -> bool:
         """Whether API servers have changed nothing since their number of changes was `seen`."""
-        heard = self._siblings.read_shared()
+        heard = self.siblings.read_shared()
         return heard is not None and int(heard.get("changes", 0)) == seen
 
     async def _ask(self, seen: int | None = None) -> bool:
@@ -251,14 +255,15 @@ class Conductor:
 
     @asynccontextmanager
     async def _without_siblings(self) -> AsyncIterator[None]:
-        async with self._siblings.exclusive():
-            told = self._siblings.read()
+        async with self.siblings.exclusive():
+            told = self.siblings.read()
             self._adopt(told)
+            self.siblings.withdraw()
             try:
                 yield
             finally:
                 facts = {"facts": self.model.facts(), "whole_since": self.whole_since}
-                self._siblings.write({**facts, "changes": told.get("changes", 0) + 1, "doubts": self._doubts})
+                self.siblings.write({**facts, "changes": told.get("changes", 0) + 1, "doubts": self._doubts})
 
     @asynccontextmanager
     async def change(self, disturbs: bool = True, gone: asyncio.Future[None] | None = None) -> AsyncIterator[None]:

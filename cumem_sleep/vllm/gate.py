@@ -6,7 +6,6 @@ vLLM adds it last, so it is the outermost middleware: before CORS and before the
 from __future__ import annotations
 
 import asyncio
-import errno
 import inspect
 import logging
 import math
@@ -28,6 +27,7 @@ from ..http.asgi import (
     Scope,
     Send,
     TooMuchHeld,
+    answer_websocket,
     bearer,
     bears,
     deliver,
@@ -47,7 +47,7 @@ from .control_routes import CONTROLS
 from .engine_door import LEASE, EngineDoor, RequestLease
 from .idle import IdleSleep
 from .routes import GUARDED, OWN, RELOAD, RESET, STATUS, WAKE, RouteKind, Routes, Taken, kind_of, route_path
-from .siblings import BETWEEN_S, Busy
+from .siblings import BETWEEN_S, Busy, SiblingsUnknown
 from .sleeping_model import TAGS, GatePhase, RequestDecision, why_left_out
 from .worker_methods import KEEP_KV, Effect
 
@@ -130,7 +130,7 @@ class SleepGate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Decide about one request: ASGI."""
-        if scope["type"] == "lifespan" and (self._settings.admin is not None or self._settings.idle_s is not None):
+        if scope["type"] == "lifespan":
             return await self._live(scope, receive, send)
         if scope["type"] not in ("http", "websocket"):
             return await self._app(scope, receive, send)
@@ -140,6 +140,8 @@ class SleepGate:
             await self._decide(scope, engine, inbox, send)
         except ClientGone:
             pass
+        except SiblingsUnknown as unknown:
+            await self._answer(scope, inbox, send, self._rejected(str(unknown)).answer(), str(unknown))
         finally:
             inbox.close()
 
@@ -158,11 +160,13 @@ class SleepGate:
         listener = None
         try:
             config = getattr(self._attach(scope), "vllm_config", None)
+            if self.conductor.several_servers:
+                self.conductor.siblings.open()
             if self._settings.idle_s is not None:
                 _check_that_it_may_sleep(config)
             if self._settings.admin is not None:
                 listener = await self._listener(self._settings.admin, scope)
-        except (InvalidArgument, OSError) as error:
+        except (InvalidArgument, OSError, SiblingsUnknown) as error:
             await receive()
             return await send({"type": "lifespan.startup.failed", "message": str(error)})
         try:
@@ -173,23 +177,18 @@ class SleepGate:
                 listener.close()
 
     async def _listener(self, address: str, scope: Scope) -> AdminListener | None:
-        """Of several API servers the first that takes the address listens there, for all of them.
+        """Of several API servers the first one listens, for all of them.
 
         Raises:
-            OSError: nobody of them can.
+            OSError: it cannot.
         """
-        while True:
-            try:
-                async with self.conductor.alone():  # or two would find a socket left over, and both replace it
-                    socket = bound(address)
-                break
-            except Busy:
-                continue
-            except OSError as error:
-                if error.errno == errno.EADDRINUSE and self.conductor.several_servers:
-                    logger.info("cumem-sleep gate: at %s another API server listens already", address)
-                    return None
-                raise OSError(f"cannot listen at {address} (CUMEM_SLEEP_ADMIN): {error.strerror or error}") from None
+        if self.conductor.several_servers and not self.conductor.siblings.become_listener():
+            logger.info("cumem-sleep gate: another API server of this vLLM listens at %s", address)
+            return None
+        try:
+            socket = bound(address)
+        except OSError as error:
+            raise OSError(f"cannot listen at {address} (CUMEM_SLEEP_ADMIN): {error.strerror or error}") from None
         listener = AdminListener(self, scope.get("app"), address, socket)
         await listener.start()
         return listener
@@ -251,6 +250,8 @@ class SleepGate:
     async def _answer(self, scope: Scope, inbox: Inbox, send: Send, answer: list[Message], reason: str) -> None:
         if scope["type"] == "http":
             await deliver(scope, inbox, send, answer)
+        elif status_of(answer) == 404:
+            await answer_websocket(scope, inbox, send, answer)
         else:
             await refuse_websocket(inbox, send, 1013 if status_of(answer) == 503 else 1008, reason)
 
@@ -297,7 +298,7 @@ class SleepGate:
         if policy == "reject" or not _has_api_key(
             scope
         ):  # without a key, a request neither wakes the model nor takes memory
-            raise GateRefused(self.model.why_not(), settings.retry_after_s, "rejected")
+            raise self._rejected(self.model.why_not())
         deadline = self.conductor.clock() + settings.request_deadline_s
         gone = asyncio.ensure_future(inbox.until_gone_or_too_much())
         self._held.requests += 1
@@ -322,7 +323,7 @@ class SleepGate:
             if wakes:
                 self._raise_failure()
             if decision is RequestDecision.REFUSE:
-                raise GateRefused(self.model.why_not(), self._settings.retry_after_s, "rejected")
+                raise self._rejected(self.model.why_not())
             if decision is RequestDecision.WAKE:
                 step: Awaitable[Any] = asyncio.shield(conductor.wake())
             else:
@@ -360,17 +361,22 @@ class SleepGate:
         still.
 
         Raises:
-            GateRefused: it did, and the engine does not answer.
+            GateRefused: it did, and the engine does not answer; or it is not known what other API servers do.
             Exception: the engine's own, if it cannot serve.
         """
         try:
             await self.conductor.look()
+        except SiblingsUnknown as unknown:
+            raise self._rejected(str(unknown)) from unknown
         except Exception as error:
             if not self.model.lacks_memory or await self._engine_is_dead():
                 raise
             logger.debug("the engine does not say whether it sleeps: %s", error)
             message = "the engine does not say whether it still sleeps"
-            raise GateRefused(message, self._settings.retry_after_s, "rejected") from error
+            raise self._rejected(message) from error
+
+    def _rejected(self, message: str) -> GateRefused:
+        return GateRefused(message, self._settings.retry_after_s, "rejected")
 
     async def _engine_is_dead(self) -> bool:
         try:
@@ -382,7 +388,7 @@ class SleepGate:
     def _raise_overload(self, is_too_much: bool) -> None:
         if is_too_much:
             message = f"{self.model.why_not()}; too many requests are already held"
-            raise GateRefused(message, self._settings.retry_after_s, "rejected")
+            raise self._rejected(message)
 
     def _raise_failure(self) -> None:
         if (failure := self._failure()) is not None:
@@ -451,6 +457,8 @@ class SleepGate:
             return conductor.let_go
         except GateRefused:
             raise
+        except SiblingsUnknown as unknown:
+            raise self._rejected(str(unknown)) from unknown
         except Exception as error:
             logger.debug("the engine does not say whether it sleeps: %s", error)
             return lambda: None
@@ -458,7 +466,7 @@ class SleepGate:
     async def _hold_at_the_door(self, lease: RequestLease, deadline: float) -> None:
         settings = self._settings
         if settings.on_request == "reject" or not lease.may_wait:
-            raise GateRefused(self.model.why_not(), settings.retry_after_s, "rejected")
+            raise self._rejected(self.model.why_not())
         self._held.requests += 1
         try:
             self._raise_overload(self._held.requests > settings.max_held_requests)
@@ -768,6 +776,8 @@ class SleepGate:
         """VLLM answers what its engine takes to be so: nothing, while its workers disagree."""
         try:
             await within(HEALTH_WITHIN_S, self.conductor.look())
+        except SiblingsUnknown:
+            raise
         except Exception as error:
             logger.debug("vLLM itself says whether it sleeps: %s", error)
         if self.model.phase is GatePhase.DISAGREEING:
@@ -799,6 +809,8 @@ class SleepGate:
             await within(HEALTH_WITHIN_S, conductor.look())
             await conductor.engine.check_health()
             await conductor.look_how_deep()
+        except SiblingsUnknown:
+            raise
         except Exception as error:
             if not model.lacks_memory or await self._engine_is_dead():
                 logger.debug("vLLM itself answers for its health: %s", error)

@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import pathlib
 import random
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +19,7 @@ import pytest
 from fake_vllm import AnotherClient, Client, FakeEngine, FakeVllm, SlowToAnswer, until_idle
 from gate_client import Serve, run
 
+from cumem_sleep.vllm import siblings
 from cumem_sleep.vllm.siblings import Busy, Siblings
 
 
@@ -399,3 +408,150 @@ def test_what_a_sibling_left_in_the_engine_is_aborted_before_a_wake(serve: Serve
         assert first.engine.queue == []
 
     run(scenario())
+
+
+# The files that they share
+
+
+def folder() -> pathlib.Path:
+    return pathlib.Path(tempfile.gettempdir()) / f"cumem-sleep-{os.geteuid()}"
+
+
+def of_another_user(path: pathlib.Path) -> None:
+    path.mkdir()
+    os.chown(path, 1234, 1234)
+
+
+TAKEN: dict[str, Callable[[pathlib.Path], Any]] = {
+    "a folder that others may change": lambda path: (path.mkdir(), path.chmod(0o777)),
+    "a folder of another user": of_another_user,
+    "a link": lambda path: (path.with_name("theirs").mkdir(mode=0o700), path.symlink_to("theirs")),
+    "a file": lambda path: path.write_text(""),
+}
+
+
+@pytest.mark.parametrize("what", TAKEN)
+def test_in_a_folder_that_is_not_theirs_alone_servers_share_nothing(serve: Serve, what: str) -> None:
+    if what == "a folder of another user" and os.geteuid() != 0:
+        pytest.skip("needs root, to make it")
+
+    async def scenario() -> None:
+        TAKEN[what](folder())
+        client = serve()
+        client.vllm.state.args.api_server_count = 2
+        said: list[Any] = []
+
+        async def nothing() -> None: ...
+
+        async def send(message: Any) -> None:
+            said.append(message)
+
+        await client.gate({"type": "lifespan", "app": client.vllm}, nothing, send)
+        assert said[0]["type"] == "lifespan.startup.failed"
+        assert str(folder()) in said[0]["message"]
+        await no_server_passes_anything(client)
+
+    run(scenario())
+
+
+async def no_server_passes_anything(client: Client) -> None:
+    calls = ("/v1/completions", "/sleep", "/wake", "/reload_weights", "/v1/load_lora_adapter", "/update_weights")
+    for call in calls:
+        answer = await client.post(call)
+        assert answer.code == 503
+        assert "what the API servers of this vLLM tell each other cannot be had" in answer.error["message"]
+        assert "retry-after" in answer.headers
+    for path in ("/health", "/is_sleeping"):
+        assert (await client.get(path)).code == 503
+    assert client.vllm.seen == []
+    assert {"sleep", "generate"}.isdisjoint(client.engine.calls)
+
+
+@pytest.mark.parametrize("call", ["pread", "fcntl"])
+def test_a_look_that_fails_lets_nothing_pass(serve: Serve, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        first, second = await two_servers(serve)
+        first.engine.waits["tokenize"] = asyncio.Event()
+        late = second.begin("POST", "/v1/completions")
+        await first.engine.entered["tokenize"].wait()
+
+        def fail(*_: Any) -> Any:
+            raise OSError(5, "Input/output error")
+
+        with monkeypatch.context() as context:
+            context.setattr(siblings.os if call == "pread" else siblings.fcntl, call, fail)
+            first.engine.waits["tokenize"].set()
+            assert (await late.response()).code == 503, "nor what is on its way to the engine"
+            del first.engine.waits["tokenize"], first.vllm.seen[:], first.engine.calls[:]
+            await no_server_passes_anything(first)
+        assert (await first.ask()).body == {"text": "good"}
+
+    run(scenario())
+
+
+def test_what_could_not_be_told_lets_nothing_pass_elsewhere(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        first, second = await two_servers(serve)
+        pwrite = os.pwrite
+        for call in ("/sleep", "/wake"):
+            assert (await first.post(call)).code == 200
+        with monkeypatch.context() as context:  # a full disk
+            context.setattr(siblings.os, "pwrite", lambda file, content, at: pwrite(file, content[:8], at))
+            assert (await first.post("/sleep?level=2")).code == 503
+        await first.engine.wake_up()  # what is lost nobody can know
+        for client in (first, second):
+            assert (await client.ask()).code == 503
+
+    run(scenario())
+
+
+def test_only_this_user_can_open_what_servers_share(serve: Serve) -> None:
+    async def scenario() -> None:
+        await two_servers(serve, idle_s=60, on_request="wait")
+        assert stat.S_IMODE(folder().stat().st_mode) == 0o700
+        shared = list(folder().iterdir())
+        assert len(shared) == 2
+        assert {stat.S_IMODE(each.stat().st_mode) for each in shared} == {0o600}
+
+    run(scenario())
+
+
+SERVER = """
+import sys
+from cumem_sleep.vllm.siblings import Siblings
+Siblings().open()
+print("open", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_files_go_with_the_last_server_that_uses_them(gate_environment: None) -> None:
+    def begin() -> subprocess.Popen[str]:
+        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        server = subprocess.Popen([sys.executable, "-c", SERVER], **pipes, env={**os.environ, "TMPDIR": str(place)})
+        assert server.stdout is not None
+        assert server.stdout.readline() == "open\n"
+        return server
+
+    def end(server: subprocess.Popen[str], *, killed: bool) -> None:
+        if killed:
+            server.send_signal(signal.SIGKILL)
+        server.communicate()
+
+    place = pathlib.Path(tempfile.gettempdir())
+    place.joinpath(folder().name).mkdir(mode=0o700)
+    folder().joinpath("vault.sock").write_text("")
+    servers = [begin() for _ in range(3)]
+    names = sorted(os.listdir(folder()))
+    assert len(names) == 2, "one for all, and the vault's"
+    end(servers[0], killed=True)
+    end(servers[1], killed=False)
+    assert sorted(os.listdir(folder())) == names
+    end(servers[2], killed=True)
+    assert sorted(os.listdir(folder())) == names
+    Siblings().open()  # the next server, of another vLLM
+    left = sorted(os.listdir(folder()))
+    assert len(left) == 2
+    assert names[0] not in left
+    end(begin(), killed=False)
+    assert sorted(os.listdir(folder())) == left
