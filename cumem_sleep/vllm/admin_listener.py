@@ -6,9 +6,11 @@ It parses with h11, which uvicorn has as well. Uvicorn's own parsing has no boun
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import logging
 import os
+import secrets
 import socket
 import stat
 from http import HTTPStatus
@@ -21,7 +23,8 @@ from .parameters import MOST_BYTES
 logger = logging.getLogger("cumem_sleep")
 
 FROM_LISTENER = "cumem_sleep.admin"  # in a scope: it came here
-MOST_CONNECTIONS = 64
+MOST_CONNECTIONS = 64  # of which the request is not whole yet, and as many of which it is
+MOMENT_S = 0.25  # for a request to come, however many others are awaited
 MOST_HEAD_BYTES = 16 << 10
 REQUEST_WITHIN_S = ANSWER_WITHIN_S = 10.0  # to come, and to be taken
 UNIX = "unix:"
@@ -52,9 +55,10 @@ def bound(address: str) -> socket.socket:
         try:
             listener.bind(path)
         except OSError as error:
-            if error.errno != errno.EADDRINUSE or not _is_left_over(path):
+            if error.errno != errno.EADDRINUSE:
                 raise
-            os.unlink(path)
+            with contextlib.suppress(FileNotFoundError):
+                _remove_left_over(path)
             listener.bind(path)
         listener.listen()
     except BaseException:
@@ -63,12 +67,22 @@ def bound(address: str) -> socket.socket:
     return listener
 
 
-def _is_left_over(path: str) -> bool:
-    """Whether it is the socket of a server that was killed."""
-    if not stat.S_ISSOCK(os.lstat(path).st_mode):
-        return False
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
-        return client.connect_ex(path) == errno.ECONNREFUSED
+def _remove_left_over(path: str) -> None:
+    """Remove the socket of a server that was killed, and nothing else that is there, or has come there by then."""
+    found = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+            client.setblocking(False)  # the queue of one that stands still may be full
+            answer = client.connect_ex(f"/proc/self/fd/{found}")
+        if answer != errno.ECONNREFUSED or not stat.S_ISSOCK(os.fstat(found).st_mode):
+            return
+        aside = f"{path}.{secrets.token_hex(8)}"
+        os.rename(path, aside)
+        if not os.path.samestat(os.lstat(aside), os.fstat(found)):
+            os.link(aside, path, follow_symlinks=False)
+        os.unlink(aside)
+    finally:
+        os.close(found)
 
 
 class AdminListener:
@@ -77,8 +91,11 @@ class AdminListener:
     def __init__(self, serve: App, vllm: Any, address: str, listener: socket.socket) -> None:
         """`vllm`: the app whose state has the engine."""
         self._serve, self._vllm = serve, vllm
-        self._address, self._socket = address, listener
+        self._socket = listener
+        self._path = address[len(UNIX) :] if address.startswith(UNIX) else ""
+        self._made = os.lstat(self._path) if self._path else None
         self._connections = 0
+        self._coming: dict[asyncio.Future[Any], None] = {}  # requests, the oldest first
         self._server: asyncio.Server | None = None
 
     async def start(self) -> None:
@@ -86,11 +103,12 @@ class AdminListener:
         self._server = await asyncio.start_server(self._connected, sock=self._socket)
 
     def close(self) -> None:
-        """Take no more requests."""
+        """Take no more requests. While it listens, nobody takes its socket to be left over."""
+        with contextlib.suppress(OSError):
+            if self._made is not None and os.path.samestat(os.lstat(self._path), self._made):
+                os.unlink(self._path)
         if self._server is not None:
             self._server.close()
-        if self._address.startswith(UNIX):
-            os.unlink(self._address[len(UNIX) :])
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         import h11
@@ -118,14 +136,32 @@ class AdminListener:
 
     async def _answer(self, connection: Any, reader: asyncio.StreamReader) -> list[Message]:
         try:
-            if self._connections > MOST_CONNECTIONS:
-                raise _Refused(503, f"expected at most {MOST_CONNECTIONS} connections at once")
-            head, body = await within(REQUEST_WITHIN_S, _request(connection, reader))
+            coming = asyncio.ensure_future(_request(connection, reader))
+            self._coming[coming] = None
+            if len(self._coming) > MOST_CONNECTIONS:
+                asyncio.get_running_loop().call_later(MOMENT_S, self._refuse_oldest)
+            try:
+                head, body = await within(REQUEST_WITHIN_S, coming)
+            except asyncio.CancelledError:
+                if coming not in self._coming:
+                    raise _too_many() from None
+                raise
+            finally:
+                self._coming.pop(coming, None)
+            if self._connections - len(self._coming) > MOST_CONNECTIONS:
+                raise _too_many()
             return await self._called(_scope(head, self._vllm), body, reader)
         except _Refused as refused:
             return refusal(refused.code, str(refused))
         except asyncio.TimeoutError:
             return refusal(408, f"expected the whole request within {REQUEST_WITHIN_S:g} s")
+
+    def _refuse_oldest(self) -> None:
+        """Else whoever sends no whole request would keep others out, without the token."""
+        if len(self._coming) > MOST_CONNECTIONS:
+            oldest = next(iter(self._coming))
+            del self._coming[oldest]
+            oldest.cancel()
 
     async def _called(self, scope: Scope, body: bytes, reader: asyncio.StreamReader) -> list[Message]:
         left: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
@@ -152,6 +188,10 @@ class AdminListener:
         if not answer:
             raise ConnectionAbortedError("the client has left")
         return answer
+
+
+def _too_many() -> _Refused:
+    return _Refused(503, f"expected at most {MOST_CONNECTIONS} connections at once")
 
 
 async def _request(connection: Any, reader: asyncio.StreamReader) -> tuple[Any, bytes]:

@@ -8,17 +8,18 @@ import os
 import pathlib
 import socket
 import stat
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import pytest
-from fake_vllm import DEV, AnotherClient, Client, FakeEngine, FakeVllm, until_idle
+from fake_vllm import DEV, TAGS, AnotherClient, Client, FakeEngine, FakeVllm, until_idle
 from gate_client import TOKEN, Serve, run
 
 from cumem_sleep import InvalidArgument
 from cumem_sleep.settings import GateSettings
-from cumem_sleep.vllm import SleepGate, admin_listener
+from cumem_sleep.vllm import SleepGate, admin_listener, siblings
 from cumem_sleep.vllm.control_routes import CONTROLS
 from cumem_sleep.vllm.routes import STATUS
 
@@ -194,6 +195,13 @@ def code(answer: bytes) -> int:
 
 
 @pytest.fixture
+def free_port() -> str:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{free.getsockname()[1]}"
+
+
+@pytest.fixture
 def place(tmp_path: pathlib.Path) -> str:
     return f"unix:{tmp_path}/admin"
 
@@ -298,17 +306,35 @@ def test_a_client_that_sends_for_ever_is_not_read_for_ever(serve: Serve, place: 
     run(scenario())
 
 
-def test_beyond_a_number_of_connections_it_says_so(serve: Serve, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("sent", [b"", b"POST /sleep HTTP/1.1\r\nHost: x\r\n"])
+def test_who_sends_no_whole_request_keeps_nobody_out(serve: Serve, free_port: str, sent: bytes) -> None:
     async def scenario() -> None:
-        client = serve(FakeVllm(dev_mode=False), admin=place)
+        client = serve(FakeVllm(dev_mode=False), admin=free_port, admin_token=TOKEN)
         async with living(client):
-            silent = [await asyncio.open_unix_connection(place[5:]) for _ in range(3)]
-            assert code(await ask(place, request("/sleep"))) == 503
+            silent = []
+            for number in range(3 * admin_listener.MOST_CONNECTIONS):
+                silent.append(await asyncio.open_connection(*free_port.split(":")))
+                silent[-1][1].write(sent)
+                if number % 16 == 0:
+                    assert code(await ask(free_port, request("/is_sleeping", "GET", key=TOKEN))) == 200
+            assert code(await silent[0][0].read()) == 503, "the one that has been there longest"
             for _, writer in silent:
                 writer.close()
+
+    run(scenario())
+
+
+def test_beyond_a_number_of_calls_it_says_so(serve: Serve, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        client = serve(FakeVllm(dev_mode=False), admin=place)
+        client.engine.waits["sleep"] = asyncio.Event()
+        async with living(client):
+            calls = [asyncio.ensure_future(ask(place, request("/sleep"))) for _ in range(3)]
+            await client.engine.entered["sleep"].wait()
             await until_idle()
-            while code(await ask(place, request("/sleep"))) != 200:
-                await asyncio.sleep(0.01)
+            assert code(await ask(place, request("/sleep"))) == 503
+            client.engine.waits["sleep"].set()
+            assert [code(await call) for call in calls] == [200] * 3
 
     monkeypatch.setattr(admin_listener, "MOST_CONNECTIONS", 3)
     run(scenario())
@@ -349,22 +375,138 @@ def test_the_socket_of_a_killed_server_is_replaced_and_that_of_a_living_one_is_n
     run(scenario())
 
 
-def test_a_file_that_is_no_socket_stays(serve: Serve, place: str) -> None:
+def listening(at: pathlib.Path) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(at))
+    listener.listen(0)
+    return listener
+
+
+TAKERS: dict[str, Callable[[pathlib.Path], Any]] = {
+    "a file": lambda path: path.write_text("mine"),
+    "a folder": lambda path: path.mkdir(),
+    "a fifo": os.mkfifo,
+    "a dangling link": lambda path: path.symlink_to("nowhere"),
+    "a socket": listening,
+    "a link to a socket": lambda path: (listening(path.with_name("other")), path.symlink_to("other")),
+}
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize("what", [*TAKERS, "a port"])
+def test_a_server_does_not_start_where_somebody_else_is_at_its_address(
+    serve: Serve, place: str, free_port: str, what: str, servers: int
+) -> None:
     async def scenario() -> None:
-        pathlib.Path(place[5:]).write_text("mine")
-        async with living(serve(FakeVllm(dev_mode=False), admin=place)) as said:
+        path = pathlib.Path(place[5:])
+        taken: Any = TAKERS[what](path) if what in TAKERS else socket.create_server(("127.0.0.1", int(free_port[10:])))
+        before = os.lstat(path) if what in TAKERS else None
+        vllm = FakeVllm(dev_mode=False)
+        vllm.state.args.api_server_count = servers
+        async with living(serve(vllm, admin=place if what in TAKERS else free_port, admin_token=TOKEN)) as said:
             assert said[0]["type"] == "lifespan.startup.failed"
-        assert pathlib.Path(place[5:]).read_text() == "mine"
+            assert "(CUMEM_SLEEP_ADMIN): Address already in use" in said[0]["message"]
+        assert before is None or os.path.samestat(os.lstat(path), before)
+        del taken
 
     run(scenario())
 
 
-def test_of_several_api_servers_one_listens_for_all(serve: Serve) -> None:
+def test_a_second_vllm_is_no_sibling(serve: Serve, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            address = f"127.0.0.1:{free.getsockname()[1]}"
-        engine = FakeEngine()
+        async def begin(name: str, stack: AsyncExitStack) -> tuple[list[Client], list[dict[str, Any]]]:
+            monkeypatch.setattr(siblings, "_parent", lambda: name)
+            engine = FakeEngine()
+            servers = [FakeVllm(each, dev_mode=False) for each in (engine, AnotherClient(engine))]
+            for server in servers:
+                server.state.args.api_server_count = 2
+            clients = [serve(server, admin=place) for server in servers]
+            return clients, [each for client in clients for each in await stack.enter_async_context(living(client))]
+
+        async with AsyncExitStack() as stack:
+            clients, said = await begin("first", stack)
+            assert said == []
+            others, said = await begin("second", stack)
+            assert [each["type"] for each in said] == ["lifespan.startup.failed"]
+            assert code(await ask(place, request("/sleep"))) == 200
+            assert [client.engine.asleep == TAGS for client in (clients[0], others[0])] == [True, False]
+
+    run(scenario())
+
+
+def test_a_holder_that_stands_still_is_not_waited_for(tmp_path: pathlib.Path) -> None:
+    path, failed = tmp_path / "admin", threading.Event()
+
+    def start() -> None:
+        with pytest.raises(OSError, match="Address already in use"):
+            admin_listener.bound(f"unix:{path}")
+        failed.set()
+
+    with listening(path), contextlib.ExitStack() as stack:
+        for _ in range(8):  # more than its queue has room for
+            client = stack.enter_context(socket.socket(socket.AF_UNIX))
+            client.setblocking(False)
+            client.connect_ex(str(path))
+        threading.Thread(target=start, daemon=True).start()
+        assert failed.wait(60)
+
+
+def test_a_servers_end_leaves_the_socket_of_the_next_one(serve: Serve, place: str) -> None:
+    async def scenario() -> None:
+        first, second = (serve(FakeVllm(dev_mode=False), admin=place) for _ in range(2))
+        async with AsyncExitStack() as stack:
+            async with living(first):
+                os.unlink(place[5:])
+                assert await stack.enter_async_context(living(second)) == []
+            assert code(await ask(place, request("/sleep"))) == 200
+            assert second.engine.asleep == TAGS
+
+    run(scenario())
+
+
+def test_a_socket_that_has_come_in_place_of_a_dead_one_is_not_removed(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, living_one, rename = tmp_path / "admin", [], os.rename
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(path))
+
+    def late(source: str, to: str) -> None:
+        path.unlink()
+        living_one.append(listening(path))
+        rename(source, to)
+
+    monkeypatch.setattr(os, "rename", late)
+    with pytest.raises(OSError, match="Address already in use"):
+        admin_listener.bound(f"unix:{path}")
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(str(path))
+    assert os.listdir(tmp_path) == ["admin"]
+    living_one[0].close()
+
+
+def test_a_websocket_gets_what_any_request_gets_at_the_public_port(serve: Serve, place: str) -> None:
+    async def scenario() -> None:
+        client = serve(FakeVllm(dev_mode=False), admin=place)
+        can_answer = {"extensions": {"websocket.http.response": {}}}
+        for path in ("/sleep", "/wake/"):
+            request = client.begin("GET", path, type="websocket", **can_answer)
+            await request.task
+            assert [each["type"] for each in request.sent] == [
+                "websocket.http.response.start",
+                "websocket.http.response.body",
+            ]
+            assert request.sent[0]["status"] == 404
+            request = client.begin("GET", path, type="websocket")
+            await request.task
+            assert [each["type"] for each in request.sent] == ["websocket.close"], "which a server answers with 403"
+
+    run(scenario())
+
+
+def test_of_several_api_servers_one_listens_for_all(serve: Serve, free_port: str) -> None:
+    async def scenario() -> None:
+        address, engine = free_port, FakeEngine()
         servers = [FakeVllm(each, dev_mode=False) for each in (engine, AnotherClient(engine))]
         for server in servers:
             server.state.args.api_server_count = 2
