@@ -24,6 +24,7 @@ from measured import (
     serve_models,
     sglang,
     spill,
+    surviving,
     switching,
     torch_memory_saver,
     trl,
@@ -64,7 +65,10 @@ BLOCKS: dict[str, dict[str, Callable[[], Sequence[str]]]] = {
         "models": lambda: serve_models.table(load("serve_models.json")),
         "TRL": if_there(trl.RESULT, trl.table),
     },
-    "docs/vllm.md": {"kept KV cache": lambda: vllm_kept_kv.table(load("vllm_kept_kv.json"))},
+    "docs/vllm.md": {
+        "surviving": lambda: [*surviving.tables(), "", *surviving.cost()],
+        "kept KV cache": lambda: vllm_kept_kv.table(load("vllm_kept_kv.json")),
+    },
     "docs/vllm-scenarios.md": {"scenarios": of_vllm},
     "docs/vault.md": {
         "links": lambda: links.table(load(links.RESULT)),
