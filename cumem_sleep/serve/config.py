@@ -615,7 +615,7 @@ def _has_no_keys(value: object) -> bool:
 def _key(path: tuple[str | int, ...]) -> str:
     """A key for people, up to where a value may follow it in the same word. Names of models have more in them."""
     words = [str(each) for each in path]
-    is_model = ["models"] == words[:1]
+    is_model = words[:1] == ["models"]
     return ".".join(
         masked(word) if is_model and number == 1 else re.sub(r"[=:\s].*", "…", word, flags=re.DOTALL)
         for number, word in enumerate(words)

@@ -283,11 +283,12 @@ def environment(
 
 
 def vault_of(model: ModelConfig, inherited: Mapping[str, str]) -> str:
-    """The vault that its server is told to use: `auto`, the path of a socket, or "" for none.
+    """The vault that its server is told to use, or would be if it were started here: `auto`, the path of a socket, or
+    "" for none.
 
     Whether it does is for the server to say: without this layer in it, or without a vault for `auto`, it does not.
     """
-    found = {**inherited, **model.env}.get("CUMEM_SLEEP_VAULT", "") if model.owned else ""
+    found = {**inherited, **model.env}.get("CUMEM_SLEEP_VAULT", "")
     return "" if found == "off" else found
 
 

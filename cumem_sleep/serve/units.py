@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -44,7 +45,7 @@ class Unit:
         engine: for its calls; None before it has an address.
         change: the start, sleep, wake or stop that is under way.
         pins_bytes: of host memory, what a sleep that is under way takes. The system shows it bit by bit.
-        vault: the socket of the vault that keeps its backups; "" without one.
+        vault: the vault that keeps its backups, as `servers.vault_of` has it; "" without one.
         pids: of its workers, by which that vault knows them.
         held_awake_bytes: of the GPU where it is most, what its processes were seen to hold while it was awake; 0 where
             NVML did not say.
@@ -461,11 +462,13 @@ class Units:
         facts = await unit.engine.facts()
         if unit.pids != facts.pids:
             unit.held_awake_bytes = 0
+        model = self.config.models.get(unit.name)
         unit.layer, unit.vault, unit.pids = facts.layer, facts.vault, facts.pids
+        if facts.vault and model is not None and not model.owned:  # it could name any socket, for the front to ask
+            unit.vault = servers.vault_of(model, os.environ) or "auto"
         if facts.layer == "":
             logger.info("%s: cumem-sleep is not active in its server", unit.name)
         self._handle(events.HasLayer(unit.name, unit.engine.has_layer, bool(facts.vault)))
-        model = self.config.models.get(unit.name)
         if model is None or model.host_memory is not None:
             return
         nbytes = facts.host_bytes if facts.host_bytes is not None else self._estimated_bytes(model)

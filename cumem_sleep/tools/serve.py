@@ -153,8 +153,8 @@ class LogFormatter(logging.Formatter):
 
 
 def read_ahead(path: str, pids: Collection[int]) -> None:
-    """Have the vault at this socket read what these processes have in files. One that does not answer does not."""
-    with suppress(CumemSleepError), closing(VaultClient(Path(path), "serve")) as client:
+    """Have the vault at this socket (`auto`: the user's own) read what these processes have in files, if it answers."""
+    with suppress(CumemSleepError), closing(VaultClient(_socket(path), "serve")) as client:
         client.read_ahead(list(pids))
 
 
@@ -163,7 +163,7 @@ def look_at_vaults(sockets: Collection[str]) -> VaultStatus | None:
     from ..serve.status import VaultStatus
 
     found = []
-    for path in {protocol.default_socket() if each == "auto" else Path(each) for each in sockets}:
+    for path in set(map(_socket, sockets)):
         with suppress(CumemSleepError):
             found.append(vault.look(path).facts)
     if not found:
@@ -176,6 +176,10 @@ def look_at_vaults(sockets: Collection[str]) -> VaultStatus | None:
     gbps = total["files_read"] / read_s if read_s else None
     by_pid = {pid: nbytes for pid, nbytes in spilled.items() if nbytes}
     return VaultStatus(total["memory"], max(0, to_come), total["asleep"], left, total["spilled"], gbps, by_pid)
+
+
+def _socket(vault: str) -> Path:
+    return protocol.default_socket() if vault == "auto" else Path(vault)
 
 
 def read(path: Path) -> Config:

@@ -356,7 +356,7 @@ def test_an_admin_token_is_for_operators_alone(known: str) -> None:
 @pytest.mark.parametrize("name", ["a/../b", "a/./b", "x//y", "x/", "x/..", "x/.../y"])
 def test_a_name_that_no_path_can_have_is_refused(name: str) -> None:
     for text in (f"{{{name}: {{command: vllm serve x}}}}", f"{{a: {{command: vllm serve x, aliases: [{name}]}}}}"):
-        with pytest.raises(ConfigError, match="expected a name of letters, digits and . _ : / @"):
+        with pytest.raises(ConfigError, match=r"expected a name of letters, digits and \. _ : / @"):
             parse(f"models: {text}")
 
 

@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Collection, Coroutine, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -19,12 +19,13 @@ import pytest
 import uvloop
 from servers_of_tests import command, config, phases, running, until
 
+from cumem_sleep.serve import fleet as fleets
 from cumem_sleep.serve import hardware, policy, servers, units
-from cumem_sleep.serve.engines.engine import Outcome
+from cumem_sleep.serve.engines.engine import Facts, Outcome
 from cumem_sleep.serve.engines.vllm import VllmEngine
 from cumem_sleep.serve.fleet import Fleet, ModelLease, NotInTime, OrderRefused, ServerFailed, UnknownModel
 from cumem_sleep.serve.metrics import exposition
-from cumem_sleep.serve.status import Phase
+from cumem_sleep.serve.status import Phase, VaultStatus
 
 
 def run(work: Coroutine[Any, Any, None]) -> None:
@@ -382,6 +383,47 @@ def test_a_server_by_url_is_found_as_it_is_and_never_stopped(tmp_path: Path) -> 
                     await fleet.stop_model("a")
             async with theirs.lease("a") as lease:
                 assert "This is a," in await ask(lease, "a")
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("named", [None, "off", "/mine/vault.sock"])
+def test_the_front_asks_no_vault_that_a_server_by_url_names(
+    named: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It could be any socket: the user's own is asked, or what the front's own variable names."""
+
+    async def facts(engine: VllmEngine) -> Facts:
+        engine.has_layer = True
+        return Facts("0.1.0", 1, vault="/of/another/service.sock", mapped_bytes=0, pids=(1,))
+
+    async def scenario() -> None:
+        asked = asyncio.Queue[str]()
+        monkeypatch.setattr(fleets, "LOOK_AT_MACHINE_EVERY_S", 0.01)
+
+        def look(sockets: Collection[str]) -> VaultStatus:
+            for each in sockets:
+                loop.call_soon_threadsafe(asked.put_nowait, each)
+            return VaultStatus(2, 0, 1, 1, 1, spilled_by_pid={1: 1})
+
+        def read_ahead(socket: str, pids: Collection[int]) -> None:
+            assert pids == (1,)
+            loop.call_soon_threadsafe(read.set_result, socket)
+
+        loop, read = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
+        async with running(config(tmp_path, a={})) as theirs:
+            await until(theirs, a=Phase.ASLEEP)
+            monkeypatch.setattr(VllmEngine, "facts", facts)
+            if named is not None:
+                monkeypatch.setenv("CUMEM_SLEEP_VAULT", named)
+            by_url = config(tmp_path, a={"url": theirs.status().models[0].url})
+            async with running(by_url, look_at_vaults=look, read_ahead=read_ahead) as fleet:
+                await until(fleet, a=Phase.ASLEEP)
+                socket = named if named == "/mine/vault.sock" else "auto"
+                while not fleet.status().models[0].files_bytes:
+                    assert await asked.get() == socket
+                await fleet.wake("a")
+                assert await read == socket
 
     run(scenario())
 
