@@ -242,21 +242,24 @@ void HostBlock::check_open() const {
 void HostBlock::prefault(size_t offset, size_t bytes) {
     check_open();
     if (offset > bytes_ || bytes > bytes_ - offset) throw std::out_of_range("prefault beyond the block");
+    prefault_begun_bytes_ += bytes;
     const int advice = writable() ? MADV_POPULATE_WRITE : MADV_POPULATE_READ;
     // The kernel reports a shortage here; a plain write would get the process killed.
     int result = 0;
     do {
         result = madvise(data() + offset, bytes, advice);
     } while (result != 0 && (errno == EINTR || errno == EAGAIN));
-    if (result == 0) return;
-    if (errno != EINVAL) throw HostMemoryError("madvise", strerror(errno), bytes);
-    volatile uint8_t* const first = data() + offset;
-    for (size_t page = 0; page < bytes; page += page_bytes()) {
-        if (writable())
-            first[page] = 0;
-        else
-            static_cast<void>(first[page]);
+    if (result != 0) {
+        if (errno != EINVAL) throw HostMemoryError("madvise", strerror(errno), bytes);
+        volatile uint8_t* const first = data() + offset;
+        for (size_t page = 0; page < bytes; page += page_bytes()) {
+            if (writable())
+                first[page] = 0;
+            else
+                static_cast<void>(first[page]);
+        }
     }
+    prefaulted_bytes_ += bytes;
 }
 
 void HostBlock::pin(int device) {

@@ -4,6 +4,7 @@
 
 #include <sys/types.h>
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -100,6 +101,9 @@ class HostBlock {
     size_t bytes() const { return bytes_; }
     bool pinned() const { return !closed_ && pages_->pinned(); }
     int pinned_device() const { return closed_ ? -1 : pages_->pinned_device(); }
+    // How many bytes `prefault` has been called for, and for how many of them it has returned.
+    size_t prefault_begun_bytes() const { return prefault_begun_bytes_; }
+    size_t prefaulted_bytes() const { return prefaulted_bytes_; }
     bool writable() const { return pages_->writable(); }
     // The descriptor of a `shared` block, until it is closed; the block keeps owning it. -1 for all others.
     int fd() const { return closed_ ? -1 : pages_->owned_file(); }
@@ -117,6 +121,7 @@ class HostBlock {
     const std::shared_ptr<HostPages> pages_;
     const int table_of_ = -1;  // the device that it is a small table of; -1: it is none
     bool closed_ = false;
+    std::atomic<size_t> prefault_begun_bytes_{0}, prefaulted_bytes_{0};
 };
 
 // Unpins and frees what small tables have left pinned for the next ones.

@@ -277,6 +277,8 @@ void bind_memory(py::module_& module) {
         .def("close", &HostBlock::close, NoGil())
         .def_property_readonly("bytes", &HostBlock::bytes)
         .def_property_readonly("pinned", &HostBlock::pinned)
+        .def_property_readonly("prefault_begun_bytes", &HostBlock::prefault_begun_bytes)
+        .def_property_readonly("prefaulted_bytes", &HostBlock::prefaulted_bytes)
         .def_property_readonly("pinned_device", &HostBlock::pinned_device, "-1: it is not pinned.")
         .def_property_readonly("writable", &HostBlock::writable)
         .def_property_readonly("fd", &HostBlock::fd,

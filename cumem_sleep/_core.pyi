@@ -182,6 +182,8 @@ class HostBlock:
     address: int
     bytes: int
     pinned: bool
+    prefault_begun_bytes: int
+    prefaulted_bytes: int
     pinned_device: int
     writable: bool
     fd: int

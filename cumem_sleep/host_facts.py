@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import resource
+from collections.abc import Mapping
 from pathlib import Path
 
 _KERNEL_SHARE = 0.05  # at most: of 128 GiB an idle guest kernel kept 1.7 %
@@ -37,17 +38,30 @@ def cgroup_limit_bytes(root: Path = Path("/")) -> int | None:
     return min((limit for limit, _, _ in _cgroup_limits(root)), default=None)
 
 
-def cgroup_available_bytes(root: Path = Path("/")) -> int | None:
+def cgroup_available_bytes(root: Path = Path("/"), committed: Mapping[Path, int] | None = None) -> int | None:
     """What the tightest memory control group (v1 or v2) above this process leaves; None without a limit.
 
     As in the kernel's own `MemAvailable`, what it can drop without writing anything counts as available.
+
+    Args:
+        committed: bytes, by the group's folder, that do not; what is left may be below 0 then.
     """
     left = (
-        max(0, limit - max(0, usage - _droppable_bytes(group)))
+        max(0, limit - max(0, usage - _droppable_bytes(group))) - (committed or {}).get(group, 0)
         for limit, usage, group in _cgroup_limits(root)
         if usage is not None
     )
     return min(left, default=None)
+
+
+def memory_groups(root: Path = Path("/")) -> list[Path]:
+    """The folders of the memory control groups above this process, and one that all processes of this host share.
+
+    In a container that is the outermost one that it sees.
+    """
+    mount = root / "sys/fs/cgroup"
+    shared = mount if mount.is_dir() else root
+    return [*dict.fromkeys((shared, *_cgroup_ancestry(root, ""), *_cgroup_ancestry(root, "memory")))]
 
 
 def _droppable_bytes(group: Path) -> int:

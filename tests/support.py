@@ -259,7 +259,7 @@ def quick_sums(content: npt.NDArray[np.uint8], first_chunk: int = 0) -> tuple[in
 def ample_host_memory(patch: pytest.MonkeyPatch) -> None:
     """Where it is not the question how much is left: the answer is in hundreds of files."""
     patch.setattr(host_facts, "mem_available_bytes", lambda **_: None)
-    patch.setattr(host_facts, "cgroup_available_bytes", lambda: None)
+    patch.setattr(host_facts, "cgroup_available_bytes", lambda **_: None)
 
 
 def digest_by_the_kernel(allocator: CuMemAllocator) -> None:
@@ -368,6 +368,11 @@ def two_free_ports() -> int:
     raise AssertionError("no two free ports in a row")
 
 
+def package_path() -> str:
+    """For scripts: PYTHONPATH of the package and of this folder."""
+    return os.pathsep.join([str(pathlib.Path(cumem_sleep.__path__[0]).parent), str(pathlib.Path(__file__).parent)])
+
+
 def run_script(
     *parts: str, preamble: str = PREAMBLE, timeout_s: float = HANGS_S, **environment: str
 ) -> subprocess.CompletedProcess[str]:
@@ -378,14 +383,12 @@ def run_script(
     # A job in the background (of CI, say) has Ctrl-C ignored, and its children inherit that.
     head = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); del signal"
     script = "\n".join(textwrap.dedent(part) for part in (head, preamble, *parts))
-    package_root = pathlib.Path(cumem_sleep.__path__[0]).parent
-    path = os.pathsep.join([str(package_root), str(pathlib.Path(__file__).parent)])
     # From Python 3.12 on a fork beside threads is warned of; what becomes of it is what some tests look at.
     quiet = ["-W", "ignore:This process:DeprecationWarning"]
     return subprocess.run(
         [sys.executable, *quiet, "-c", script],
         cwd=pathlib.Path(__file__).parent,  # not the checkout, whose package may not be built
-        env={**os.environ, "CUMEM_SLEEP_DRIVER": "sim", "PYTHONPATH": path, **environment},
+        env={**os.environ, "CUMEM_SLEEP_DRIVER": "sim", "PYTHONPATH": package_path(), **environment},
         capture_output=True,
         text=True,
         timeout=timeout_s,

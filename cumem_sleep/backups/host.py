@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 import time
-from collections.abc import Iterable, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import cast
 from weakref import WeakValueDictionary
@@ -14,19 +16,22 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import _core, host_facts
+from ..core import commitment, log
+from ..core.commitment import Commitment, Growth, left_bytes
 from ..core.extents import Extent, Lane, PieceTable, Transfers
 from ..core.pinned import node_of, pinned_table
 from ..core.tuning import Tuning
-from ..errors import InvalidState
+from ..errors import InvalidState, OutOfHostMemory, format_bytes
 from ..report import BackupPlace
 from ..settings import Settings
-from .tier import Footprint, HostLimit, Tier, Turn, budget_limits
+from .tier import Footprint, HostLimit, NotYet, Tier, Turn, budget_limits
 
 _MOST_PREFAULT_THREADS = 16
 _ROW_BYTES = 32  # of a piece in the table of a kernel
 _LEAST_ROWS = 512  # of such a table: it stays pinned from one operation to the next
 _PART_BYTES = 64 << 10  # of a piece, that one block of the kernel copies
 _HEAP_BYTES = 16 << 10  # more than the driver allocates when it registers a block
+_BETWEEN_LOOKS_S = 0.02  # at the limits, while pages are prefaulted: a look takes 0.2 ms
 
 
 class HostTier(Tier):
@@ -37,6 +42,10 @@ class HostTier(Tier):
         self._tuning = tuning
         # By id; `limits` iterates over it and drops the pinned ones.
         self._untouched: WeakValueDictionary[int, _core.HostBlock] = WeakValueDictionary()
+        self._to_touch: WeakValueDictionary[int, _core.HostBlock] = WeakValueDictionary()  # of these, not released
+        self._commitment = Commitment()
+        self._short_since: float | None = None  # in this operation, of what others have committed
+        self._look_at = 0.0  # when the limits are next looked at while pages are prefaulted
         self._held_bytes = 0  # without what waits to be released
         self._releasing = _Releasing(turn, tuning)
 
@@ -45,18 +54,77 @@ class HostTier(Tier):
         return self._held_bytes + self._releasing.bytes
 
     def limits(self, needed_bytes: int | None = None) -> list[HostLimit]:  # noqa: D102
-        # Reserved but not touched yet: the system still counts as available what is already promised to these.
-        untouched = [block for block in self._untouched.values() if not block.pinned]
-        self._untouched = WeakValueDictionary({id(block): block for block in untouched})
-        # What waits to be released is room too: `reserve` takes it, or releases it first.
-        promised = sum(block.bytes for block in untouched) - self._releasing.bytes
-        enough = None if needed_bytes is None else needed_bytes + promised
-        left = {
-            "cgroup": host_facts.cgroup_available_bytes(),
-            "MemAvailable": host_facts.mem_available_bytes(enough=enough),
-        }
-        found = [HostLimit(name, max(0, nbytes - promised)) for name, nbytes in left.items() if nbytes is not None]
+        return self._limits(needed_bytes, {})
+
+    def _limits(self, needed_bytes: int | None, others: Mapping[Path, int]) -> list[HostLimit]:
+        promised = self._promised_bytes()
+        left = left_bytes(None if needed_bytes is None else needed_bytes + promised, others)
+        found = [HostLimit(name, max(0, nbytes - promised)) for name, nbytes in left.items()]
         return [*budget_limits(self._settings, self._held_bytes), *found]
+
+    def _promised_bytes(self) -> int:
+        """Reserved but not touched yet, which the system still counts as available."""
+        self._untouched = _not_pinned(self._untouched)
+        untouched = sum(block.bytes - block.prefaulted_bytes for block in self._untouched.values())
+        # What waits to be released is room too: `reserve` takes it, or releases it first.
+        return untouched - self._releasing.bytes
+
+    def expendable_room(self) -> int:  # noqa: D102
+        return min((limit.available_bytes for limit in self._limits(None, self._commitment.others())), default=0)
+
+    @contextmanager
+    def commit(self, nbytes: int, *, beside_work: bool = False) -> Iterator[bool]:  # noqa: D102
+        try:
+            yield not nbytes or self._commit(nbytes, beside_work)
+        finally:
+            self._show()
+
+    def _commit(self, nbytes: int, beside_work: bool) -> bool:
+        while True:
+            self._show()
+            outcome = self._commitment.grow(self._commitment.bytes + nbytes, nbytes + self._promised_bytes())
+            if outcome is not Growth.NOT_YET:
+                return outcome is Growth.COMMITTED
+            if beside_work:
+                raise NotYet
+            now, others = time.monotonic(), format_bytes(max(self._commitment.others().values(), default=0))
+            if self._short_since is None:
+                self._short_since = now
+                log.info("waits for other processes to touch %s of host memory that they have committed", others)
+            if now > self._short_since + commitment.FOR_OTHERS_S:
+                log.warning("goes on, although others have committed %s of host memory and do not touch it", others)
+                self._commitment.set(self._commitment.bytes + nbytes)
+                return True
+            _core.stop_if_asked()
+            time.sleep(random.uniform(*commitment.BETWEEN_TRIES_S))
+
+    def _show(self) -> None:
+        """Show other processes what is yet to be touched."""
+        self._to_touch = _not_pinned(self._to_touch)
+        self._commitment.set(sum(max(0, block.bytes - block.prefaulted_bytes) for block in self._to_touch.values()))
+
+    def _all_touched(self) -> None:
+        self._show()
+        self._short_since = None
+
+    def _look_again(self) -> None:
+        """Between the blocks that are prefaulted: whoever does not commit what he takes is seen here at the latest.
+
+        Raises:
+            OutOfHostMemory: a limit no longer leaves what is yet to be touched.
+        """
+        now = time.monotonic()
+        if now < self._look_at:
+            return
+        self._look_at = now + _BETWEEN_LOOKS_S
+        self._show()
+        needed = sum(max(0, block.bytes - block.prefault_begun_bytes) for block in self._to_touch.values())
+        for name, left in left_bytes(needed).items():
+            if left < needed and self._releasing.bytes:
+                self._releasing.finish()
+                return
+            if left < needed:
+                raise OutOfHostMemory(needed, max(0, left), name, "other processes took it meanwhile")
 
     def place(self) -> BackupPlace:  # noqa: D102
         return BackupPlace()
@@ -71,14 +139,15 @@ class HostTier(Tier):
         *,
         beside_work: bool = False,  # noqa: ARG002
     ) -> Sequence[Extent]:
-        limits = self.limits() if self._releasing.bytes else []
+        limits = self._limits(None, self._commitment.others()) if self._releasing.bytes else []
         pinned = [self._releasing.take(device, size) for size in sizes]
         most_bytes = sum(sizes) + self._releasing.bytes  # if what is left there stays
         if None in pinned and any(limit.available_bytes < most_bytes for limit in limits):
             self._releasing.finish()
         node = node_of(device)
         blocks = [block or _core.HostBlock(size, node) for block, size in zip(pinned, sizes, strict=True)]
-        self._untouched.update((id(block), block) for block in blocks if not block.pinned)
+        for blocks_of in (self._untouched, self._to_touch):
+            blocks_of.update((id(block), block) for block in blocks if not block.pinned)
         self._held_bytes += sum(sizes)
         return blocks
 
@@ -90,6 +159,9 @@ class HostTier(Tier):
         blocks = _blocks(extents)
         nbytes = sum(block.bytes for block in blocks)
         self._held_bytes -= nbytes
+        for block in blocks:
+            self._to_touch.pop(id(block), None)
+        self._show()
         if nbytes < self._tuning.release_later_bytes:
             for block in blocks:
                 self._untouched.pop(id(block), None)
@@ -104,14 +176,17 @@ class HostTier(Tier):
     def pin(self, device: int, extents: Iterable[Extent]) -> None:  # noqa: D102
         for block in _blocks(extents):
             if not block.pinned:
+                self._look_again()
                 block.prefault(0, block.bytes)
                 block.pin(device)
+        self._show()
 
     def unpin(self, extents: Iterable[Extent]) -> None:  # noqa: D102
         for block in _blocks(extents):
             _core.stop_if_asked()
             if block.pinned:
-                self._untouched.pop(id(block), None)
+                for blocks_of in (self._untouched, self._to_touch):
+                    blocks_of.pop(id(block), None)
                 block.unpin()
 
     def device_bytes_to_pin(self, extents: Iterable[Extent]) -> int:  # noqa: D102
@@ -124,18 +199,32 @@ class HostTier(Tier):
         return held[offset : offset + nbytes]
 
     def transfers(self) -> HostTransfers:  # noqa: D102
-        return HostTransfers(self._settings.prefault_threads, self._tuning.prefault_bytes)
+        threads, nbytes = self._settings.prefault_threads, self._tuning.prefault_bytes
+        return HostTransfers(threads, nbytes, self._look_again, self._all_touched)
 
     def stop(self) -> None:  # noqa: D102
         self._releasing.stop()
 
 
 class HostTransfers(Transfers):
-    """The lanes of one operation. Threads prefault new blocks ahead of the copies."""
+    """The lanes of one operation. Threads prefault new blocks ahead of the copies.
 
-    def __init__(self, threads: int | None, prefault_bytes: int) -> None:
+    Args:
+        look_again: called before a new block is used.
+        all_used: called when no more follow.
+    """
+
+    def __init__(
+        self,
+        threads: int | None,
+        prefault_bytes: int,
+        look_again: Callable[[], None] = lambda: None,
+        all_used: Callable[[], None] = lambda: None,
+    ) -> None:
         self._threads = threads
         self._prefault_bytes = prefault_bytes
+        self._look_again = look_again
+        self._all_used = all_used
         self._prefaulted: _core.Ahead | None = None
         self._heap: _core.HeapReserve | None = None
         self._expected: set[int] = set()  # ids of blocks
@@ -146,6 +235,11 @@ class HostTransfers(Transfers):
     ) -> None:
         self._stack.close()
         self._heap = None
+        self._all_used()
+
+    def end(self) -> None:
+        """All pages have been touched."""
+        self._all_used()
 
     def expect(self, extents: Iterable[Extent]) -> None:
         """Begin to prefault their pages, in this order."""
@@ -185,6 +279,7 @@ class HostTransfers(Transfers):
         """
         if block.pinned:
             return
+        self._look_again()
         if self._prefaulted is not None and id(block) in self._expected:
             self._prefaulted.wait(id(block))
         else:
@@ -334,6 +429,10 @@ class _Releasing:
         """Whether another process might miss what is not freed yet."""
         left = (host_facts.mem_available_bytes(enough=self.bytes), host_facts.cgroup_available_bytes())
         return any(nbytes is not None and nbytes < self.bytes for nbytes in left)
+
+
+def _not_pinned(blocks: WeakValueDictionary[int, _core.HostBlock]) -> WeakValueDictionary[int, _core.HostBlock]:
+    return WeakValueDictionary({key: block for key, block in blocks.items() if not block.pinned})
 
 
 def _blocks(extents: Iterable[Extent]) -> list[_core.HostBlock]:

@@ -117,8 +117,22 @@ class BackupRoom:
             segment.id: extent_sizes(self._catalogue.content_bytes([segment]), encodings.get(segment.id), most_bytes)
             for segment in new
         }
-        self.check(sum(map(sum, sizes.values())), keep)
-        for device, mine in by_device(new).items():
+        nbytes, is_taken = sum(map(sum, sizes.values())), False
+        while not is_taken:
+            self.check(nbytes, keep)
+            with tier.commit(nbytes, beside_work=beside_work) as is_taken:
+                if is_taken:
+                    self._reserve(new, sizes, encodings, beside_work)
+
+    def _reserve(
+        self,
+        segments: Sequence[_core.Segment],
+        sizes: Mapping[int, Sequence[int]],
+        encodings: Mapping[int, Encoding],
+        beside_work: bool,
+    ) -> None:
+        tier = self.tier
+        for device, mine in by_device(segments).items():
             wanted = [nbytes for segment in mine for nbytes in sizes[segment.id]]
             reserved = iter(tier.reserve(device, wanted, beside_work=beside_work))
             for segment in mine:

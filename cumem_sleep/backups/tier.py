@@ -7,8 +7,8 @@ same tests (`tests/backups/test_tiers.py`).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -85,6 +85,7 @@ class Tier(ABC):
     def limits(self, needed_bytes: int | None = None) -> list[HostLimit]:
         """Every limit that `reserve` is checked against; exact only as far as they may be below `needed_bytes`.
 
+        What other processes are about to touch is not counted before they do (`commit`).
         Extents that `release` has yet to give back count as room: `reserve` takes them, or gives them back first.
         """
 
@@ -119,10 +120,16 @@ class Tier(ABC):
         Raises:
             OutOfHostMemory: there is too little.
         """
-        for limit in self.limits(sum(sizes)):
-            if limit.available_bytes < sum(sizes):
-                raise OutOfHostMemory(sum(sizes), limit.available_bytes, limit.name)
-        return self.reserve(device, sizes)
+        nbytes = sum(sizes)
+        limits = self.limits(nbytes)
+        for limit in limits:
+            if limit.available_bytes < nbytes:
+                raise OutOfHostMemory(nbytes, limit.available_bytes, limit.name)
+        with suppress(NotYet), self.commit(nbytes, beside_work=True) as is_left:
+            if is_left:
+                return self.reserve(device, sizes)
+        tightest = min(limits, key=lambda limit: limit.available_bytes)
+        raise OutOfHostMemory(nbytes, tightest.available_bytes, tightest.name, "other processes are taking it")
 
     def expendable_room(self) -> int:
         """How many bytes `reserve_expendable` would give."""
@@ -202,6 +209,19 @@ class Tier(ABC):
     def device_bytes_to_pin(self, extents: Iterable[Extent]) -> int:  # noqa: ARG002
         """How much memory of each GPU it takes to pin those of `extents` that are not."""
         return 0
+
+    @contextmanager
+    def commit(self, nbytes: int, *, beside_work: bool = False) -> Iterator[bool]:  # noqa: ARG002
+        """For what `reserve` takes inside: from now on no other process counts on these bytes.
+
+        Gives whether they are left. Waits for others, at most a minute, if they have found the same bytes and have yet
+        to touch them.
+
+        Raises:
+            NotYet: beside work, it would wait.
+            OperationStopped: asked to stop meanwhile.
+        """
+        yield True
 
     # Where releasing takes long, and a thread does it. Otherwise it is done at once
 

@@ -13,10 +13,12 @@ import resource
 import select
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from .. import _core, host_facts
+from .. import _core
+from ..core.commitment import Commitment, left_bytes
 from ..errors import CumemSleepError, DriverError, format_bytes
 from ..report import PhaseTimer
 from .device_memory import free_bytes, used_bytes
@@ -32,6 +34,11 @@ _CONTEXT_BYTES = 1 << 30
 # Restores succeeded with so much more than free memory had grown by; with less, nobody has tried.
 _SLACK_BYTES = 4 << 20
 _MARGINS = (_UNCOUNTED_BYTES, _CONTEXT_BYTES, _SLACK_BYTES)
+_LIMITS = {
+    "cgroup": "the cgroup",
+    "MemAvailable": "the system (MemAvailable)",
+    "RLIMIT_AS": "its address space (RLIMIT_AS)",
+}
 _SOCKET = 0  # standard input
 MESSAGE_BYTES = 1 << 17  # the most of one packet
 
@@ -57,7 +64,14 @@ class Target:
             By GPU, by how many bytes free memory grew (`freed_bytes`), how many must be free for a restore
             (`needed_bytes`), and how many are free now (`free_bytes`).
         """
-        _require_host_memory(self._pid, sum(used_bytes(self._pid, uuids).values()))
+        commitment, needed_bytes = Commitment(), sum(used_bytes(self._pid, uuids).values())
+        commitment.take(needed_bytes, partial(_require_host_memory, self._pid, needed_bytes))
+        try:
+            return self._checkpoint(lock_timeout_s, uuids, in_use)
+        finally:
+            commitment.set(0)
+
+    def _checkpoint(self, lock_timeout_s: float, uuids: Sequence[str], in_use: Sequence[str]) -> dict[str, Any]:
         with self._timer("lock"):
             _core.lock_process(self._pid, lock_timeout_s)
         try:
@@ -121,24 +135,23 @@ class Target:
             return f"not known ({error})"
 
 
-def _require_host_memory(pid: int, needed_bytes: int) -> None:
+def _require_host_memory(pid: int, needed_bytes: int, committed: Mapping[Path, int] | None = None) -> None:
     """Before anything is changed: after a checkpoint that found too little, half of the processes crashed later.
 
     Args:
         needed_bytes: what the process has on its GPUs, which a checkpoint copies; 0 where nobody counts it.
+        committed: by others (`core.commitment`).
 
     Raises:
         OSError: a limit of the process, which this one shares, leaves less.
     """
-    limits = {
-        "its address space (RLIMIT_AS)": _address_space_left(pid),
-        "the cgroup": host_facts.cgroup_available_bytes(),
-        "the system (MemAvailable)": host_facts.mem_available_bytes(enough=needed_bytes),
-    }
-    for name, left in limits.items():
-        if left is not None and left < needed_bytes:
+    limits = left_bytes(needed_bytes, committed)
+    if (left := _address_space_left(pid)) is not None:
+        limits["RLIMIT_AS"] = left
+    for limit, left in limits.items():
+        if left < needed_bytes:
             raise OSError(
-                f"a checkpoint copies {format_bytes(needed_bytes)} to host memory, and {name} leaves"
+                f"a checkpoint copies {format_bytes(needed_bytes)} to host memory, and {_LIMITS[limit]} leaves"
                 f" {format_bytes(max(0, left))}"
             )
 

@@ -17,6 +17,7 @@ from typing import Any
 from rich.table import Table
 
 from .. import host_facts
+from ..core.commitment import left_bytes
 from ..core.driver import open_driver
 from ..errors import InvalidArgument, counted, format_bytes
 from ..settings import Settings
@@ -210,10 +211,13 @@ def _address(text: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def room_bytes() -> int:
-    """How much memory the host has left, by the kernel's estimate and the container's limit."""
-    limited = [host_facts.mem_available_bytes(), host_facts.cgroup_available_bytes()]
-    return min((each for each in limited if each is not None), default=1 << 62)
+def room_bytes(committed: Mapping[Path, int]) -> int:
+    """How much memory the host has left, by the kernel's estimate and the container's limit.
+
+    Args:
+        committed: by others (`core.commitment`).
+    """
+    return min(left_bytes(committed=committed).values(), default=1 << 62)
 
 
 def notify_systemd(what: str) -> None:

@@ -9,8 +9,10 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from .. import _core
+from ..core.commitment import Commitment
 from ..errors import CumemSleepError, InvalidArgument, InvalidState, OutOfHostMemory, format_bytes
 from . import memory, protocol
 from .files import SpillFiles
@@ -28,14 +30,15 @@ class VaultHost:
     """What the vault may use of its host.
 
     Attributes:
-        room_bytes: how much memory the host can still give, by every limit.
+        room_bytes: how much memory the host can still give, by every limit, beside what others have committed (bytes
+            by the folder of the memory control group).
         threads: that prefault new memory.
         say: shows a line to the operator of the vault.
         reserved_huge_pages: use those, as long as there are some, before other memory.
         try_again_s: how long after it had too little memory for a slab it is asked again.
     """
 
-    room_bytes: Callable[[], int]
+    room_bytes: Callable[[Mapping[Path, int]], int]
     threads: int
     say: Callable[[str], None]
     reserved_huge_pages: bool = False
@@ -170,19 +173,33 @@ class VaultPool:
         future.add_done_callback(lambda future: self._post(partial(self._taken, future, node)))
 
     def _take(self, nbytes: int, node: int) -> memory.Slab:
-        take = partial(memory.take, nbytes, node, self._device, self._host.threads, self._prefaulted)
+        take = partial(memory.take, nbytes, node, self._device, self._host.threads)
         if self._reserved_are_left:
             try:
-                return take(reserved_huge_pages=True)  # these are in no limit of the rest
+                return take(self._prefaulted, reserved_huge_pages=True)  # these are in no limit of the rest
             except CumemSleepError as error:
                 self._reserved_are_left, self.prefaulted_bytes = False, 0
                 self._host.say(
                     f"takes other memory from here on, since no slab of reserved huge pages is left: {error}"
                 )
-        room = self._host.room_bytes()
+        commitment = Commitment()
+
+        def prefaulted(size: int) -> None:
+            self._prefaulted(size)
+            commitment.set(commitment.bytes - size)
+            if commitment.bytes:
+                self._require_room(commitment.bytes, {})
+
+        commitment.take(nbytes, partial(self._require_room, nbytes), lambda: self.is_stopped)
+        try:
+            return take(prefaulted)
+        finally:
+            commitment.set(0)
+
+    def _require_room(self, nbytes: int, committed: Mapping[Path, int]) -> None:
+        room = self._host.room_bytes(committed)
         if room < nbytes:
             raise OutOfHostMemory(nbytes, max(0, room), "MemAvailable")
-        return take()
 
     def _prefaulted(self, nbytes: int) -> None:
         self.prefaulted_bytes += nbytes

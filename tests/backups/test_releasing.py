@@ -205,7 +205,7 @@ class TestGivingBack:
         with monkeypatch.context() as patch:
             Gate(patch)
             sim.fail("cuMemHostRegister", error="CUDA_ERROR_UNKNOWN", after=1, times=100)
-            patch.setattr(_core.HostBlock, "prefault", lambda *_: None)
+            patch_prefault(patch, lambda *_: None)
             with pytest.raises(DriverError):
                 allocator.sleep()
             sim.reset()

@@ -291,7 +291,7 @@ class TestCopies:
         write(tier, extents[0], address, PAGE)
         tier.unpin(extents)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(host_facts, "cgroup_available_bytes", lambda: 8 * PAGE)
+            patch.setattr(host_facts, "cgroup_available_bytes", lambda **_: 8 * PAGE)
             left = {limit.name: limit.available_bytes for limit in tier.limits(PAGE)}
         assert left.get("cgroup", 8 * PAGE) == 8 * PAGE
         tier.release(extents)

@@ -15,9 +15,11 @@ import pytest
 from support import PAGE, Memory, assert_clean_exit, run_script
 
 import cumem_sleep
-from cumem_sleep import CheckpointFailed, CuMemAllocator, DriverError, _core, sim
+from cumem_sleep import CheckpointFailed, CuMemAllocator, DriverError, _core, host_facts, sim
 from cumem_sleep.checkpoint import helper, process
 from cumem_sleep.checkpoint.process import THIS_PROCESS
+from cumem_sleep.core import commitment
+from cumem_sleep.core.commitment import Commitment
 
 TESTS = pathlib.Path(__file__).parents[1]
 BYTES = b"kept" * (PAGE // 4)
@@ -432,9 +434,9 @@ def test_a_checkpoint_for_which_there_is_too_little_host_memory_is_not_begun() -
 )
 def test_limits_of_the_system_count_before_a_checkpoint(monkeypatch: pytest.MonkeyPatch, limit: str, name: str) -> None:
     for each in ("cgroup_available_bytes", "mem_available_bytes"):
-        monkeypatch.setattr(helper.host_facts, each, lambda **_: None)
+        monkeypatch.setattr(host_facts, each, lambda **_: None)
     helper._require_host_memory(os.getpid(), 1 << 50)  # nothing is limited
-    monkeypatch.setattr(helper.host_facts, limit, lambda **_: PAGE)
+    monkeypatch.setattr(host_facts, limit, lambda **_: PAGE)
     helper._require_host_memory(os.getpid(), PAGE)
     with pytest.raises(OSError, match=f"copies 4.00 MiB to host memory, and {re.escape(name)} leaves 2.00 MiB"):
         helper._require_host_memory(os.getpid(), 2 * PAGE)
@@ -496,3 +498,31 @@ def test_a_checkpoint_after_which_nobody_tells_what_is_free(
     assert not _core.driver_calls_suspended()
     allocator.wake_up()
     assert memory.read(weights, PAGE) == BYTES
+
+
+def test_a_checkpoint_takes_no_host_memory_that_others_are_about_to_touch(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    """They see what it is about to copy, as long as it does."""
+    monkeypatch.setattr(host_facts, "memory_groups", lambda: [tmp_path])
+    monkeypatch.setattr(host_facts, "cgroup_available_bytes", lambda **_: None)
+    monkeypatch.setattr(host_facts, "mem_available_bytes", lambda **_: 3 * PAGE)
+    monkeypatch.setattr(helper, "used_bytes", lambda *_: {"GPU-0": 2 * PAGE})
+    other, seen, waited = Commitment(), list[int](), list[float]()
+    other.set(2 * PAGE)
+
+    def pause(seconds: float) -> None:
+        waited.append(seconds)
+        other.set(0)
+
+    def lock(*_: object) -> None:
+        seen.append(other.others()[tmp_path])
+        raise OSError("enough")
+
+    monkeypatch.setattr(commitment.time, "sleep", pause)
+    monkeypatch.setattr(_core, "lock_process", lock)
+    with pytest.raises(OSError, match="enough"):
+        helper.Target(os.getpid()).checkpoint(1.0, ["GPU-0"], [])
+    assert len(waited) == 1
+    assert seen == [2 * PAGE]
+    assert other.others()[tmp_path] == 0

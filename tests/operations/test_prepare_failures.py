@@ -77,7 +77,7 @@ class TestHostMemoryIsShort:
         contents = fill(allocator, memory, *TAGS)
         with monkeypatch.context() as patch:
             if limit == "cgroup":
-                patch.setattr(host_facts, "cgroup_available_bytes", lambda: short)
+                patch.setattr(host_facts, "cgroup_available_bytes", lambda **_: short)
             elif limit == "MemAvailable":
                 patch.setattr(host_facts, "mem_available_bytes", lambda enough=None: short)
             with pytest.raises(OutOfHostMemory) as raised:
@@ -129,7 +129,7 @@ class TestHostMemoryIsShort:
 
                 def shrink() -> None:
                     if stage == "cgroup":
-                        patch.setattr(host_facts, "cgroup_available_bytes", lambda: PAGE - 1)
+                        patch.setattr(host_facts, "cgroup_available_bytes", lambda **_: PAGE - 1)
                     else:  # of another sort: settings do not change, but other backups may fill the budget
                         limit = HostLimit("budget", PAGE - 1)
                         patch.setattr(allocator._store.room.tier, "limits", lambda needed=None: [limit])

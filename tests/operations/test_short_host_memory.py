@@ -47,13 +47,13 @@ class TestHostMemoryIsShort:
         self._check_works(world)
 
     def test_limits_that_leave_just_enough(self, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(host_facts, "cgroup_available_bytes", lambda: 2 * PAGE)
+        monkeypatch.setattr(host_facts, "cgroup_available_bytes", lambda **_: 2 * PAGE)
         monkeypatch.setattr(host_facts, "mem_available_bytes", lambda enough=None: 2 * PAGE)
         self._check_works(world)
 
     def test_no_limit_applies_to_clean_segments(self, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
         awake_with_backups(world)
-        monkeypatch.setattr(host_facts, "cgroup_available_bytes", lambda: 0)
+        monkeypatch.setattr(host_facts, "cgroup_available_bytes", lambda **_: 0)
         assert world.allocator.sleep().clean_bytes == 2 * PAGE
         world.wake()
 

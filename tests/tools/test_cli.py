@@ -558,13 +558,13 @@ def test_simulated_device_is_made_large_enough(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(simulated.sim, "configure", configure)
     monkeypatch.setattr(simulated.host_facts, "mem_available_bytes", lambda: 1 << 40)
-    monkeypatch.setattr(simulated.host_facts, "cgroup_available_bytes", lambda: None)
+    monkeypatch.setattr(simulated.host_facts, "cgroup_available_bytes", lambda **_: None)
     weights = [layout.SegmentLayout(nbytes=3 << 30)]
     simulated.make_room({}, weights, 4 * MIB)
     simulated.make_room({}, [], 4 * MIB)
     simulated.make_room({"CUMEM_SLEEP_SIM_DEVICE_BYTES": "1"}, weights, 4 * MIB)  # the user's own wish stands
     assert sizes == [(3 << 30) + 4 * MIB, 1 << 30]
-    monkeypatch.setattr(simulated.host_facts, "cgroup_available_bytes", lambda: 5 << 30)
+    monkeypatch.setattr(simulated.host_facts, "cgroup_available_bytes", lambda **_: 5 << 30)
     with pytest.raises(InvalidState, match=r"needed 6.25 GiB, available 5.00 GiB \(limit: cgroup\)"):
         simulated.make_room({}, weights, 4 * MIB)
 

@@ -407,7 +407,7 @@ class TestZeroed:
     ) -> None:
         allocator._operations.open()
         posted: deque[Callable[[], None]] = deque()
-        host = VaultHost(lambda: 1 << 40, 2, lambda _: None)
+        host = VaultHost(lambda _: 1 << 40, 2, lambda _: None)
         pool = VaultPool(PAGE, None, 0, [-1], host, posted.append, lambda: None)
         pool.take_more()
 

@@ -8,13 +8,14 @@ import pathlib
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import pytest
 from running import MIB, RunningVault, Segment, eventually, from_slabs, seal, take_back
 from support import PAGE, Memory
 
-from cumem_sleep import CuMemAllocator, InvalidState, OutOfHostMemory, VaultError, VaultLost, _core
+from cumem_sleep import CuMemAllocator, InvalidState, OutOfHostMemory, VaultError, VaultLost, _core, host_facts
+from cumem_sleep.core.commitment import Commitment
 from cumem_sleep.vault import protocol
 from cumem_sleep.vault.address import VaultAddress
 from cumem_sleep.vault.client import Shown, VaultBackup, VaultClient
@@ -202,7 +203,7 @@ def test_a_vault_that_ends_gives_no_memory_back_that_others_read(
     allocator._operations.open()
     posted: deque[Callable[[], None]] = deque()
     changed: list[bool] = []
-    host = VaultHost(lambda: 1 << 40, 1, lambda _: None)
+    host = VaultHost(lambda _: 1 << 40, 1, lambda _: None)
     old, new = (VaultPool(PAGE, None, 0, [-1], host, posted.append, lambda: changed.append(True)) for _ in range(2))
     for pool in (old, new):
         pool.take_more()
@@ -221,6 +222,41 @@ def test_a_vault_that_ends_gives_no_memory_back_that_others_read(
     new.close()
     assert os.fstat(kept).st_blocks * 512 == PAGE
     os.close(kept)
+
+
+def test_a_vault_that_grows_takes_no_memory_that_others_are_about_to_touch(
+    allocator: CuMemAllocator, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allocator._operations.open()
+    monkeypatch.setattr(host_facts, "memory_groups", lambda: [tmp_path])
+    other, waits, posted = Commitment(), threading.Event(), deque[Callable[[], None]]()
+    other.set(PAGE)
+
+    def room_bytes(committed: Mapping[pathlib.Path, int]) -> int:
+        if any(committed.values()):
+            waits.set()
+        return PAGE - sum(committed.values())
+
+    seen: list[int] = []
+    prefault = _core.HostBlock.prefault
+
+    def look(block: _core.HostBlock, offset: int, nbytes: int) -> None:
+        seen.append(other.others()[tmp_path])
+        prefault(block, offset, nbytes)
+
+    monkeypatch.setattr(_core.HostBlock, "prefault", look)
+    pool = VaultPool(PAGE, None, 0, [-1], VaultHost(room_bytes, 1, lambda _: None), posted.append, lambda: None)
+    pool.take_more()
+    assert waits.wait(30)
+    assert not posted
+    other.set(0)
+    eventually(lambda: bool(posted), "the slab is there")
+    posted.popleft()()
+    assert len(pool.slabs) == 1
+    assert seen[0] == PAGE
+    assert other.others()[tmp_path] == 0
+    pool.finish()
+    pool.close()
 
 
 # Stopped
@@ -344,7 +380,7 @@ class RoomBySlab:
     def give(self) -> None:
         self._given.release()
 
-    def ask(self) -> int:
+    def ask(self, _committed: object) -> int:
         assert self._given.acquire(timeout=30)
         return self.bytes
 
@@ -381,7 +417,7 @@ def test_who_tells_it_to_stop_writes_to_nothing_that_is_closed_meanwhile(
     """Another thread; its number may be another file's by then."""
     allocator.get_current_usage()
     allocator._operations.open()
-    host = VaultHost(lambda: 1 << 40, 1, lambda _: None)
+    host = VaultHost(lambda _: 1 << 40, 1, lambda _: None)
     vault = Vault(VaultAddress(folder / "vault.sock"), 4 * PAGE, visible_gpus(), host)
     ended, real = threading.Event(), os.eventfd_write
     ended_meanwhile: list[bool] = []

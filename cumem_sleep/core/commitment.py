@@ -1,0 +1,181 @@
+"""Host memory that processes have found to be available and have yet to touch.
+
+The system counts memory as available until its pages are touched. Processes that look at a limit at the same time would
+all find the same bytes, and the kernel would kill some of them while they prefault. So each shows the others what it is
+about to touch: it locks as many pages of an offset range that nobody reads, by read locks on the folders of its memory
+control groups. Whoever can look at a limit can open these folders, which takes no right to write; a process that dies
+gives its locks back; and read locks keep nobody waiting.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import random
+import struct
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from enum import Enum
+from pathlib import Path
+
+from .. import host_facts
+from ..errors import CumemSleepError
+
+# For others to touch what they have committed: enough for 600 GiB. Who has been stopped, or locks what he does not
+# mean to touch, is passed over then.
+FOR_OTHERS_S = 60.0
+BETWEEN_TRIES_S = (0.005, 0.05)  # at random, so that of two that try at the same time one comes first
+_PAGE_BYTES = 4096
+_FLOCK = "hhqqi0q"  # struct flock: type, whence, start, length, pid
+_END = (1 << 63) - 1
+_FIRST_RANGES = 1 << 62  # where ranges begin, at random: it is as good as certain that no two overlap
+_MOST_LOCKS = 4096  # that are counted: to find each takes a call
+
+
+class Growth(Enum):
+    """What became of `Commitment.grow`."""
+
+    COMMITTED = "others see it"
+    NOT_YET = "there would be enough, if others did not have committed it"
+    TOO_LITTLE = "there is too little, whatever others touch"
+
+
+class Commitment:
+    """What one process, or one part of it, is about to touch, and what the limits leave beside that of others.
+
+    Not thread safe. Where the system has no such locks, or no file can be opened, nobody sees anything.
+
+    Attributes:
+        bytes: what is committed now.
+    """
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self._pages = 0
+        self._first = 0  # page of the range
+        self._folders: dict[Path, int] = {}  # their descriptors, while anything is committed
+
+    def grow(self, nbytes: int, needed_bytes: int) -> Growth:
+        """Commit so much in all, if every limit leaves `needed_bytes` beside what others have committed.
+
+        Of several that do so at the same time, too few may succeed, but never too many.
+        """
+        before = self.bytes
+        self.set(nbytes)
+        # Others first: what they touch meanwhile counts twice then, not never.
+        others = self.others()
+        if self._leave(needed_bytes, others):
+            return Growth.COMMITTED
+        self.set(before)
+        return Growth.NOT_YET if self._leave(needed_bytes, {}) else Growth.TOO_LITTLE
+
+    def take(
+        self, nbytes: int, check: Callable[[Mapping[Path, int]], None], is_over: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Commit so much in all, if `check` raises nothing when it is given what others have committed.
+
+        While it does, and others have committed anything, it waits for them, at most a minute.
+
+        Args:
+            is_over: whether to wait no longer.
+
+        Raises:
+            CumemSleepError, OSError: of `check`. Nothing is committed.
+        """
+        until = time.monotonic() + FOR_OTHERS_S
+        while True:
+            self.set(nbytes)
+            others = self.others() if time.monotonic() < until else {}
+            try:
+                return check(others)
+            except (CumemSleepError, OSError):
+                self.set(0)
+                if not any(others.values()) or is_over():
+                    raise
+            time.sleep(random.uniform(*BETWEEN_TRIES_S))
+
+    def set(self, nbytes: int) -> None:
+        """So much, in all, is yet to be touched; without a look at any limit."""
+        self.bytes, before = nbytes, self._pages
+        self._pages = -(-nbytes // _PAGE_BYTES)
+        if self._pages and not self._folders:
+            self._folders, self._first = _open_folders(), random.randrange(_FIRST_RANGES)
+        if self._pages == 0:
+            _close(self._folders.values())  # with the locks
+            self._folders = {}
+            return
+        kind = fcntl.F_RDLCK if self._pages > before else fcntl.F_UNLCK
+        start, end = sorted((before, self._pages))
+        if start < end:
+            for folder in self._folders.values():
+                with suppress(OSError):
+                    fcntl.fcntl(folder, fcntl.F_OFD_SETLK, _flock(kind, self._first + start, end - start))
+
+    def others(self) -> dict[Path, int]:
+        """What all others have committed, in bytes, by the folder of the memory control group."""
+        folders = self._folders or _open_folders()
+        try:
+            return {path: _PAGE_BYTES * _locked_pages(folder) for path, folder in folders.items()}
+        finally:
+            if folders is not self._folders:
+                _close(folders.values())
+
+    def _leave(self, nbytes: int, others: Mapping[Path, int]) -> bool:
+        return all(left >= nbytes for left in left_bytes(nbytes, others).values())
+
+
+def left_bytes(enough: int | None = None, committed: Mapping[Path, int] | None = None) -> dict[str, int]:
+    """What each limit (`cgroup`, `MemAvailable`) leaves beside what others have committed; below 0: too much.
+
+    Args:
+        enough: a limit that leaves at least so much need not be exact.
+        committed: as of `Commitment.others`.
+    """
+    committed = committed or {}
+    of_host = max(committed.values(), default=0)  # of the outermost group: whoever commits shows it in all of his
+    found = {
+        "cgroup": host_facts.cgroup_available_bytes(committed=committed),
+        "MemAvailable": host_facts.mem_available_bytes(enough=None if enough is None else enough + of_host),
+    }
+    left = {name: nbytes for name, nbytes in found.items() if nbytes is not None}
+    if "MemAvailable" in left:
+        left["MemAvailable"] -= of_host
+    return left
+
+
+def _open_folders() -> dict[Path, int]:
+    folders: dict[Path, int] = {}
+    for path in host_facts.memory_groups():
+        with suppress(OSError):
+            folders[path] = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    return folders
+
+
+def _close(descriptors: Iterable[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+def _locked_pages(folder: int) -> int:
+    """By others: the kernel tells one lock in a range, in no order, so the ranges beside it are asked for next."""
+    pages, ranges = 0, [(0, _END)]
+    for _ in range(_MOST_LOCKS):
+        if not ranges:
+            break
+        start, end = ranges.pop()
+        try:
+            answer = fcntl.fcntl(folder, fcntl.F_OFD_GETLK, _flock(fcntl.F_WRLCK, start, end - start))
+        except OSError:
+            return 0
+        kind, _, first, length, _ = struct.unpack(_FLOCK, answer)
+        if kind == fcntl.F_UNLCK:
+            continue
+        first, last = max(start, first), min(end, first + length if length else end)
+        pages += last - first
+        ranges += [each for each in ((start, first), (last, end)) if each[0] < each[1]]
+    return pages
+
+
+def _flock(kind: int, start: int, length: int) -> bytes:
+    return struct.pack(_FLOCK, kind, os.SEEK_SET, start, length, 0)
