@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,6 +23,7 @@ from world import World, awake_with_backups
 
 from cumem_sleep import CuMemAllocator, OutOfHostMemory, _core, host_facts
 from cumem_sleep.backups import host
+from cumem_sleep.backups.tier import NotYet
 from cumem_sleep.core import commitment
 from cumem_sleep.core.commitment import Commitment
 
@@ -241,13 +243,15 @@ def test_a_sleep_waits_until_others_have_touched_theirs_or_failed(
     world: World, other: Commitment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other.set(PAGE)
+    seen: list[set[int]] = []
 
     def pause(_seconds: float) -> None:
-        assert set(other.others().values()) == {0}  # it commits nothing while it waits
+        seen.append(set(other.others().values()))
         other.set(0)
 
     monkeypatch.setattr(host.time, "sleep", pause)
     assert world.allocator.sleep().copied_bytes == 2 * PAGE
+    assert seen == [{0}]  # it commits nothing while it waits
     assert set(other.others().values()) == {0}
     world.note_drops()
     world.wake()
@@ -321,11 +325,19 @@ def test_memory_that_is_taken_while_pages_are_prefaulted_is_missed_before_they_a
     assert set(other.others().values()) == {0}
 
 
-def test_prepare_waits_beside_the_model(world: World, other: Commitment) -> None:
+def test_prepare_waits_beside_the_model(world: World, other: Commitment, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the allocator's lock, as for a vault that is still taking memory."""
     other.set(2 * PAGE)
+    refused = threading.Event()
+
+    class Noted(NotYet):
+        def __init__(self) -> None:
+            refused.set()
+
+    monkeypatch.setattr(host, "NotYet", Noted)
     preparation = world.allocator.prepare()
-    assert not preparation.wait(0.2)
+    assert refused.wait(HANGS_S)
+    assert preparation.running
     world.allocator.usage()  # has the lock meanwhile
     other.set(0)
     assert preparation.wait(HANGS_S)
