@@ -100,7 +100,7 @@ class BackupRoom:
 
         Raises:
             OutOfHostMemory: a limit leaves too little; nothing was taken, or only for some devices.
-            NotYet: beside work, the tier is still taking that memory; likewise.
+            NotYet: beside work, the tier or another process is still taking that memory; likewise.
         """
         tier = self.tier
         unfit: list[int] = []
