@@ -394,6 +394,24 @@ def test_what_a_server_says_of_this_layer(answer: Answer, facts: Facts, path: st
     assert server.called == [STATUS] if path == STATUS else [STATUS, path]
 
 
+def test_of_what_a_server_says_in_words_only_the_beginning_is_kept() -> None:
+    long = "x" * 1_000_000
+    refused = httpx.Response(500, json={"error": {"message": long}})
+    deep = httpx.Response(200, json={"status": "sleeping", "level": 1, "why_not_deeper": long})
+    left_out = httpx.Response(200, json={"results": [long]})
+    versioned = httpx.Response(200, json={"results": [{"usage": {"weights": _usage(5, 3)}, "version": long}]})
+    outcomes = [
+        do(Server(sleep=[refused]), lambda one: one.sleep(1)),
+        do(Server(sleep=[httpx.Response(500, text=long)]), lambda one: one.sleep(1)),
+        do(Server(**{STATUS: OF_GATE}, sleep=[deep]), lambda one: _with_gate(one, 3, 1)),
+        do(Server(collective_rpc=[_deepened(long)]), lambda one: _with_layer(one, 3)),
+        do(Server(reload_weights=[httpx.Response(404)], collective_rpc=[left_out]), lambda one: one.wake(2)),
+    ]
+    assert all(400 < len(f"{each.error or ''}{each.why_not_deeper}") < 700 for each in outcomes)
+    facts = do(Server(**{STATUS: [versioned]}), lambda one: one.facts())
+    assert len(facts.layer) < 700  # type: ignore[attr-defined]
+
+
 def _keeps(*said: object) -> httpx.Response:
     """What a worker for each of these says that it keeps of 9 bytes of KV cache."""
     kv_cache = [{**_usage(9, 0), "kept_bytes": each} for each in said]

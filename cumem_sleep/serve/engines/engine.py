@@ -21,6 +21,7 @@ from ..status import Phase
 ASK_WITHIN_S = 10.0
 ASK_EVERY_S = 0.2
 MOST_ANSWER_BYTES = 16 << 20
+MOST_SAID = 500  # letters of what a server says in words: they are logged, and in every status
 _PLAIN = "identity"
 _LEAVE_OPEN = "is for this front to choose: leave it out, or leave it open with {port} or {socket}"
 
@@ -300,9 +301,9 @@ def error_of(answer: httpx.Response) -> str:
     try:
         body: Any = answer.json()
     except ValueError:
-        return answer.text[:500]
+        return answer.text[:MOST_SAID]
     found = body.get("error", body) if isinstance(body, dict) else body
-    return str(found.get("message", found) if isinstance(found, dict) else found)[:500]
+    return str(found.get("message", found) if isinstance(found, dict) else found)[:MOST_SAID]
 
 
 def text_of(error: Exception) -> str:

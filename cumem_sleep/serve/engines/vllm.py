@@ -16,7 +16,7 @@ from ..address import Address
 from ..command import LOOPBACK, packages_beside, values
 from ..policy import OF_LAYER
 from ..status import Phase
-from .engine import ASK_EVERY_S, ASK_WITHIN_S, Engine, Facts, Failed, Outcome, error_of, text_of
+from .engine import ASK_EVERY_S, ASK_WITHIN_S, MOST_SAID, Engine, Facts, Failed, Outcome, error_of, text_of
 
 GATE = "cumem_sleep.vllm.SleepGate"
 _RESET = "/reset_prefix_cache"
@@ -173,7 +173,7 @@ class VllmEngine(Engine):
                 workers = answer.json()["results"]
                 why = next((str(each["why"]) for each in workers if each["why"]), "")
                 level = OF_LAYER if all(each["checkpointed"] for each in workers) else 1
-            return Outcome(None, Phase.ASLEEP, level, why_not_deeper=why)
+            return Outcome(None, Phase.ASLEEP, level, why_not_deeper=why[:MOST_SAID])
         except (Failed, httpx.HTTPError, OSError, ValueError, KeyError, TypeError) as error:
             return Outcome(None, Phase.ASLEEP, 1, why_not_deeper=f"{path}: {text_of(error)}")
 
@@ -227,7 +227,7 @@ class VllmEngine(Engine):
             vault = workers[0].get("place", {}).get("vault", "")
             if not isinstance(vault, str) or not vault.isprintable():
                 raise ValueError(f"a vault at {vault!r}")
-            version = str(workers[0].get("version", "active"))
+            version = str(workers[0].get("version", "active"))[:MOST_SAID]
             self.phases = _phases(workers)
             self.kept_bytes = sum(_kept_bytes(tag) for worker in workers for tag in worker["usage"].values())
             mapped_bytes, wake_bytes = _mapped_and_missing(worker["usage"].values() for worker in workers)
@@ -354,6 +354,6 @@ def _check(path: str, answer: httpx.Response) -> httpx.Response:
 def _left_out(answer: httpx.Response) -> str:
     """The weights that a reload left out, as the layer in the workers says."""
     try:
-        return next((names for names in answer.json()["results"] if isinstance(names, str)), "")
+        return next((names for names in answer.json()["results"] if isinstance(names, str)), "")[:MOST_SAID]
     except (ValueError, KeyError, TypeError):
         return ""
