@@ -56,7 +56,6 @@ from .errors import (
 )
 from .operations.deepen import deepen, why_not_for_ranks
 from .operations.digests import digests
-from .operations.first_allocation import FirstAllocation
 from .operations.forget import forget
 from .operations.layer import Fill, Layer
 from .operations.look import read_backup, usage
@@ -124,7 +123,6 @@ class CuMemAllocator:
         self._layer = Layer(self.settings, self.tuning, self._store, self._digester, self._compressor, self._copiers)
         self._pools = Pools()
         self._cuda = CudaState(self._lock, THIS_PROCESS.bring_back, _deepen, self.settings.deep_after_s)
-        self._first_allocation = FirstAllocation(self._store.turns, self.tuning)
         self._operations: Operations = Operations(
             settings=self.settings,
             lock=self._lock,
@@ -135,7 +133,6 @@ class CuMemAllocator:
             note_before=self._layer.residue.note_before,
             left_pool=_left_pool,
             freed_by_hook=_forget_freed_backups,
-            has_slept=self._first_allocation.after,
         )
         _allocators.add(self)  # only now: stopping it at exit uses what was set above
         self._used_tags = UsedTags(in_pools(), "no memory was ever given such a tag", DEFERRABLE_TAGS)
@@ -721,7 +718,6 @@ class CuMemAllocator:
 
     def _stop_background_work(self) -> None:
         self._cuda.stop()
-        self._first_allocation.stop()
         self._stop_preparing()
         self._store.room.stop()
 

@@ -180,7 +180,6 @@ def free_everything() -> None:
         sim.reset()
     try:
         allocator._stop_preparing()
-        allocator._first_allocation.stop()
         held = _held_by_torch()
         for segment in _core.segments():
             if segment.address not in held:

@@ -193,7 +193,6 @@ class Operations:
         note_before: called before a pool is entered, with the device that PyTorch uses.
         left_pool: called when a thread has left a pool in which it allocated.
         freed_by_hook: called, on a thread of its own, after PyTorch freed segments through the hook.
-        has_slept: called after a sleep with the bytes that it freed, unless the process is at level 3.
         totals: what was done so far, by operation.
         retired: a newer allocator has taken this one's place.
         may_be_asleep: something has slept or woken since nothing was seen asleep.
@@ -208,7 +207,6 @@ class Operations:
     note_before: Callable[[int], None]
     left_pool: Callable[[], None]
     freed_by_hook: Callable[[], None]
-    has_slept: Callable[[int], None]
     totals: dict[str, OperationTotals] = field(default_factory=dict)
     retired: bool = False
     may_be_asleep: bool = False
@@ -240,8 +238,6 @@ class Operations:
         if not report.note:
             self.totals[counts_as] = self.totals.get(counts_as, OperationTotals()).plus(report)
         log.info("cumem-sleep: %s", report)
-        if isinstance(report, SleepReport) and not _core.driver_calls_suspended():
-            self.has_slept(report.freed_bytes)
 
     def count_failure(self, counts_as: str) -> None:
         """Add a failure; of what is not counted, none."""

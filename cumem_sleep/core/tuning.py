@@ -34,10 +34,6 @@ class Tuning:
             block, and one that follows at once should not (`level_2_wakes.txt`).
         between_releases_s: how long it pauses between two blocks, so that others get the lock.
         pause_per_release: how many times as long as a block took, where the host is not short of memory.
-        first_allocation_least_bytes: a sleep that freed less leaves the first allocation after it, which takes 0.2 to
-            0.3 ms for each gibibyte, to the next wake; so does one after which others have left less than this.
-        first_allocation_after_s: by then the driver has scrubbed 115 GiB (`later_wakes.json`).
-        first_allocation_retry_s: how often it is tried then, while an operation or another thread has the lock.
         batch_bytes: copied back at a time by a kernel.
         trial_bytes: copied back when timed alone: if the engine is slow, the kernel waits for it meanwhile.
         engine_batch_bytes: copied back at a time by the copy engine; faster than 64 MiB (`wake_paths.json`).
@@ -76,9 +72,6 @@ class Tuning:
     before_releases_s: float = 0.05
     between_releases_s: float = 0.0002
     pause_per_release: float = 20.0
-    first_allocation_least_bytes: int = 4 * _GIB
-    first_allocation_after_s: float = 0.5
-    first_allocation_retry_s: float = 0.01
     batch_bytes: int = 64 * _MIB
     trial_bytes: int = 16 * _MIB
     engine_batch_bytes: int = 256 * _MIB

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import json
-import logging
 import os
 import subprocess
 import sys
@@ -776,25 +775,6 @@ class TestByItself:
         allocator.malloc(PAGE, "kv_cache")
         allocator.discard("kv_cache")
         assert_no_threads("cumem-deepen")
-
-
-def test_no_thread_allocates_there(
-    allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """What makes the first allocation after a sleep calls no driver: that would come back, or wait for ever."""
-    monkeypatch.setattr(CuMemAllocator.tuning, "first_allocation_least_bytes", PAGE)
-    allocator.malloc(PAGE, "weights")
-    assert allocator.sleep(level=3).checkpointed_bytes
-    assert allocator._first_allocation._worker is None
-    monkeypatch.setattr(CuMemAllocator.tuning, "first_allocation_after_s", 0.0)
-    allocator._first_allocation.after(1 << 50)  # as if it had gone there meanwhile
-    worker = allocator._first_allocation._worker
-    assert worker is not None
-    with caplog.at_level(logging.INFO, "cumem_sleep"):
-        assert worker.wait(20)
-    assert allocator.checkpoint is not None
-    assert "first allocation" not in caplog.text
-    allocator.wake_up()
 
 
 class TestRefused:
