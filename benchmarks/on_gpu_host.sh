@@ -5,10 +5,10 @@
 # The suite, and the memory layer alone (seconds on an H200 in brackets; those marked ~ are estimates):
 #   tests [410]  vault_tests [15] belongs to it;  sanitizer [240]
 #   tests_1_of_2+tests_2_of_2 two_gpu_tests [~250]  the same on two GPUs at once; so for any number
-#   bench [100]  small [60]  beside [50 a turn; $TURNS (2)]  level_3 [25]  decoder [100]  compressed [280]  codec [200]
-#   decode_after_wake [~60]  host_memory [120]  kept_ranges [~60]  forget [~20]  vault [~300]  vault_small [~80]  vault_kills [140]
+#   bench [100]  small [60]  beside [50 a turn; $TURNS (2)]  level_3 [25]  compressed [280]
+#   vault [~300]  vault_small [~80]
 #   spill [~270; with vLLM and .gpu/saver beside, if they are there; $SPILL_OPTIONS, as --ways memory,files]
-#   first_clients [~180, several GPUs]  links [~240, several GPUs; $LINKS_OPTIONS, as --compress]  manners [~200; these]
+#   links [~240, several GPUs; $LINKS_OPTIONS, as --compress]
 #   peers [500]  saver [~420]  saver_30 [~150]  saver_tests [~240]
 # With vLLM, from .gpu/1/*.tar.xz and .gpu/2/*.tar.xz, unless it is installed:
 #   serve [240]  serve_vault [~180]  switching [540]  switching_fp8 [300]  switching_vault [~200]
@@ -16,7 +16,7 @@
 #   serve_level_3 [~240; $LEVEL_3_OPTIONS, as --deadline 330]
 #   serve_level_3_own [~240, at once with it on a second GPU]
 #   kept_kv [~280; $KEPT_KV_OPTIONS, as --shape 8B --tokens 16000]  kept_kv_windows [~80]
-#   serve_kept_kv [~240]  vault_servers [~70]  scenarios [300]  two_gpus [400]
+#   vault_servers [~70]  scenarios [300]  two_gpus [400]
 #   ranks [~400, two GPUs; with Ray from .gpu/3/*.tar.xz, if it is there]
 #   trl [~140; $TRL_OPTIONS, as --ways ours-2,own-2; with .gpu/3/trl.tar.xz from gpu_host_archives.py]
 #
@@ -25,13 +25,13 @@
 #
 # What is in .gpu may come in several calls to one machine: each call unpacks what it finds, once. Other things in .gpu:
 #   switching.json, to which both parts of that benchmark add
-#   checkpoint.safetensors, real weights for `compressed` and `codec`
+#   checkpoint.safetensors, real weights for `compressed`
 #   base/, a wheel of an earlier commit, for `beside`
 #   saver/, the `test` folder of torch_memory_saver's repository and its wheel, for the parts of that name and for
 #   `peers`, which needs vLLM, too
 #
 # Parts joined by + run at the same time, the first on GPU 0, the second on GPU 1; those joined by a comma one after the
-# other (`vault+vault_kills,saver_30`). A wheel in .gpu/wheel/HASH/ is installed instead of a build if it is of these
+# other (`vault+compressed,saver_30`). A wheel in .gpu/wheel/HASH/ is installed instead of a build if it is of these
 # sources (the first line printed names HASH).
 #
 # Runs of the suite leave their output in OUT/tests*.txt, with the commit that $COMMIT names (a copy of the tree does not
@@ -242,20 +242,13 @@ part() {
             -k "not 200_cycles and not in_flight and not without_room and not captured_in_its_pool and not cupy" 2>&1 |
             tee "$out/sanitizer.txt"
         ;;
-    decode_after_wake) measure 120 decode_after_wake decode_after_wake ;;
-    decoder) measure 200 decoder decoder --checkpoint /tmp/qwen3-8b ;;
     compressed) measure 280 compressed compressed "${checkpoint[@]}" ;;
-    codec) measure 200 codec codec "${checkpoint[@]}" ;;
-    host_memory) measure 200 host_memory host_memory ;;
-    kept_ranges) measure 200 kept_ranges kept_ranges ;;
-    forget) measure 100 forget forget ;;
     kept_kv | kept_kv_windows)
         local shape=()
         if [ "$1" = kept_kv_windows ]; then shape=(--shape windows --own-rounds 0); fi
         # shellcheck disable=SC2086 # several words
         with_vllm && measure 420 vllm_kept_kv "vllm_$1" --deadline "$(left 170)" ${KEPT_KV_OPTIONS:-} "${shape[@]}"
         ;;
-    serve_kept_kv) with_vllm && measure 330 serve_kept_kv serve_kept_kv --limit-s "$(left 290)" ;;
     bench) timeout 280 python3 -m cumem_sleep bench --weights 62488MiB --kv 54.63GiB --json >"$out/bench.json" ;;
     small)
         timeout 200 python3 -m cumem_sleep bench --weights 8000MiB --segment-size 2MiB --kv 20GiB --json \
@@ -282,10 +275,9 @@ part() {
         measure 420 vault vault --deadline "$(left 400)" ${VAULT_OPTIONS:-}
         ;;
     vault_small) measure 150 vault vault_small --scale 8 --deadline "$(left 140)" ;;
-    vault_kills) measure 240 vault_kills vault_kills --deadline "$(left 220)" ;;
-    links | manners)
+    links)
         # shellcheck disable=SC2086 # several words
-        measure 560 vault_links "vault_$1" --only "$1" --deadline "$(left 540)" ${LINKS_OPTIONS:-}
+        measure 560 vault_links vault_links --deadline "$(left 540)" ${LINKS_OPTIONS:-}
         ;;
     spill)
         with_vllm || echo "vLLM's loader is not measured"
@@ -293,7 +285,6 @@ part() {
         # shellcheck disable=SC2086 # several words
         PYTHONPATH=$PYTHONPATH:$theirs measure 360 vault_spill vault_spill --deadline "$(left 300)" ${SPILL_OPTIONS:-}
         ;;
-    first_clients) measure 300 vault_first_clients vault_first_clients ;;
     saver) with_saver && measure 570 torch_memory_saver_beside saver --theirs "$theirs" --deadline "$(left 550)" ;;
     saver_30)
         # shellcheck disable=SC2086 # several words

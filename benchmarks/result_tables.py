@@ -72,7 +72,6 @@ BLOCKS: dict[str, dict[str, Callable[[], Sequence[str]]]] = {
     "docs/vllm-scenarios.md": {"scenarios": of_vllm},
     "docs/vault.md": {
         "links": lambda: links.table(load(links.RESULT)),
-        "manners": if_there(links.MANNERS, links.manners),
         "models over links": if_there(serve_models.OVER_LINKS, serve_models.over_links),
         "files": if_there(spill.RESULT, spill.table),
         "vault": of_the_vault,

@@ -130,7 +130,6 @@ class Bench:
         self.half = qwen3_32b_bytes(max(1, arguments.decoder_layers // 2 - 1), arguments.scale)
         self.kv_bytes = KV_BYTES // arguments.scale // 512 * 512
         self.vault: Vault | None = None
-        self.copies = 1  # of these weights, that the vault has room for
         self._options = arguments.vault_options.split()
         self._log: Path = arguments.out.with_name("vault.log")
         self.facts: Steps = {}
@@ -139,7 +138,7 @@ class Bench:
         """Started when it is needed first; it serves all ways."""
         if self.vault is None:
             before = gpu_memory_in_use_bytes()
-            weights = self.copies * segment_bytes(self.sizes)
+            weights = segment_bytes(self.sizes)
             nbytes = max(int(ROOM * max(weights, 2 * segment_bytes(self.half))), 64 << 20)
             vault = Vault(nbytes, *self._options, log=self._log)
             try:

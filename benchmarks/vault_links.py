@@ -7,30 +7,21 @@ For each number of links a vault of its own, and a client on GPU 0 with 61.02 Gi
 `vault.py`); every byte is checked after every wake. Beside it the ceiling: as many bytes in pieces of 16 MiB from and
 to one block, over as many links, by copy engines and no vault. `--compress` measures compressed backups, too.
 
-With more than one GPU also two questions of manners, with a quarter of the bytes for each client: what a decoder on
-GPU 1 (8B's shape, in a CUDA graph) loses while its link relays for GPU 0, and what clients of all GPUs lose that sleep
-and wake at once, when links may help each other. What fails says why, and the rest is measured. Results are written
-after each.
+What fails says why, and the rest is measured. Results are written after each.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import statistics
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from layers import SIMULATED, TUNING
 from model_server import exit_on_sigterm
 from record import machine, touch_host_memory, write
@@ -126,143 +117,9 @@ def all_steps(bench: Bench, sleeper: Sleeper, rounds: int) -> None:
     sleeper.wake("wake right after sleeping")
 
 
-@dataclass
-class Decoding:
-    """A decoder in a process of its own, until it is told to end.
-
-    Attributes:
-        ended: when each of its steps ended, by the monotonic clock; known when it is over.
-    """
-
-    process: subprocess.Popen[str]
-    ended: list[float] = field(default_factory=list)
-
-    def steps_per_s(self, spans: list[tuple[float, float]]) -> float:
-        """Parts of steps count: of a fifth of a second they are a percent."""
-        done = np.interp(spans, self.ended, np.arange(len(self.ended)))
-        return float(np.diff(done).sum() / np.diff(spans).sum())
-
-
-@contextmanager
-def decoding(gpu: int, ends_at: float) -> Iterator[Decoding]:
-    command = [sys.executable, __file__, "--out", "-", "--decode"]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": str(gpu)}
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-    ) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        limit = threading.Timer(max(0.0, ends_at - time.monotonic()), process.kill)
-        limit.start()
-        try:
-            if process.stdout.readline() != "decodes\n":
-                raise RuntimeError("the decoder did not start")
-            beside = Decoding(process)
-            yield beside
-            process.stdin.close()
-            beside.ended = json.loads(process.stdout.readline())
-        finally:
-            limit.cancel()
-            process.kill()
-
-
-def decode() -> None:
-    """One token after another, until nobody listens any more; then print when each was there."""
-    ended: list[float] = []
-    over = threading.Event()
-    threading.Thread(target=lambda: (sys.stdin.read(), over.set()), daemon=True).start()
-    if SIMULATED:
-        step: Callable[[], object] = lambda: time.sleep(0.01)  # noqa: E731
-    else:
-        step = decoder_step()
-    for _ in range(20):
-        step()
-    print("decodes", flush=True)
-    while not over.is_set():
-        step()
-        ended.append(time.monotonic())
-    print(json.dumps(ended), flush=True)
-
-
-def decoder_step() -> Callable[[], object]:
-    import torch
-    from decode_after_wake import random_weights
-    from decoder import HEAD_DIM, KV_HEADS, LAYERS, Decoder
-
-    cache = torch.zeros(LAYERS, 2, KV_HEADS, 8192, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
-    decoder = Decoder(random_weights(), cache)
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        decoder.step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        decoder.step()
-
-    def step() -> None:
-        graph.replay()
-        decoder.token.copy_(decoder.logits.argmax(-1))
-        decoder.token.item()
-
-    return step
-
-
-def decode_beside(bench: Bench, rounds: int) -> dict[str, Any]:
-    """Steps per second of a decoder on GPU 1, while GPU 0 sleeps and wakes, and while nothing is copied."""
-    spans: dict[str, list[tuple[float, float]]] = {"sleep": [], "wake": [], "nothing": []}
-    bench.wait_until_unused()
-    before = relayed_bytes(bench)
-    with bench.client(bench.sizes, 1) as sleeper, decoding(1, bench.ends_at) as beside:
-        sleeper.sleep("first sleep")
-        sleeper.wake("wake")
-        for _ in range(rounds):
-            sleeper.change()
-            for what in ("sleep", "wake"):
-                begin = time.monotonic()
-                sleeper.begin(what)
-                sleeper.end(what, what)
-                spans[what].append((begin, time.monotonic()))
-                time.sleep(1)
-                spans["nothing"].append((spans[what][-1][1] + 0.2, time.monotonic()))
-            sleeper.check("wake")
-    return {
-        "steps_per_s": {what: beside.steps_per_s(some) for what, some in spans.items()},
-        "steps": sleeper.steps,
-        "relayed": [nbytes - earlier for nbytes, earlier in zip(relayed_bytes(bench), before, strict=True)],
-    }
-
-
-def relayed_bytes(bench: Bench) -> list[int]:
-    """By each GPU's link so far."""
-    return [gpu["relayed_in_bytes"] + gpu["relayed_out_bytes"] for gpu in bench.the_vault().status()["gpus"]]
-
-
-def together(bench: Bench, gpus: int, rounds: int) -> dict[str, list[float]]:
-    """Seconds until the last of as many clients, each of a GPU of its own, has slept or woken."""
-    seconds: dict[str, list[float]] = {"sleep": [], "wake": []}
-    bench.the_vault()
-    with ExitStack() as stack, ThreadPoolExecutor(gpus) as pool:
-        started = [pool.submit(bench.client, bench.sizes, n, CUDA_VISIBLE_DEVICES=str(n)) for n in range(gpus)]
-        sleepers = [stack.enter_context(each.result()) for each in started]
-        for _ in range(rounds + 1):
-            for what, noted in seconds.items():
-                for sleeper in sleepers:
-                    sleeper.begin(what)
-                noted.append(max(sleeper.end(what, what)["seconds"] for sleeper in sleepers))
-                time.sleep(bench.pause_s)
-            for sleeper in sleepers:
-                sleeper.check("wake")
-                sleeper.change()
-    return {what: noted[1:] for what, noted in seconds.items()}
-
-
-def new_bench(
-    arguments: argparse.Namespace, ends_at: float, vault_options: str, scale: int = 1, copies: int = 1
-) -> Bench:
-    left_s = ends_at - time.monotonic()
-    given = {"scale": arguments.scale * scale, "deadline": left_s, "vault_options": vault_options}
+def new_bench(arguments: argparse.Namespace, ends_at: float, vault_options: str) -> Bench:
+    given = {"deadline": ends_at - time.monotonic(), "vault_options": vault_options}
     bench = Bench(argparse.Namespace(**{**vars(arguments), **given}))
-    bench.copies = copies
     if not SIMULATED:
         _, total = _core.memory_info(0)
         bench.kv_bytes = min(bench.kv_bytes, (total - LEFT_BYTES - segment_bytes(bench.sizes)) // MIB * MIB)
@@ -276,41 +133,14 @@ def tried(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return {"error": f"{type(error).__name__}: {error}"}
 
 
-def measure_manners(arguments: argparse.Namespace, gpus: int, ends_at: float, result: dict[str, Any]) -> None:
-    rounds, found = arguments.rounds, result.setdefault("together", {})
-    for relays, name in (("off", "without help"), ("auto", "with help")):
-        options = f"--gpus {' '.join(map(str, range(gpus)))} --relay {relays}"
-        bench = new_bench(arguments, ends_at, options, scale=4, copies=gpus)
-        try:
-            found[name] = tried(together, bench, gpus, rounds)
-            write(arguments.out, result)
-            if relays != "off":
-                result["decoder"] = tried(decode_beside, bench, rounds)
-                write(arguments.out, result)
-        finally:
-            if bench.vault is not None:
-                bench.vault.close()
-
-
 def failures(result: dict[str, Any]) -> dict[str, str]:
     """What was not measured, and why."""
-    ways = {f"{links} links, {way}": found for links, ways in result["ways"].items() for way, found in ways.items()}
-    manners = {f"together, {way}": found for way, found in result.get("together", {}).items()}
-    found = {"a decoder": result.get("decoder", {}), **manners, **ways}
+    found = {f"{links} links, {way}": found for links, ways in result["ways"].items() for way, found in ways.items()}
     return {where: each["error"] for where, each in found.items() if "error" in each}
 
 
 def table(result: dict[str, Any]) -> list[str]:
-    lines = []
-    if (beside := result.get("decoder")) is not None and "error" not in beside:
-        rates = {what: round(rate, 2) for what, rate in beside["steps_per_s"].items()}
-        lines.append(f"a decoder on GPU 1, steps per second while GPU 0 does this: {rates}")
-        lines.append(f"  meanwhile each GPU relayed {[nbytes >> 20 for nbytes in beside['relayed']]} MiB")
-    for way, seconds in result.get("together", {}).items():
-        if "error" not in seconds:
-            medians = {what: round(statistics.median(some), 3) for what, some in seconds.items()}
-            lines.append(f"all GPUs at once, {way}: {medians}")
-    lines += [f"  {where}: {error.splitlines()[0]}" for where, error in failures(result).items()]
+    lines = [f"  {where}: {error.splitlines()[0]}" for where, error in failures(result).items()]
     for links, ceiling in result["ceilings"].items():
         rates = {way: max(gbps) for way, gbps in ceiling.items()}
         lines.append(f"{links} links: ceiling {rates['out']:.1f} GB/s out, {rates['in']:.1f} in")
@@ -339,13 +169,8 @@ def main() -> None:
     parser.add_argument("--decoder-layers", type=int, default=64, help="of the 32B model (default: %(default)s)")
     parser.add_argument("--scale", type=int, default=1, help="divide every tensor's size and the KV cache's by this")
     parser.add_argument("--pause", type=float, default=3.0, help="seconds before a late wake (default: %(default)s)")
-    parser.add_argument("--only", choices=["links", "manners"], help="half of it")
     parser.add_argument("--deadline", type=float, default=540, help="seconds that all of it may take (%(default)s)")
-    parser.add_argument("--decode", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.decode:
-        decode()
-        return
     exit_on_sigterm()
     open_driver(Settings.from_environment().driver)
     gpus = _core.device_count()
@@ -357,9 +182,6 @@ def main() -> None:
     if not SIMULATED:  # a vault refuses more memory than the host has, and some have it only when it was touched
         touch_host_memory(int(ROOM * segment_bytes(qwen3_32b_bytes(arguments.decoder_layers, arguments.scale))))
     result: dict[str, Any] = {"machine": machine(), "ceilings": {}, "ways": {}}
-    if arguments.only != "links" and gpus > 1:
-        measure_manners(arguments, gpus, ends_at, result)
-    numbers = numbers if arguments.only != "manners" else []
     for number in numbers:
         result["ceilings"][str(number)] = ceilings(number, CEILING_BYTES // arguments.scale)
     ways: dict[str, dict[str, str]] = {"plain": {}}

@@ -248,21 +248,13 @@ def test_options_in_the_prose_exist() -> None:
         assert option in known
 
 
-def removed_from_benchmarks() -> set[str]:
-    """Scripts and results that benchmarks/README.md says to be at an earlier commit."""
-    text = (ROOT / "benchmarks" / "README.md").read_text()
-    return set(re.findall(r"`(\w+\.\w+)`", text[text.index("## Removed") :]))
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.name))
 def test_files_that_are_named_exist(page: pathlib.Path) -> None:
     named = re.findall(
         r"(?<![\w/.])((?:benchmarks|tests|csrc|cumem_sleep|docs|examples|tools|\.ci|\.github)/[\w./-]*)",
         page.read_text(),
     )
-    missing = [name.rstrip(".") for name in named if not (ROOT / name.rstrip(".")).exists()]
-    removed = removed_from_benchmarks() if "decisions" in str(page.relative_to(ROOT)) else set()
-    assert not [name for name in missing if not (name.startswith("benchmarks/") and name.split("/")[-1] in removed)]
+    assert [name for name in named if not (ROOT / name.rstrip(".")).exists()] == []
 
 
 def test_extras_and_parts_that_are_named_exist() -> None:
@@ -533,15 +525,20 @@ def test_exit_codes_are_those_of_the_command() -> None:
 def test_results_that_are_cited_are_there() -> None:
     """Raw results, named in backticks by the docs and by comments; a page that names a removed one names its commit."""
     results = {path.name for path in (ROOT / "benchmarks" / "results").iterdir()}
-    removed = removed_from_benchmarks()
-    assert not results & removed
+    removed = set()
+    for commit in ("5735fe0", "8d3b3c0"):
+        command = ["git", "ls-tree", "--name-only", f"{commit}:benchmarks/results"]
+        git = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        if git.returncode != 0:
+            pytest.skip(f"{git.stderr.strip()}: a source distribution or a shallow clone")
+        removed |= {*git.stdout.split()}
     pages = [ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")]
     sources = [*(ROOT / "cumem_sleep").rglob("*.py"), *(ROOT / "csrc").rglob("*.cpp"), *(ROOT / "csrc").rglob("*.h")]
     cited, lacking = set(), []
     for path in (*pages, *sources):
         text = path.read_text("utf-8")
         needs_commit = path in pages and "decisions" not in str(path.relative_to(ROOT))
-        for match in re.finditer(r"`([a-z0-9_]+\.(?:json|txt))`( at commit 5735fe0)?", text):
+        for match in re.finditer(r"`([a-z0-9_]+\.(?:json|txt))`( at commit (?:5735fe0|8d3b3c0))?", text):
             cited.add(match[1])
             if match[1] not in results and not (match[1] in removed and (match[2] or not needs_commit)):
                 lacking.append(f"{path.name}: {match[1]}")
@@ -549,19 +546,12 @@ def test_results_that_are_cited_are_there() -> None:
     assert not lacking
 
 
-def test_benchmarks_are_explained_and_what_was_removed_is_at_its_commit() -> None:
+def test_benchmarks_are_explained() -> None:
     folder = ROOT / "benchmarks"
     text = (folder / "README.md").read_text()
-    explained, removed = (
-        set(re.findall(r"`(\w+\.(?:py|sh))`", text.partition("## Removed")[0])),
-        removed_from_benchmarks(),
-    )
+    explained = set(re.findall(r"`(\w+\.(?:py|sh))`", text))
     assert explained == {path.name for path in folder.iterdir() if path.suffix in (".py", ".sh")}
     assert [path.name for path in (folder / "results").iterdir() if path.name not in text] == []
-    command = ["git", "ls-tree", "-r", "--name-only", "5735fe0", "benchmarks"]
-    git = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    if git.returncode == 0:  # neither a source distribution nor a shallow clone
-        assert removed <= {name.rpartition("/")[2] for name in git.stdout.splitlines()}
 
 
 def test_api_pages_take_no_part_of_a_sentence_for_a_type() -> None:

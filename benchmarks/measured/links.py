@@ -7,9 +7,9 @@ from typing import Any
 
 from .bars import Bars, draw_bars
 from .results import ROOT, machine
-from .written import GIB, digits, header, row, spread
+from .written import GIB, header, row, spread
 
-RESULT, MANNERS = "vault_links.json", "vault_manners.json"
+RESULT = "vault_links.json"
 PLOT = ROOT / "docs" / "links.svg"
 STEPS = {
     "wake": "wake, later",
@@ -62,28 +62,6 @@ def table(result: dict[str, Any]) -> list[str]:
             )
             lines.append(row(name + said, cells))
     return [*lines, "", "![Seconds of a wake by links](links.svg)"]
-
-
-def manners(result: dict[str, Any]) -> list[str]:
-    """What those lose who are helped, and who help."""
-    steps = result["decoder"]["steps_per_s"]
-    relayed = sum(result["decoder"]["relayed"][1:]) / GIB
-    losses = (f"{100 * (1 - steps[what] / steps['nothing']):.1f} % in a {what}" for what in ("sleep", "wake"))
-    medians = {
-        way: {what: statistics.median(some) for what, some in found.items()}
-        for way, found in result["together"].items()
-    }
-    alone, helped = medians["without help"], medians["with help"]
-    times = (
-        f"a {what} took {digits(helped[what])} s, and {digits(alone[what])} without help"
-        f" ({helped[what] / alone[what]:.2f} ×)"
-        for what in ("sleep", "wake")
-    )
-    return [
-        f"**Manners**, {result['machine']['gpus']} × {machine(result)}: an 8B-shaped decoder made"
-        f" {steps['nothing']:.0f} tokens a second; while its GPU's link and others relayed {relayed:.0f} GiB in all, it"
-        f" lost {' and '.join(losses)}. Where all GPUs slept and woke at once, {'; '.join(times)}.",
-    ]
 
 
 def draw(result: dict[str, Any]) -> None:

@@ -5,7 +5,7 @@
 // and for enqueued work here, host functions included, and a checkpoint finds none.
 //
 // After a restore fails for want of memory, every later one fails too, as on an H200
-// (benchmarks/results/checkpoint_behaviour.json, driver 580).
+// (`checkpoint_behaviour.json`, driver 580).
 //
 // CUDA_ERROR_UNKNOWN, injected into Checkpoint or Restore, leaves the process in CU_PROCESS_STATE_FAILED: it never gets
 // past its next driver call. Every other injected error leaves the state as it is.

@@ -27,7 +27,7 @@ _State = _core.ProcessState
 # What a checkpointed process keeps on a GPU. It may have had less there.
 _KEPT_BYTES = 4 << 20
 # What a process may have on a GPU that NVML does not count as its own: 9 MiB of an idle one, 130 MiB, mostly page
-# tables, of one that had registered 66 GiB of host memory (benchmarks/results: checkpoint_behaviour.json, vault.json).
+# tables, of one that had registered 66 GiB of host memory (`checkpoint_behaviour.json`, `vault.json`).
 _UNCOUNTED_BYTES = 256 << 20
 # A context, where nothing is counted: 522 to 683 MiB were seen.
 _CONTEXT_BYTES = 1 << 30

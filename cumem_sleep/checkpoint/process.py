@@ -20,7 +20,7 @@ from ..errors import CheckpointFailed, CumemSleepError, InvalidState, OutOfDevic
 from .helper import MESSAGE_BYTES
 
 # What driver 580 says of a restore without enough memory, and of every one after that
-# (benchmarks/results/checkpoint_behaviour.json).
+# (`checkpoint_behaviour.json`).
 _RAN_OUT, _AFTER_THAT = "CUDA_ERROR_OUT_OF_MEMORY", "CUDA_ERROR_OPERATING_SYSTEM"
 # Not `-m`, which looks for modules in the current directory first; and what the program has added to `sys.path` counts.
 _HELPER = """\

@@ -18,7 +18,7 @@ _ALIGN = tl.constexpr(ALIGN_BYTES)
 _PASSED_ON = tl.constexpr(PASSED_ON)
 _PLACES = tl.constexpr(PLACES)
 
-# The fastest of those tried on an H200 (benchmarks/results/codec.json). Registers limit how many programs fit on a #
+# The fastest of those tried on an H200 (`codec.json`). Registers limit how many programs fit on a
 # multiprocessor: with 64 registers, four programs of 8 warps, and little is spilled.
 _COUNT_OPTIONS = {"num_warps": 8}
 _ENCODE_OPTIONS = {"num_warps": 8, "maxnreg": 64}

@@ -1,7 +1,7 @@
 """How much is done at once: sizes and counts chosen by measurement. Nobody has to set them; tests make them small.
 
-Measurements are named by their result files. One that is not in `benchmarks/results/` is there at commit 5735fe0, with
-the script that made it; so it is wherever this package's sources name one.
+Measurements are named by their result files. One that is not in `benchmarks/results/` is there at commit 5735fe0 or
+8d3b3c0, with the script that made it; so it is wherever this package's sources name one.
 """
 
 from __future__ import annotations
