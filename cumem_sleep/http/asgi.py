@@ -114,10 +114,6 @@ class Inbox:
             self._news.clear()
             await self._news.wait()
 
-    def early(self) -> bytes:
-        """The part of the body that was read ahead."""
-        return b"".join(message.get("body", b"") for message in self._early)
-
     async def drain(self) -> None:
         """Read what the client still sends, up to a limit: a client that writes all of it first sees its answer."""
         self._forget()

@@ -40,7 +40,7 @@ from ..http.asgi import (
     within,
 )
 from ..settings import GateSettings
-from . import control_routes, data_parallel, events, metrics, parameters, refused_anyway, worker_methods
+from . import control_routes, data_parallel, events, metrics, parameters, worker_methods
 from .admin_listener import FROM_LISTENER, AdminListener, bound
 from .conductor import Conductor
 from .control_routes import CONTROLS
@@ -264,10 +264,7 @@ class SleepGate:
             while not model.serves:
                 if _lacks_api_key(scope):
                     return await self._answer(scope, inbox, send, _unauthorized(), "Unauthorized")
-                held = await self._hold(taken, scope, inbox)  # another sleep may begin before it returns
-                if not held:
-                    break
-                outcome = held
+                outcome = await self._hold(taken, scope, inbox)  # another sleep may begin before it returns
         except GateRefused as refused:
             self._outcomes[refused.outcome] += 1
             return await self._answer(scope, inbox, send, refused.answer(), str(refused))
@@ -287,7 +284,7 @@ class SleepGate:
         await self._pass(scope, inbox, send)
 
     async def _hold(self, taken: Taken, scope: Scope, inbox: Inbox) -> str:
-        """Returns the outcome of the request as soon as the model serves; "" if vLLM will reject the request anyway.
+        """Returns the outcome of the request as soon as the model serves. One whose body never comes wakes nothing.
 
         Raises:
             GateRefused: the policy says so, the deadline passed, too much is held, or waking failed.
@@ -305,10 +302,8 @@ class SleepGate:
         try:
             self._raise_overload(self._held.requests > settings.max_held_requests)
             wakes = policy == "wake" and taken.kind is RouteKind.RUNS
-            if wakes and scope["type"] == "http" and self._door.exists:
+            if wakes and scope["type"] == "http":
                 await self._wait(asyncio.ensure_future(inbox.until_complete()), gone, deadline)
-                if inbox.complete and refused_anyway.will_be(scope, taken.template, inbox.early()):
-                    return ""
             await self._until_serves(deadline, gone, wakes)
         finally:
             self._held.requests -= 1

@@ -580,14 +580,6 @@ class Episode:
                 Request("POST", path, b"{}", {**json_type, **key})
                 for path in ("/nowhere", "/v1/models", "/metrics", "/tokenize")
             ),
-            *(
-                Request("POST", COMPLETIONS, body, {**json_type, **key})
-                for body in (b"", b"{", b"[]", b'{"model": "other", "prompt": "hello"}', b'{"model": "model"}')
-            ),
-            Request(
-                "POST", COMPLETIONS, b'{"model": "model", "prompt": "hello", "max_tokens": -1}', {**json_type, **key}
-            ),
-            Request("POST", "/v1/chat/completions", b'{"model": "model", "messages": []}', {**json_type, **key}),
             Request("POST", COMPLETIONS + "/", good, {**json_type, **key}),
             *([Request("POST", COMPLETIONS, good, json_type), Request("POST", COMPLETIONS, good)] * self.plan.key),
             Request("GET", COMPLETIONS, headers=key),
