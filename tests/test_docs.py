@@ -186,24 +186,6 @@ def test_pytest_finds_tests(line: str, tmp_path: pathlib.Path) -> None:
     assert process.returncode == 0, process.stdout[-2000:] + process.stderr
 
 
-def test_linters_are_those_of_ci() -> None:
-    (snippet,) = (each for each in OF_BASH if "pre-commit install" in each.text)
-    ci = (ROOT / ".ci" / "run").read_text()
-    lint = ci[ci.index("\nlint() {") :].partition("\n}")[0]
-    named = re.search(r"# before each commit: (.+)", snippet.text)
-    assert named is not None
-    hooks = re.findall(r"- id: ([\w]+(?:-format)?)", (ROOT / ".pre-commit-config.yaml").read_text())
-    assert set(named[1].split(", ")) == {hook.removesuffix("-format") if "ruff" in hook else hook for hook in hooks}
-    for command in snippet.text.splitlines()[3:]:
-        assert re.search(rf"^    {command.split()[0]}\b", lint, re.MULTILINE), command
-
-
-def test_the_site_is_built_as_ci_does() -> None:
-    (line,) = (line for line in LINES if line.startswith("sphinx-build "))
-    options = line.partition(" build/docs")[0].removeprefix("sphinx-build ")
-    assert f"sphinx-build -q {options} " in (ROOT / ".ci" / "run").read_text()
-
-
 def test_huge_pages_are_switched_on_as_the_doctor_says() -> None:
     (line,) = (line for line in LINES if "shmem_enabled" in line)
     assert f'"{line}"' in (ROOT / "cumem_sleep" / "tools" / "doctor" / "host.py").read_text()
@@ -544,14 +526,6 @@ def test_results_that_are_cited_are_there() -> None:
                 lacking.append(f"{path.name}: {match[1]}")
     assert len(cited) > 30
     assert not lacking
-
-
-def test_benchmarks_are_explained() -> None:
-    folder = ROOT / "benchmarks"
-    text = (folder / "README.md").read_text()
-    explained = set(re.findall(r"`(\w+\.(?:py|sh))`", text))
-    assert explained == {path.name for path in folder.iterdir() if path.suffix in (".py", ".sh")}
-    assert [path.name for path in (folder / "results").iterdir() if path.name not in text] == []
 
 
 def test_api_pages_take_no_part_of_a_sentence_for_a_type() -> None:
