@@ -9,7 +9,7 @@
 #   vault [~300]  vault_small [~80]
 #   spill [~270; with vLLM and .gpu/saver beside, if they are there; $SPILL_OPTIONS, as --ways memory,files]
 #   links [~240, several GPUs; $LINKS_OPTIONS, as --compress]
-#   peers [500]  saver [~420]  saver_30 [~150]  saver_tests [~240]
+#   peers [500]  saver_tests [~240]
 # With vLLM, from .gpu/1/*.tar.xz and .gpu/2/*.tar.xz, unless it is installed:
 #   serve [240]  serve_vault [~180]  switching [540]  switching_fp8 [300]  switching_vault [~200]
 #   models [~330; $MODELS_OPTIONS, as --restart-seconds 120]  models_links [~220, several GPUs]
@@ -27,19 +27,18 @@
 #   switching.json, to which both parts of that benchmark add
 #   checkpoint.safetensors, real weights for `compressed`
 #   base/, a wheel of an earlier commit, for `beside`
-#   saver/, the `test` folder of torch_memory_saver's repository and its wheel, for the parts of that name and for
+#   saver/, the `test` folder of torch_memory_saver's repository and its wheel, for `saver_tests`, `spill` and
 #   `peers`, which needs vLLM, too
 #
 # Parts joined by + run at the same time, the first on GPU 0, the second on GPU 1; those joined by a comma one after the
-# other (`vault+compressed,saver_30`). A wheel in .gpu/wheel/HASH/ is installed instead of a build if it is of these
+# other (`vault+compressed,peers`). A wheel in .gpu/wheel/HASH/ is installed instead of a build if it is of these
 # sources (the first line printed names HASH).
 #
 # Runs of the suite leave their output in OUT/tests*.txt, with the commit that $COMMIT names (a copy of the tree does not
 # know it), measurements their raw JSON, and all logs are in OUT/logs.tar.gz. A call of a lent machine may be short:
 # $LIMIT_S are the seconds that it has (580). Parts that do not fit any more say so; a part that fails loses none of the
-# others. $VAULT_OPTIONS, $MODELS_OPTIONS and $SAVER_OPTIONS (of saver_30) are passed on to these parts, $ONLY names some
-# scenarios of `ranks`, of which $SCENARIO_JOBS (3) run at a time: six engines of two processes each took 96 to 137 s on
-# 32 cores.
+# others. $VAULT_OPTIONS and $MODELS_OPTIONS are passed on to these parts, $ONLY names some scenarios of `ranks`, of
+# which $SCENARIO_JOBS (3) run at a time: six engines of two processes each took 96 to 137 s on 32 cores.
 set -uo pipefail
 out=$1
 shift
@@ -284,12 +283,6 @@ part() {
         with_saver || echo "torch_memory_saver is not measured"
         # shellcheck disable=SC2086 # several words
         PYTHONPATH=$PYTHONPATH:$theirs measure 360 vault_spill vault_spill --deadline "$(left 300)" ${SPILL_OPTIONS:-}
-        ;;
-    saver) with_saver && measure 570 torch_memory_saver_beside saver --theirs "$theirs" --deadline "$(left 550)" ;;
-    saver_30)
-        # shellcheck disable=SC2086 # several words
-        with_saver && measure 240 torch_memory_saver_beside saver_30 --theirs "$theirs" --gib 30 --deadline "$(left 220)" \
-            ${SAVER_OPTIONS:-}
         ;;
     saver_tests) saver_tests ;;
     sglang) (with_sglang) ;;

@@ -26,7 +26,6 @@ from measured import (
     spill,
     surviving,
     switching,
-    torch_memory_saver,
     trl,
     vault,
     vllm_kept_kv,
@@ -77,7 +76,6 @@ BLOCKS: dict[str, dict[str, Callable[[], Sequence[str]]]] = {
         "vault": of_the_vault,
     },
     "docs/torch-memory-saver.md": {
-        "saver": lambda: torch_memory_saver.table(load("saver.json")),
         "SGLang": sglang.tables,
     },
 }
