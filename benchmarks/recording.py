@@ -161,15 +161,6 @@ class Process:
         with contextlib.suppress(BrokenPipeError):  # the answer, or its absence, says why
             self._process.stdin.write(json.dumps({"command": command, **arguments}).encode() + b"\n")
 
-    def kill(self) -> None:
-        """With SIGKILL; `close` comes after it."""
-        self._process.kill()
-        self._process.wait()
-
-    @property
-    def is_running(self) -> bool:
-        return self._process.poll() is None
-
     def close(self) -> None:
         """End the process, and wait until its memory is free again."""
         with contextlib.suppress(BrokenPipeError):

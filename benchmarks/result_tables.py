@@ -12,7 +12,6 @@ import argparse
 import json
 import textwrap
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from measured import (
     compressed,
@@ -32,12 +31,7 @@ from measured import (
     vllm_level_3,
     vllm_serve,
 )
-from measured.results import digest_of, is_there, load
-
-
-def if_there(name: str, lines: Callable[[dict[str, Any]], list[str]]) -> Callable[[], list[str]]:
-    """Of a benchmark, if it has been run."""
-    return lambda: lines(load(name)) if is_there(name) else []
+from measured.results import digest_of, load
 
 
 def of_the_vault() -> list[str]:
@@ -53,16 +47,16 @@ def of_vllm() -> list[str]:
 
 # The blocks of each page, by the name in their marks.
 BLOCKS: dict[str, dict[str, Callable[[], Sequence[str]]]] = {
-    "README.md": {"headline": if_there(switching.RESULT, switching.headline)},
+    "README.md": {"headline": lambda: switching.headline(load(switching.RESULT))},
     "docs/benchmarks.md": {
-        "switching": if_there(switching.RESULT, switching.table),
+        "switching": lambda: switching.table(load(switching.RESULT)),
         "serve": lambda: vllm_serve.table(load("vllm_serve.json")),
         "peers": lambda: peers.table(load("peers.json"), "Compared with its peers", peers.BELOW),
         "compressed": lambda: compressed.table(load("compressed.json")),
         "prepare": lambda: prepare_cost.table(load("prepare_cost.json")),
         "vLLM at level 3": lambda: vllm_level_3.table(load("vllm_level_3_own.json"), load("vllm_level_3.json")),
         "models": lambda: serve_models.table(load("serve_models.json")),
-        "TRL": if_there(trl.RESULT, trl.table),
+        "TRL": lambda: trl.table(load(trl.RESULT)),
     },
     "docs/vllm.md": {
         "surviving": lambda: [*surviving.tables(), "", *surviving.cost()],
@@ -71,8 +65,8 @@ BLOCKS: dict[str, dict[str, Callable[[], Sequence[str]]]] = {
     "docs/vllm-scenarios.md": {"scenarios": of_vllm},
     "docs/vault.md": {
         "links": lambda: links.table(load(links.RESULT)),
-        "models over links": if_there(serve_models.OVER_LINKS, serve_models.over_links),
-        "files": if_there(spill.RESULT, spill.table),
+        "models over links": lambda: serve_models.over_links(load(serve_models.OVER_LINKS)),
+        "files": lambda: spill.table(load(spill.RESULT)),
         "vault": of_the_vault,
     },
     "docs/torch-memory-saver.md": {
@@ -106,9 +100,11 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if something is not up to date")
     check = parser.parse_args().check
     new = {results.ROOT / page: with_blocks((results.ROOT / page).read_text(), made) for page, made in BLOCKS.items()}
-    plots = {"peers.json": (peers.PLOT, peers.draw), links.RESULT: (links.PLOT, links.draw)}
-    if is_there(switching.RESULT):
-        plots[switching.RESULT] = (switching.PLOT, switching.draw)
+    plots = {
+        "peers.json": (peers.PLOT, peers.draw),
+        links.RESULT: (links.PLOT, links.draw),
+        switching.RESULT: (switching.PLOT, switching.draw),
+    }
     if not check:
         for path, text in new.items():
             path.write_text(text)

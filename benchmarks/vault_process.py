@@ -17,7 +17,6 @@ from ending import end
 from cumem_sleep.errors import VaultError
 from cumem_sleep.vault.client import VaultClient
 
-GIB = 1 << 30
 POLL_S = 0.05
 END_S = 60.0  # pinned memory takes its time to be given back
 
@@ -27,7 +26,7 @@ class VaultFailed(Exception):
 
 
 class Vault:
-    """`cumem-sleep vault` of this user on a socket of its own, from `start` to `close`; it may be killed in between.
+    """`cumem-sleep vault` of this user on a socket of its own, from `start` to `close`.
 
     Attributes:
         socket: for `CUMEM_SLEEP_VAULT`.
@@ -72,22 +71,12 @@ class Vault:
         assert self._process is not None
         return self._process.pid
 
-    @property
-    def is_running(self) -> bool:
-        return self._process is not None and self._process.poll() is None
-
     def status(self) -> dict[str, Any]:
         client = VaultClient(Path(self.socket), "looks", 20.0)
         try:
             return client.status()
         finally:
             client.close()
-
-    def kill(self) -> None:
-        """With SIGKILL; `start` begins another one at the same socket."""
-        assert self._process is not None
-        self._process.kill()
-        self._process.wait()
 
     def close(self) -> None:
         """Does nothing the second time."""
