@@ -11,7 +11,6 @@
 #include "invariants.h"
 #include "loans.h"
 #include "segment_counts.h"
-#include "threads.h"
 #include "transfer.h"
 #include "waiting.h"
 
@@ -339,7 +338,6 @@ void set_free_listener(void (*listener)()) { free_listener = listener; }
 using namespace cumem_sleep;
 
 void* cumem_sleep_malloc(size_t bytes, int device, CUstream) {
-    make_ready_for_errors();
     const DriverCalls whole;
     try {
         RelaxedCaptureScope relaxed;
@@ -355,7 +353,6 @@ void* cumem_sleep_malloc(size_t bytes, int device, CUstream) {
 
 void cumem_sleep_free(void* address, size_t, int, CUstream) {
     if (!address || Driver::is_forked()) return;
-    make_ready_for_errors();
     const DriverCalls whole;  // if they are suspended, an operation frees it later
     try {
         const bool has_more = SegmentTable::get().free_for_good(reinterpret_cast<CUdeviceptr>(address));

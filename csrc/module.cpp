@@ -508,7 +508,6 @@ std::string built_with() {
 
 PYBIND11_MODULE(_core, module) {
     module.doc() = "Segments, host memory and copies: what cumem_sleep.allocator orders. Not a public interface.";
-    make_ready_for_errors();
     errors();
     py::register_exception_translator(&translate_error);
     module.attr("CHECKS_INVARIANTS") = kChecksInvariants;

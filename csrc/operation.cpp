@@ -234,7 +234,6 @@ bool OperationLock::held_by_this_thread() {
 
 PyObject* OperationLock::run(PyObject* called) {
     const auto work = py::reinterpret_borrow<py::object>(called);
-    make_ready_for_errors();
     if (!Operation::is_possible() || held_by_this_thread()) return work().release().ptr();
     Operation operation(work);
     if (!operation.start()) {

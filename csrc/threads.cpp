@@ -7,7 +7,6 @@
 #include <unistd.h>
 
 #include <climits>
-#include <cstdlib>
 #include <memory>
 #include <mutex>
 #include <system_error>
@@ -17,8 +16,6 @@ namespace cumem_sleep {
 
 namespace {
 
-constexpr size_t kHeapBytes = size_t{64} << 10;  // of the heap: larger ones the C library maps by themselves
-
 std::atomic<int> threads_allowed{-1};
 // Of a thread that is started here. Made by its starter, and so that the thread itself need not allocate: where memory
 // is short, the starter gets the error.
@@ -26,8 +23,6 @@ struct Started {
     explicit Started(std::string its_name) : name(std::move(its_name)) {}
 
     const std::string name;
-    // Freed at once: there is memory for what starts with the thread and knows no errors, as Python's state of it.
-    std::unique_ptr<char[]> heap{new char[kHeapBytes]};
     Started *before = nullptr, *after = nullptr;  // in `at_work`
 };
 
@@ -87,8 +82,6 @@ std::thread new_thread(const std::string& name, std::function<void()> work) {
     return std::thread([started = std::move(started), work = std::move(work)] {
         started_here = started.get();
         pthread_setname_np(pthread_self(), started->name.c_str());
-        started->heap.reset();
-        make_ready_for_errors();
         work();
         started_here = nullptr;
     });
@@ -108,19 +101,6 @@ bool Event::wait(std::chrono::nanoseconds at_most) const noexcept {
     const timespec timeout{static_cast<time_t>(seconds.count()), static_cast<long>((at_most - seconds).count())};
     syscall(SYS_futex, &word_, FUTEX_WAIT_PRIVATE, 0, &timeout, nullptr, 0);
     return is_set();
-}
-
-void make_ready_for_errors() noexcept {
-    thread_local bool is_ready = false;
-    if (is_ready) return;
-    void* const probe = malloc(kHeapBytes);
-    if (!probe) return;  // better perhaps no exception than the end now
-    free(probe);
-    try {
-        throw 0;
-    } catch (int) {
-    }
-    is_ready = true;
 }
 
 std::thread start_thread(const std::string& name, std::function<void()> work) {

@@ -29,7 +29,7 @@ class Event {
 };
 
 // Starts a thread with this name (15 characters at most) that blocks signals. Throws std::system_error, or
-// std::bad_alloc, if no thread can be started: the thread itself needs no memory before it does its work.
+// std::bad_alloc, if no thread can be started.
 std::thread start_thread(const std::string& name, std::function<void()> work);
 
 // One piece of work on a thread named `cumem-operation`, started as above. When that is done the thread waits for more
@@ -54,10 +54,6 @@ class OperationThread {
     bool has_ended_ = false;
     std::thread thread_;  // unless one had waited
 };
-
-// The C++ library allocates at a thread's first exception, and where there is no memory the C library ends the process
-// then. So this lets it allocate before, if there is memory. To be called on every thread from which errors come.
-void make_ready_for_errors() noexcept;
 
 // The name of this thread, if it was started here, or "".
 const char* thread_name();

@@ -144,64 +144,11 @@ class TestTheNextOperation:
         assert_clean_exit(process)
 
 
-@pytest.mark.skipif("san.so" in os.environ.get("LD_PRELOAD", ""), reason="sanitizers end such a process themselves")
-class TestNoMemory:
-    """An error, not the end of the process: the C library ends it where it cannot allocate thread-local data."""
-
-    @pytest.mark.parametrize("left_bytes", [0, 1500, 8000, 40000])
-    @pytest.mark.parametrize("arenas", ["1", "8"])
-    def test_address_space_runs_out(self, left_bytes: int, arenas: str) -> None:
-        """When the thread of the operation before has ended, so that its stack is there for a new one."""
-        process = run_script(
-            f"""
-            import resource, threading, time
-            from pathlib import Path
-
-            allocator = CuMemAllocator.get_instance()
-            addresses = [allocator.malloc(PAGE, "weights") for _ in range(4)]
-            for number, address in enumerate(addresses, 1):
-                ctypes.memset(address, number, PAGE)
-            allocator.sleep()
-            allocator.wake_up()
-            thread = allocator._lock.run(threading.get_native_id)
-            while Path(f"/proc/self/task/{{thread}}").exists():
-                time.sleep(0.01)
-            libc = ctypes.CDLL(None)
-            libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
-            libc.free.argtypes = [ctypes.c_void_p]
-            taken, count = (ctypes.c_void_p * 1_000_000)(), 0
-            left = libc.malloc({left_bytes}) if {left_bytes} else None
-            used = int(Path("/proc/self/statm").read_text().split()[0]) * 4096
-            resource.setrlimit(resource.RLIMIT_AS, (used, resource.RLIM_INFINITY))
-            size, error = 1 << 20, None
-            while size >= 16:
-                address = libc.malloc(size)
-                if address and count < len(taken):
-                    taken[count], count = address, count + 1
-                else:
-                    size >>= 1
-            if left:
-                libc.free(left)
-            try:
-                allocator.sleep(1)
-            except Exception as raised:
-                error = raised
-            for number in range(count):
-                libc.free(taken[number])
-            resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-            assert isinstance(error, (MemoryError, CumemSleepError)), error
-            assert all(segment.sleep == AWAKE for segment in _core.segments())
-            allocator.sleep(1)
-            allocator.wake_up()
-            for number, address in enumerate(addresses, 1):
-                assert ctypes.string_at(address, PAGE) == bytes([number]) * PAGE
-            """,
-            MALLOC_ARENA_MAX=arenas,
-        )
-        assert_clean_exit(process)
-
-    def test_thread_local_data_lies_beside_the_stacks(self) -> None:
-        """Else its first use allocates, and a destructor of it would, too."""
-        content = Path(_core.__file__).read_bytes()
-        assert b"__tls_get_addr" not in content
-        assert b"__cxa_thread_atexit" not in content
+@pytest.mark.skipif(
+    "san.so" in os.environ.get("LD_PRELOAD", ""), reason="sanitizers have thread-local data of their own"
+)
+def test_thread_local_data_lies_beside_the_stacks() -> None:
+    """Else its first use allocates, and a destructor of it would, too."""
+    content = Path(_core.__file__).read_bytes()
+    assert b"__tls_get_addr" not in content
+    assert b"__cxa_thread_atexit" not in content
