@@ -91,9 +91,10 @@ class TestBytes:
         filled = fill(allocator, memory, "weights", "default")
         given: list[list[str]] = []
 
-        def mark(segments: Sequence[_core.Segment]) -> None:
-            given.append([segment.tag for segment in segments])
-            for segment in segments:
+        def mark(lost: Sequence[tuple[_core.Segment, list[tuple[int, int]]]]) -> None:
+            assert all(spans == [(0, PAGE)] for _, spans in lost)
+            given.append([segment.tag for segment, _ in lost])
+            for segment, _ in lost:
                 with _core.CopyStream(segment.device) as stream:
                     stream.fill(segment.address + 3, 0x5A, 7)
                     stream.synchronize()
