@@ -10,6 +10,7 @@ from __future__ import annotations
 import fnmatch
 import importlib
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -73,8 +74,7 @@ def kv_storages(worker: Any) -> dict[int, int]:
     """The memory of all tensors of the KV cache: bytes by address. It may be the host's."""
     runner = getattr(worker, "model_runner", None)
     runners_own = getattr(runner, "kv_caches", None), getattr(runner, "cross_layers_kv_cache", None)
-    storages = (each.untyped_storage() for each in _tensors([layer_caches(worker), runners_own]))
-    return {storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}
+    return dict(filter(None, map(_storage, _tensors([layer_caches(worker), runners_own]))))
 
 
 def _tensors(value: Any) -> Iterator[Any]:
@@ -87,6 +87,16 @@ def _tensors(value: Any) -> Iterator[Any]:
     elif isinstance(value, (list, tuple)):
         for each in value:
             yield from _tensors(each)
+
+
+def _storage(tensor: Any) -> tuple[int, int] | None:
+    """The address and the bytes of the memory that it is a view of; None: it wraps other tensors, or has no memory."""
+    try:
+        storage = tensor.untyped_storage()
+        address, nbytes = storage.data_ptr(), storage.nbytes()
+    except Exception:
+        return None
+    return (address, nbytes) if address and nbytes else None
 
 
 # Parameters
@@ -116,10 +126,8 @@ def _parameter_storages(worker: Any, preserved: Iterable[str] = ()) -> dict[int,
 
 def _span(parameter: Any) -> tuple[int, int, tuple[int, int]] | None:
     """Its storage's address and bytes, and where in it the parameter lies; None if it has gaps, or no storage."""
-    try:
-        storage = parameter.untyped_storage()
-        address, nbytes = storage.data_ptr(), storage.nbytes()
-    except Exception:  # it wraps other tensors, or is on no device
+    storage = _storage(parameter)
+    if storage is None:
         return None
     elements = 1
     for stride, size in sorted(zip(parameter.stride(), parameter.shape, strict=True)):
@@ -127,7 +135,7 @@ def _span(parameter: Any) -> tuple[int, int, tuple[int, int]] | None:
             return None
         elements *= size
     begin = parameter.storage_offset() * parameter.element_size()
-    return (address, nbytes, (begin, begin + elements * parameter.element_size())) if address and nbytes else None
+    return *storage, (begin, begin + elements * parameter.element_size())
 
 
 @contextmanager
@@ -213,18 +221,22 @@ def forget(worker: Any, tags: Any = None) -> int:
 
 def _largest_kept(worker: Any, drop: Drop) -> str:
     """The largest tensors of the models that level 2 backs up because no load is known to write them, in words."""
-    may_go = {address + offset for address, ranges in drop.items() for offset, _ in ranges}
-    sizes: dict[str, int] = {}
+    names: dict[int, str] = {}
+    storages: dict[int, int] = {}
     for prefix, model in loaded.models(worker):
         for path, module in getattr(model, "named_modules", lambda: [])():
             own = {**vars(module), **dict(module.named_parameters("", False)), **dict(module.named_buffers("", False))}
             for name, value in own.items():
-                for tensor in _tensors(value) if not name.startswith("_parameters") else ():
-                    storage = tensor.untyped_storage()
-                    if storage.data_ptr() and storage.data_ptr() not in may_go:
-                        sizes[f"{prefix}{path}.{name}".lstrip(".")] = storage.nbytes()
-    largest = sorted(sizes, key=lambda name: -sizes[name])[: loaded.MOST_NAMES]
-    if not largest:
+                for address, nbytes in filter(None, map(_storage, _tensors(value))):
+                    if name not in ("_parameters", "_buffers"):
+                        names.setdefault(address, f"{prefix}{path}.{name}".lstrip("."))
+                        storages[address] = nbytes
+    sizes: Counter[str] = Counter()
+    for segment, ranges in _in_memory_of((), storages).items():
+        for offset, nbytes in ranges:
+            if (offset, nbytes) not in drop.get(segment, ()):
+                sizes[names[segment + offset]] += nbytes
+    if not sizes:
         return ""
-    named = ", ".join(f"{name} ({format_bytes(sizes[name])})" for name in largest)
+    named = ", ".join(f"{name} ({format_bytes(nbytes)})" for name, nbytes in sizes.most_common(loaded.MOST_NAMES))
     return f"no load is known to write these again: {named}"

@@ -12,6 +12,7 @@ from environment import Stock
 from support import Memory
 
 from cumem_sleep import CuMemAllocator, _core
+from cumem_sleep.core.pools import Pools
 from cumem_sleep.vllm import compatibility
 
 PAGE = 2 << 20
@@ -107,6 +108,86 @@ class Contents:
     def free(self) -> None:
         for address in self.addresses.values():
             CuMemAllocator.get_instance().free(address)
+
+
+class Models:
+    """A model and its draft model in simulated device memory, and the wrapper of vLLM's worker around them."""
+
+    def __init__(self, worker: Any, stock: Stock) -> None:
+        import torch
+
+        self.worker = worker
+        self._segments: dict[str, int] = {}
+        self._blocks: dict[str, list[tuple[int, int]]] = {}  # of PyTorch's, as its allocator would have them
+        for tag in ("weights", "kv_cache"):
+            with worker._maybe_get_memory_pool_context(tag):
+                self._segments[tag] = CuMemAllocator.get_instance().malloc(PAGE)
+            self._blocks[tag] = []
+        self.model, self.draft = torch.nn.Module(), torch.nn.Module()
+        runner = worker.model_runner
+        runner.model, runner.drafter = self.model, types.SimpleNamespace(model=self.draft)
+        runner.get_draft_model = lambda: self.draft
+        self.runs = 0
+        worker.execute_model = self._run
+        self.wrapper = stock.wrapper.__new__(stock.wrapper)
+        self.wrapper.worker = worker
+        self.values: dict[int, Any] = {}
+
+    def in_use(self) -> dict[int, list[tuple[int, int]]]:
+        """As `Pools.in_use`."""
+        return {address: self._blocks[tag] for tag, address in self._segments.items()}
+
+    def _run(self, scheduled: Any) -> None:
+        self.runs += 1
+
+    def tensor(self, like: Any, tag: str = "weights") -> Any:
+        """A copy of `like` in a block of its own of memory of this tag."""
+        import torch
+
+        nbytes, blocks = like.numel() * like.element_size(), self._blocks[tag]
+        begin = -(-blocks[-1][1] // 512) * 512 if blocks else 0  # as PyTorch's allocator
+        blocks.append((begin, begin + max(nbytes, 1)))
+        block = (ctypes.c_char * max(nbytes, 1)).from_address(self._segments[tag] + begin)
+        tensor = torch.frombuffer(block, dtype=torch.uint8)[:nbytes].view(like.dtype).view(like.shape)
+        tensor.copy_(like)
+        self.values[tensor.data_ptr()] = like
+        return tensor
+
+    def add(
+        self, module: Any, name: str, *shape: int, dtype: Any = None, value: Any = None, buffer: bool = False
+    ) -> Any:
+        """A parameter with its own memory."""
+        import torch
+
+        tensor = self.tensor(torch.randn(shape).to(dtype or torch.bfloat16) if value is None else value)
+        if buffer:
+            module.register_buffer(name, tensor)
+        else:
+            tensor = torch.nn.Parameter(tensor, requires_grad=False)
+            module.register_parameter(name, tensor)
+        return tensor
+
+    def load(self, module: Any, *but: str) -> None:
+        """As a loader: each parameter under its name."""
+        for name, parameter in module.named_parameters():
+            if name not in but:
+                parameter.data.copy_(self.values[parameter.data_ptr()])
+
+    def sleep_and_wake(self, level: int = 2, tags: Any = None) -> None:
+        self.wrapper.sleep(level=level)
+        self.wrapper.wake_up(tags)
+
+    @property
+    def not_loaded(self) -> str:
+        status = self.wrapper.cumem_sleep_status()
+        return str(status["not_loaded"])
+
+
+@pytest.fixture
+def models(worker: Any, plugged: Stock, monkeypatch: pytest.MonkeyPatch) -> Models:
+    models = Models(worker, plugged)
+    monkeypatch.setattr(Pools, "in_use", models.in_use)
+    return models
 
 
 def asleep() -> set[str]:

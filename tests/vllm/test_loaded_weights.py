@@ -2,86 +2,19 @@
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import types
 from typing import Any
 
 import pytest
-from environment import Stock, skip_unless_vllm
-from real_worker import PAGE, backends
+from environment import skip_unless_vllm
+from real_worker import PAGE, Models, backends
 
 from cumem_sleep import CuMemAllocator, InvalidArgument
-from cumem_sleep.core.pools import Pools
 from cumem_sleep.vllm import loaded
 
 skip_unless_vllm()
 pytestmark = pytest.mark.sim
-
-
-class Models:
-    """A model and its draft model in simulated device memory, and the wrapper of vLLM's worker around them."""
-
-    def __init__(self, worker: Any, stock: Stock) -> None:
-        import torch
-
-        self.worker = worker
-        with worker._maybe_get_memory_pool_context("weights"):
-            self._next = CuMemAllocator.get_instance().malloc(PAGE)
-        worker._maybe_get_memory_pool_context("kv_cache")
-        self.model, self.draft = torch.nn.Module(), torch.nn.Module()
-        runner = worker.model_runner
-        runner.model, runner.drafter = self.model, types.SimpleNamespace(model=self.draft)
-        runner.get_draft_model = lambda: self.draft
-        self.runs = 0
-        worker.execute_model = self._run
-        self.wrapper = stock.wrapper.__new__(stock.wrapper)
-        self.wrapper.worker = worker
-        self.values: dict[int, Any] = {}
-        self._segment = self._next
-        self.blocks: list[tuple[int, int]] = []  # of PyTorch's, as its allocator would have them
-
-    def in_use(self) -> dict[int, list[tuple[int, int]]]:
-        return {self._segment: self.blocks}
-
-    def _run(self, scheduled: Any) -> None:
-        self.runs += 1
-
-    def add(
-        self, module: Any, name: str, *shape: int, dtype: Any = None, value: Any = None, buffer: bool = False
-    ) -> Any:
-        """A parameter with its own memory."""
-        import torch
-
-        like = torch.randn(shape).to(dtype or torch.bfloat16) if value is None else value
-        nbytes = max(like.numel() * like.element_size(), 1)
-        memory = torch.frombuffer((ctypes.c_char * nbytes).from_address(self._next), dtype=torch.uint8)
-        self.blocks.append((self._next - self._segment, self._next - self._segment + nbytes))
-        self._next += -(-nbytes // 512) * 512  # as PyTorch's allocator
-        tensor = memory[: like.numel() * like.element_size()].view(like.dtype).view(like.shape)
-        tensor.copy_(like)
-        if buffer:
-            module.register_buffer(name, tensor)
-        else:
-            tensor = torch.nn.Parameter(tensor, requires_grad=False)
-            module.register_parameter(name, tensor)
-        self.values[tensor.data_ptr()] = like
-        return tensor
-
-    def load(self, module: Any, *but: str) -> None:
-        """As a loader: each parameter under its name."""
-        for name, parameter in module.named_parameters():
-            if name not in but:
-                parameter.data.copy_(self.values[parameter.data_ptr()])
-
-    def sleep_and_wake(self, level: int = 2, tags: Any = None) -> None:
-        self.wrapper.sleep(level=level)
-        self.wrapper.wake_up(tags)
-
-    @property
-    def not_loaded(self) -> str:
-        status = self.wrapper.cumem_sleep_status()
-        return str(status["not_loaded"])
 
 
 def poison_what_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,13 +22,6 @@ def poison_what_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = dataclasses.replace(allocator.settings, poison=True)
     monkeypatch.setattr(allocator, "settings", settings)
     object.__setattr__(allocator._layer, "settings", settings)
-
-
-@pytest.fixture
-def models(worker: Any, plugged: Stock, monkeypatch: pytest.MonkeyPatch) -> Models:
-    models = Models(worker, plugged)
-    monkeypatch.setattr(Pools, "in_use", models.in_use)
-    return models
 
 
 @backends
