@@ -154,6 +154,7 @@ def _undone_in_part(core: Any) -> None:
     allocator.sleep = refuse
     with suppress(RuntimeError):
         sleep(core)
+    del allocator.sleep
     core.collective_rpc("wake_up")
     core.resume_scheduler()
 
