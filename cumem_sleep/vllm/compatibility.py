@@ -12,10 +12,10 @@
 | `CuMemAllocator.cudagraph_pool`; tags `runtime` and `cudagraph` are backed up at every level | 0.32.0 |
 | `--sleep-mode-backend` | 0.33.0 |
 
-Scratch memory (tag `workspace`, after 0.30) is dropped by the backend `cumem`; this layer's levels, and so `prepare`
-and the backend `cumem_sleep`, back it up: they drop only weights and KV cache. Graph memory comes from `cudagraph_pool`
-only with the backend `cumem`, vLLM's default, which also uses this layer. Up to 0.26 a wake of `kv_cache` alone after
-level 2 restores buffers of weights that still sleep: wake `weights` first.
+Scratch memory (tag `workspace`, after 0.30) is not among the tags that the backend `cumem` backs up; the plugin asks
+for a level instead (`droppable`), which backs it up. Graph memory comes from `cudagraph_pool` only with the backend
+`cumem`, vLLM's default, which also uses this layer. Up to 0.26 a wake of `kv_cache` alone after level 2 restores
+buffers of weights that still sleep: wake `weights` first.
 
 Tested: 0.11.2, 0.18.1, 0.26.0 and 0.33.0 (tests/vllm). `misfit` checks the versions in between when they are used.
 """

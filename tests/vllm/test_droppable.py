@@ -83,7 +83,7 @@ class Kinds:
         add("weight", self._tensor("weight"))
         model.view = model.weight[2:4]
         add("tied", self._tensor("tied"))
-        add("tied_under_the_name_that_a_load_writes", model.tied.data)
+        model.register_parameter("tied_under_the_name_that_a_load_writes", model.tied)
         add("transposed", self._tensor("transposed").t())
         add("k", self._tensor("qkv")[5:])
         add("q", self.tensors["qkv"][:5])
