@@ -606,7 +606,7 @@ class TestGrowth:
         addresses = [allocator.malloc(PAGE, "weights") for _ in range(count)]
         pinned = _core.HostBlock.pinned
 
-        def look() -> None:
+        def look(**_: object) -> None:
             visits["looks"] += 1
 
         def visited(block: _core.HostBlock) -> bool:
