@@ -196,9 +196,9 @@ def test_models_take_turns_while_everything_fails(world: SwitchingWorld) -> None
 
 
 def files_open(pid: int, folder: pathlib.Path) -> list[str]:
-    """Those without a name, too."""
+    """In that folder, which it has open itself; those without a name, too."""
     found = []
     for link in pathlib.Path(f"/proc/{pid}/fd").iterdir():
         with suppress(FileNotFoundError):  # it was closed meanwhile
             found.append(os.readlink(link))
-    return [path for path in found if path.startswith(str(folder))]
+    return [path for path in found if path.startswith(f"{folder}/")]
