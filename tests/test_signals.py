@@ -615,6 +615,7 @@ class TestGrowth:
 
         with monkeypatch.context() as patch:
             patch.setattr("cumem_sleep.digest.device.sums_of", lambda _content, first_chunk=0: (first_chunk, 0))
+            patch.setattr("cumem_sleep.backups.host._BETWEEN_LOOKS_S", 3600.0)  # else a slow machine looks more often
             patch.setattr(host_facts, "cgroup_available_bytes", look)
             patch.setattr(host_facts, "mem_available_bytes", lambda **_: None)
             patch.setattr(_core.HostBlock, "pinned", property(visited))

@@ -377,8 +377,8 @@ class RoomBySlab:
         self.bytes = 1 << 40
         self._given = threading.Semaphore(0)
 
-    def give(self) -> None:
-        self._given.release()
+    def give(self, slabs: int = 1) -> None:
+        self._given.release(slabs)
 
     def ask(self, _committed: object) -> int:
         assert self._given.acquire(timeout=30)
@@ -500,7 +500,7 @@ def test_the_rest_of_a_reservation_goes_before_those_who_wait(
 def test_a_host_without_memory_ends_the_wait(slow_vault: Callable[..., VaultClient], room: RoomBySlab) -> None:
     client = slow_vault()
     room.bytes = PAGE - 1
-    room.give()
+    room.give(1000)  # it is asked again each second
     with pytest.raises(
         OutOfHostMemory, match=r"the vault has 0 B of .*, and cannot take more now: .*MemAvailable"
     ) as no:
