@@ -36,8 +36,8 @@ size_t round_up(size_t bytes, size_t multiple) { return (bytes + multiple - 1) /
 
 }  // namespace
 
-Segment::Segment(uint64_t segment_id, int device, size_t bytes, const Label& label)
-    : id(segment_id), tag(label.tag), backup(label.backup), mapping(device, bytes) {}
+Segment::Segment(uint64_t segment_id, int device, size_t bytes, const Pool& pool)
+    : id(segment_id), tag(pool.tag), backup(pool.backup), mapping(device, bytes) {}
 
 bool Segment::keeps_memory() const {
     return mapping.has_memory() && (keeps_bytes || !is_filled_on_loan(mapping.memory()));
@@ -85,18 +85,18 @@ SegmentTable& SegmentTable::get() {
     return *table;
 }
 
-SegmentPtr SegmentTable::allocate(size_t bytes, int device, const Label& label) {
+SegmentPtr SegmentTable::allocate(size_t bytes, int device, const Pool& pool) {
     ContextScope context(device);
     const size_t whole = round_up(std::max<size_t>(bytes, 1), granularity(device));
     if (whole < bytes)
         throw InvalidState("cannot allocate " + std::to_string(bytes) + " bytes: more than the address space");
-    if (const size_t margin = region_margin_; margin > 0 && label.backup != BackupPlan::kByLevel)
+    if (const size_t margin = region_margin_; margin > 0 && pool.backup != BackupPlan::kByLevel)
         if (const size_t free_bytes = memory_info(device).free_bytes; free_bytes < whole || free_bytes - whole < margin)
             throw OutOfDeviceMemory(device, whole, free_bytes > margin ? free_bytes - margin : 0, "");
     SegmentPtr segment;
     {
         std::lock_guard<std::mutex> lock(mutex_);
-        segment = std::make_shared<Segment>(next_id_++, device, whole, label);
+        segment = std::make_shared<Segment>(next_id_++, device, whole, pool);
     }
     try {
         segment->mapping.reserve();
@@ -342,7 +342,7 @@ void* cumem_sleep_malloc(size_t bytes, int device, CUstream) {
     try {
         RelaxedCaptureScope relaxed;
         return reinterpret_cast<void*>(
-            SegmentTable::get().allocate(bytes, device, label_of_thread())->mapping.address());
+            SegmentTable::get().allocate(bytes, device, pool_of_thread())->mapping.address());
     } catch (const OutOfDeviceMemory&) {
         return nullptr;  // expected: PyTorch frees its cache, retries, and raises its own error
     } catch (const std::exception& error) {
@@ -363,7 +363,7 @@ void cumem_sleep_free(void* address, size_t, int, CUstream) {
 }
 
 bool cumem_sleep_wants() {
-    if (Driver::is_forked() || label_of_thread().backup == BackupPlan::kByLevel) return false;
+    if (Driver::is_forked() || pool_of_thread().backup == BackupPlan::kByLevel) return false;
     if (Driver::is_open()) return true;
     const std::string* const path = driver_to_open;
     if (!path) return false;

@@ -18,7 +18,7 @@
 #include <utility>
 #include <vector>
 
-#include "labels.h"
+#include "pools.h"
 #include "vmm.h"
 
 namespace cumem_sleep {
@@ -32,7 +32,7 @@ struct Segment {
         kDropped,   // asleep; its bytes are gone
     };
 
-    Segment(uint64_t segment_id, int device, size_t bytes, const Label& label);
+    Segment(uint64_t segment_id, int device, size_t bytes, const Pool& pool);
 
     // Maps physical memory under its address again (Mapping::map), on any thread. The segment must be held.
     void map();
@@ -72,7 +72,7 @@ class SegmentTable {
     // Maps new memory of at least `bytes` (rounded up to the granularity). Throws DriverError, OutOfDeviceMemory or
     // InvalidState, having undone every step. Memory of a region is refused as if the device were full where less than
     // the margin would stay free.
-    SegmentPtr allocate(size_t bytes, int device, const Label& label);
+    SegmentPtr allocate(size_t bytes, int device, const Pool& pool);
     void set_region_margin(size_t bytes) { region_margin_ = bytes; }
 
     // Frees the segment at `address`, asleep or awake, after waiting for the work that runs on its device. May be

@@ -9,7 +9,6 @@
 #include <thread>
 #include <utility>
 
-#include "open_scopes.h"
 #include "per_device.h"
 
 namespace cumem_sleep {
@@ -26,7 +25,9 @@ std::atomic<bool> suspended{false};
 std::atomic<int> calls_under_way{0};  // or blocks of them
 thread_local int calls_of_this_thread = 0;
 std::atomic<int> leases{0};
-using EnteredHere = OpenScopes<ScopeOfDriverCalls::Entered>;
+// Scopes of Python's that this thread has entered, and nobody has left. A plain pointer, null if there are none: a
+// thread may still call the driver after its thread_local objects are destroyed.
+thread_local std::shared_ptr<std::atomic<int>>* scopes_here = nullptr;
 
 std::string sentence(const std::string& call, const std::string& error, const std::string& detail,
                      const std::string& segment) {
@@ -69,7 +70,7 @@ bool driver_calls_suspended() noexcept { return suspended; }
 // Counted first: either suspend_driver_calls sees this thread, or this thread sees that calls are suspended.
 DriverCalls::DriverCalls() noexcept {
     if (calls_of_this_thread == 0) ++calls_under_way;
-    allowed_ = calls_of_this_thread > 0 || !suspended || EnteredHere::any_here();
+    allowed_ = calls_of_this_thread > 0 || !suspended || (scopes_here && **scopes_here > 0);
     if (allowed_)
         ++calls_of_this_thread;
     else
@@ -87,20 +88,22 @@ bool ScopeOfDriverCalls::enter() {
         --calls_under_way;
         return false;
     }
-    EnteredHere::prune();
-    entered_ = std::make_shared<Entered>();
-    EnteredHere::add(entered_);
+    if (!scopes_here) scopes_here = new std::shared_ptr<std::atomic<int>>(std::make_shared<std::atomic<int>>(0));
+    entered_ = *scopes_here;
+    ++*entered_;
     if (is_lease_) ++leases;
     return true;
 }
 
 void ScopeOfDriverCalls::leave() {
     if (!entered_) return;
-    entered_->open = false;
+    --*entered_;
     entered_.reset();
     if (is_lease_) --leases;
     --calls_under_way;
-    EnteredHere::prune();
+    if (!scopes_here || **scopes_here > 0) return;
+    delete scopes_here;
+    scopes_here = nullptr;
 }
 
 bool driver_is_leased() noexcept { return leases > 0; }

@@ -77,13 +77,9 @@ class ScopeOfDriverCalls {
     bool enter();
     void leave();
 
-    struct Entered {
-        std::atomic<bool> open{true};
-    };
-
   private:
     const bool is_lease_;
-    std::shared_ptr<Entered> entered_;
+    std::shared_ptr<std::atomic<int>> entered_;  // the count of the thread that entered it; null: nobody is inside
 };
 
 // Whether any lease is open.

@@ -1,4 +1,4 @@
-// What Python holds for a scope: segments, an address not yet handed out, a label, the thread's CUDA state. These are
+// What Python holds for a scope: segments, an address not yet handed out, the thread's CUDA state. These are
 // objects rather than pairs of calls, so that an interrupt between the two calls loses nothing.
 #pragma once
 
@@ -9,7 +9,6 @@
 
 #include "allocator.h"
 #include "driver.h"
-#include "labels.h"
 
 namespace cumem_sleep {
 
@@ -44,24 +43,6 @@ class Allocation {
   private:
     CUdeviceptr address_;
 };
-
-// A label that is in force until `close`, or until this is destroyed, for the task that makes this, and those that it
-// starts on this thread. Used with the interpreter lock held.
-class ScopeOfLabel {
-  public:
-    explicit ScopeOfLabel(const Label& label);
-    ~ScopeOfLabel() { close(); }
-    ScopeOfLabel(const ScopeOfLabel&) = delete;
-    ScopeOfLabel& operator=(const ScopeOfLabel&) = delete;
-
-    void close();
-
-  private:
-    std::shared_ptr<OpenLabel> opened_;
-};
-
-// What the allocations of the task get that runs on this thread now.
-const Label& label_of_this_task();
 
 // One of the driver's scopes (SavedContext, RelaxedCaptureScope), entered separately because Python's `with` first
 // makes an object and then enters it.

@@ -27,6 +27,7 @@
 #include "interpreter.h"
 #include "invariants.h"
 #include "operation.h"
+#include "pools.h"
 #include "scratch.h"
 #include "shared_memory.h"
 #include "tasks.h"
@@ -217,23 +218,20 @@ void bind_segment_table(py::module_& module) {
 }
 
 void bind_thread_state(py::module_& module) {
-    py::class_<ScopeOfLabel>(module, "ThreadLabel",
-                             "What allocations get, of the task that makes this and of what it starts on this thread,\n"
-                             "from its making until it is left or freed. PyTorch's are those of the whole thread.")
-        .def(py::init([](std::string tag, BackupPlan backup) {
-                 return std::make_unique<ScopeOfLabel>(Label{std::move(tag), backup});
+    py::class_<PoolScope>(module, "PoolScope", "A pool that this thread is in until it is left, or freed.")
+        .def(py::init([](std::string tag, BackupPlan backup, uintptr_t task) {
+                 return std::make_unique<PoolScope>(Pool{std::move(tag), backup}, task);
              }),
-             py::arg("tag"), py::arg("backup") = BackupPlan::kByLevel)
-        .def("close", &ScopeOfLabel::close)
-        .def("__enter__", [](ScopeOfLabel&) {})
-        .def("__exit__", [](ScopeOfLabel& self, const py::args&) { self.close(); });
-    module.def("thread_tag", [] { return label_of_this_task().tag; });
-    module.def("thread_backup", [] { return label_of_this_task().backup; });
-    module.def("labels_overlap", &labels_overlap, "Whether tasks of this thread are in different labels.");
+             py::arg("tag"), py::arg("backup") = BackupPlan::kByLevel, py::arg("task") = 0)
+        .def("leave", &PoolScope::leave)
+        .def("__enter__", [](PoolScope&) {})
+        .def("__exit__", [](PoolScope& self, const py::args&) { self.leave(); });
+    module.def("thread_tag", [] { return pool_of_thread().tag; });
+    module.def("thread_backup", [] { return pool_of_thread().backup; });
     module.def(
-        "set_process_label",
+        "set_process_pool",
         [](std::string tag, BackupPlan backup, const std::string& driver_path) {
-            set_process_label({std::move(tag), backup}, driver_path);
+            set_process_pool({std::move(tag), backup}, driver_path);
         },
         py::arg("tag"), py::arg("backup"), py::arg("driver_path"),
         "What allocations of threads get that have entered nothing.");

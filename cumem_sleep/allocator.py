@@ -230,14 +230,14 @@ class CuMemAllocator:
         thread. Memory that is free when the pool is left goes back to the device. On the simulated driver, and without
         PyTorch, only `malloc` takes the tag.
 
-        Of asyncio tasks `malloc` takes the tag of its own task. PyTorch cannot tell them apart: while tasks of one
-        thread are in pools of different tags, what it allocates gets the tag `default`, which no level drops.
+        PyTorch cannot tell the asyncio tasks of a thread apart, so only one of them can be in a pool.
 
         Args:
             tag: names what the memory holds: `weights`, `kv_cache`, or any other name. None: `default`.
 
         Raises:
             InvalidArgument: not a tag.
+            InvalidState: another asyncio task of this thread is in a pool.
             DriverError: no usable driver.
         """
         tag = tag_or_default(tag)
@@ -293,8 +293,7 @@ class CuMemAllocator:
 
         Args:
             nbytes: at least 1; rounded up to the device's granularity (2 MiB).
-            tag: as for `use_memory_pool`; None: the tag of the pool or region that this task (or thread) is in, or
-                `default`.
+            tag: as for `use_memory_pool`; None: the tag of the pool or region that this thread is in, or `default`.
             device: CUDA ordinal.
 
         Returns:

@@ -10,6 +10,7 @@ from . import _core
 from .core.driver import driver_path
 from .core.levels import SegmentGroup, in_regions, without_backup, without_restoring
 from .core.operation import Call, CudaUse, Operation, Operations
+from .core.pools import entered
 from .core.scopes import scoped
 from .core.tags import DEFAULT_TAG, UsedTags, checked_tag, tag_or_default
 from .errors import InvalidArgument, InvalidState, check_bool, check_integer
@@ -70,11 +71,11 @@ class Regions:
         """
         tag = tag_or_default(tag)
         self._operations.open()
-        return self._labelled(tag, _plan(backup))
+        return self._within(tag, _plan(backup))
 
     @scoped
-    def _labelled(self, tag: str, plan: _core.BackupPlan) -> Iterator[None]:
-        with self._operations.cuda.lease(), _core.ThreadLabel(tag, plan):
+    def _within(self, tag: str, plan: _core.BackupPlan) -> Iterator[None]:
+        with self._operations.cuda.lease(), entered(tag, plan):
             self._tags.add(tag)
             yield
 
@@ -130,7 +131,7 @@ class Regions:
                 f" LD_PRELOAD={preload.library_path()}"
             )
         self._tags.add(tag)
-        _core.set_process_label(tag, plan, driver_path(self._layer.settings.driver))
+        _core.set_process_pool(tag, plan, driver_path(self._layer.settings.driver))
 
     def set_margin_bytes(self, nbytes: int) -> None:
         """Refuse memory of regions, as if the device were full, where less than this would stay free; 0: no margin.

@@ -403,7 +403,7 @@ class TestExit:
             import ctypes
             sim.configure(devices=2)
             user = ctypes.CDLL({str(library)!r})
-            with _core.ThreadLabel("a tag of more characters than a string holds by itself"):
+            with _core.PoolScope("a tag of more characters than a string holds by itself"):
                 user.arm(hooks().cumem_sleep_malloc, hooks().cumem_sleep_free, {threads})
             """,
             MALLOC_PERTURB_="165",

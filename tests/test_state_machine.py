@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import ctypes
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -143,15 +142,13 @@ class Sequences(RuleBasedStateMachine):
         self.models: dict[int, Model] = {}
         self.written = 0
         self.driver_has_refused = False
-        self.tasks = [contextvars.copy_context() for _ in range(3)]
-        self.pools: list[tuple[int, str, AbstractContextManager[None]]] = []  # in which they are, as entered
+        self.pools: list[tuple[str, AbstractContextManager[None]]] = []  # in which they are, as entered
 
     def teardown(self) -> None:
         sim.reset()
         try:
             self.pools.clear()
             assert _core.thread_tag() == "default"
-            assert not _core.labels_overlap()
             sim.configure(device_bytes=2 * DEVICE_PAGES * PAGE)
             self.allocator.wake_up()
             for segment, model in self.pairs():
@@ -241,46 +238,31 @@ class Sequences(RuleBasedStateMachine):
             assert segment.address == result
             self.models[segment.id] = Model(tag, result, pages * PAGE)
 
-    # Tasks that overlap: a task is a context that this thread runs in.
-
     @precondition(lambda self: len(self.pools) < 6)
-    @rule(task=st.integers(0, 2), tag=tags)
-    def enter_a_pool(self, task: int, tag: str) -> None:
+    @rule(tag=tags)
+    def enter_a_pool(self, tag: str) -> None:
         pool = self.allocator.use_memory_pool(tag)
-        self.tasks[task].run(pool.__enter__)
-        self.pools.append((task, tag, pool))
+        pool.__enter__()
+        self.pools.append((tag, pool))
 
     @precondition(lambda self: self.pools)
-    @rule(place=places, way=st.sampled_from(["its task", "another task", "another thread", "garbage"]))
+    @rule(place=places, way=st.sampled_from(["this thread", "another thread", "garbage"]))
     def leave_a_pool(self, place: int, way: str) -> None:
-        task, _, pool = self.pools.pop(place % len(self.pools))
+        _, pool = self.pools.pop(place % len(self.pools))
         leave = partial(pool.__exit__, None, None, None)
-        if way == "another thread":
-            in_thread(leave)
-        elif way != "garbage":
-            self.tasks[task if way == "its task" else (task + 1) % 3].run(leave)
-
-    def tag_of(self, task: int) -> str:
-        return next((tag for owner, tag, _ in reversed(self.pools) if owner == task), "default")
+        if way != "garbage":
+            in_thread(leave) if way == "another thread" else leave()
 
     @precondition(lambda self: len(self.models) < 8)
-    @rule(task=st.integers(0, 3), failure=failures)
-    def malloc_with_the_tag_of_the_pool(self, task: int, failure: Failure) -> None:
-        """The last task has no context of its own, and enters nothing."""
-        run = contextvars.copy_context().run if task == 3 else self.tasks[task].run
-        result = self.attempt(failure, lambda: run(self.allocator.malloc, PAGE))
+    @rule(by_hook=st.booleans(), failure=failures)
+    def allocate_in_the_innermost_pool(self, by_hook: bool, failure: Failure) -> None:
+        allocate = (
+            partial(hooks().cumem_sleep_malloc, PAGE, 0, None) if by_hook else partial(self.allocator.malloc, PAGE)
+        )
+        result = self.attempt(failure, allocate)
         if isinstance(result, int):
-            self.models[_core.segments()[-1].id] = Model(self.tag_of(task), result, PAGE)
-
-    @precondition(lambda self: len(self.models) < 8)
-    @rule()
-    def malloc_by_the_hook(self) -> None:
-        """Which cannot tell the tasks apart: where they differ, nothing may be dropped."""
-        address = hooks().cumem_sleep_malloc(PAGE, 0, None)
-        if address is not None:
-            innermost = {self.tag_of(task) for task, _, _ in self.pools}
-            tag = innermost.pop() if len(innermost) == 1 else "default"
-            self.models[_core.segments()[-1].id] = Model(tag, address, PAGE)
+            tag = self.pools[-1][0] if self.pools else "default"
+            self.models[_core.segments()[-1].id] = Model(tag, result, PAGE)
 
     @rule(place=places, failure=failures)
     def free(self, place: int, failure: Failure) -> None:

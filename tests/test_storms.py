@@ -152,7 +152,6 @@ STORM = """
 
         attempt(choice.choice([nest, overlap]))
         assert (_core.thread_tag(), _core.thread_backup()) == ("default", _core.BackupPlan.BY_LEVEL), chosen
-        assert not _core.labels_overlap()
         assert not saver._initialized().tms_get_interesting_region()
         assert os.environ.get("LD_PRELOAD", "") == preloaded, chosen
 

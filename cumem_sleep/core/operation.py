@@ -21,7 +21,7 @@ from ..settings import Settings
 from . import log
 from .cuda_state import CudaState
 from .driver import open_driver
-from .pools import Pools
+from .pools import Pools, entered
 from .scopes import scoped
 from .torch_pools import TorchPools
 
@@ -251,17 +251,17 @@ class Operations:
     def allocating(
         self, tag: str, backup: _core.BackupPlan = _core.BackupPlan.BY_LEVEL, *, ordinary: bool = False
     ) -> Iterator[None]:
-        """What this task allocates inside has this tag and plan; `ordinary`: PyTorch's comes from no pool."""
+        """What this thread allocates inside has this tag and plan; `ordinary`: PyTorch's comes from no pool."""
         self.open()
         with self.cuda.lease():
             pools = self.pools.find(import_torch=True)
             if pools is not None and (device := pools.device_in_use()) is not None:
                 self.note_before(device)
-            with _core.ThreadLabel(tag, backup):
-                if pools is not None:
-                    self.pools.warn_of_overlap()
-                with nullcontext() if pools is None else pools.leave() if ordinary else pools.use():
-                    yield
+            with (
+                entered(tag, backup),
+                nullcontext() if pools is None else pools.leave() if ordinary else pools.use(),
+            ):
+                yield
         if not ordinary:
             self.left_pool()
 
@@ -279,5 +279,5 @@ class Operations:
             pools = self.pools.find(import_torch=True)
             if pools is None:
                 raise InvalidState(f"{call} needs PyTorch and a GPU that it reaches")
-            with _core.ThreadLabel(tag, backup):
+            with entered(tag, backup):
                 yield pools

@@ -7,10 +7,29 @@ from typing import ClassVar
 
 from .. import _core
 from . import log
-from .tags import DEFAULT_TAG
 from .torch_pools import TorchPools, torch_with_cuda
 
 _NEVER_EMPTY = ("weights", "kv_cache")
+
+
+def entered(tag: str, backup: _core.BackupPlan = _core.BackupPlan.BY_LEVEL) -> _core.PoolScope:
+    """Be in a pool with this tag and plan, on this thread, until it is left.
+
+    Raises:
+        InvalidState: another asyncio task of this thread is in a pool.
+    """
+    return _core.PoolScope(tag, backup, _task())
+
+
+def _task() -> int:
+    """Identifies the asyncio task that runs on this thread; 0: no event loop does."""
+    asyncio = sys.modules.get("asyncio")
+    if asyncio is None:
+        return 0
+    try:
+        return id(asyncio.current_task())
+    except RuntimeError:
+        return 0
 
 
 class Pools:
@@ -21,7 +40,6 @@ class Pools:
     """
 
     warned_of_empty: ClassVar[set[str]] = set()  # the tags
-    warned_of_overlap: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self.found: TorchPools | None = None
@@ -37,17 +55,6 @@ class Pools:
     def in_use(self) -> dict[int, list[tuple[int, int]]]:
         """What is in use of PyTorch's segments, as `TorchPools.in_use`; of those left out, all is."""
         return {} if self.found is None else self.found.in_use()
-
-    def warn_of_overlap(self) -> None:
-        """Say once what PyTorch does while tasks of this thread are in different pools."""
-        if _core.labels_overlap() and not Pools.warned_of_overlap:
-            Pools.warned_of_overlap = True
-            log.warning(
-                "tasks of one thread are in different memory pools (or regions) at the same time. PyTorch allocates for"
-                " a thread and cannot tell them apart, so what it allocates meanwhile gets the tag %r: let no task wait"
-                " in a pool, or give each a thread of its own",
-                DEFAULT_TAG,
-            )
 
     def warn_of_empty(self, tag: str) -> None:
         """Say once why a pool is left without memory of its tag: nothing of it would sleep.

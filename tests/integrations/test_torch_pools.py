@@ -179,7 +179,7 @@ def test_the_cache_of_a_region_sleeps_and_wakes_across_disable(
         return {segment.address: segment.sleep for segment in _core.segments()}
 
     saver.pause()
-    in_the_place_of_the_process = _core.ThreadLabel("default", _core.BackupPlan.ALWAYS)
+    in_the_place_of_the_process = _core.PoolScope("default", _core.BackupPlan.ALWAYS)
     with in_the_place_of_the_process, saver.disable():
         ordinary = torch.cache(allocator.malloc(PAGE))
         assert states() == {weights: BACKED_UP, cached: BACKED_UP, ordinary: AWAKE}

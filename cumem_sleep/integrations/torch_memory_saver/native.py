@@ -1,4 +1,4 @@
-"""What trainers ask of torch_memory_saver past its public interface, in terms of the thread's label."""
+"""What trainers ask of torch_memory_saver past its public interface, in terms of the thread's pools."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import ctypes
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 from ... import _core
 from ...allocator import CuMemAllocator
+from ...core.pools import entered
 from ...core.scopes import scoped
 from ...core.tags import DEFAULT_TAG
 from .environment import MMAP, check_backend, is_backed_up
@@ -20,32 +20,35 @@ from .environment import MMAP, check_backend, is_backed_up
 
 @dataclass(eq=False)
 class _Region:
-    """A region that a task has entered.
+    """A region that a thread has entered.
 
     Attributes:
         backend: which was named last, in it or around it.
-        outside: while the task has left it.
+        outside: while the thread has left it.
     """
 
     backend: str | None
     is_open: bool = False
-    outside: _core.ThreadLabel | None = None
-    thread: int = field(default_factory=threading.get_ident)
+    outside: _core.PoolScope | None = None
 
     def come_back(self) -> None:
-        """The task is in the region again, if it has left it."""
+        """The thread is in the region again, if it has left it."""
         outside, self.outside = self.outside, None
         if outside is not None:
-            outside.close()
+            outside.leave()
 
 
-# Those of a task, from the outermost. They end in any order, as labels do.
-_regions: ContextVar[tuple[_Region, ...]] = ContextVar("cumem_sleep_regions", default=())
+class _OfThread(threading.local):
+    """The regions of a thread, from the outermost. They end in any order, and on any thread, as pools do."""
+
+    def __init__(self) -> None:
+        self.regions: list[_Region] = []
+
+    def innermost(self) -> _Region | None:
+        return next((each for each in reversed(self.regions) if each.is_open), None)
 
 
-def _innermost() -> _Region | None:
-    thread = threading.get_ident()
-    return next((each for each in reversed(_regions.get()) if each.is_open and each.thread == thread), None)
+_here = _OfThread()
 
 
 class Native:
@@ -107,9 +110,9 @@ class Native:
 
     def _enter(self, backend: str | None) -> _Region:
         """A region that is not open yet."""
-        outer = _innermost()
+        outer = _here.innermost()
         region = _Region(backend or (outer.backend if outer else None))
-        _regions.set((*(each for each in _regions.get() if each.is_open), region))
+        _here.regions = [*(each for each in _here.regions if each.is_open), region]
         return region
 
     def note_region(self, tag: str, *, backup: bool) -> None:
@@ -125,13 +128,13 @@ class Native:
         """False: this thread leaves its region, until True."""
         if value == self.tms_get_interesting_region():
             return
-        region = _innermost()
+        region = _here.innermost()
         if region is None and not value:  # it is in the one that the process is
             region = self._enter(None)
             region.is_open = True
         if region is not None:
             region.come_back()
-            region.outside = None if value else _core.ThreadLabel(DEFAULT_TAG)
+            region.outside = None if value else entered(DEFAULT_TAG)
 
     def tms_get_enable_cpu_backup(self) -> bool:
         """Whether that region is backed up."""
@@ -147,5 +150,5 @@ class Native:
 
     def tms_get_cpu_backup_backend(self) -> bytes:
         """What was named last."""
-        region = _innermost()
+        region = _here.innermost()
         return str((region.backend if region else None) or self._default_backend).encode()
