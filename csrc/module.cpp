@@ -152,14 +152,15 @@ void bind_segment_table(py::module_& module) {
     module.def("segments", [] { return SegmentTable::get().segments(); }, NoGil(), "Handed out, oldest first.");
     module.def(
         "segments_in",
-        [](bool regions, const std::optional<std::set<std::string>>& tags) {
+        [](std::optional<bool> own_plan, const std::optional<std::set<std::string>>& tags) {
             return SegmentTable::get().segments([&](const Segment& segment) {
-                return (segment.backup != BackupPlan::kByLevel) == regions && (!tags || tags->count(segment.tag));
+                return (!own_plan || (segment.backup != BackupPlan::kByLevel) == *own_plan) &&
+                       (!tags || tags->count(segment.tag));
             });
         },
-        py::arg("regions"), py::arg("tags"), NoGil(),
-        "Those in regions, or those in pools, with one of these tags (None: any). Python would take as long for a\n"
-        "thousand others as a small operation does for all else.");
+        py::arg("own_plan"), py::arg("tags"), NoGil(),
+        "Those with one of these tags (None: any), and with a plan of their own or without (None: either). Python\n"
+        "would take as long for a thousand others as a small operation does for all else.");
     module.def(
         "bytes_with_memory",
         [](const std::set<int>& devices) {
@@ -237,7 +238,7 @@ void bind_thread_state(py::module_& module) {
         "What allocations of threads get that have entered nothing.");
     module.def(
         "set_region_margin", [](size_t bytes) { SegmentTable::get().set_region_margin(bytes); }, py::arg("bytes"),
-        "Refuse memory of a region where less than this would stay free on its device.");
+        "Refuse memory with a plan of its own where less than this would stay free on its device.");
     using CurrentContext = Entered<SavedContext>;
     py::class_<CurrentContext>(module, "CurrentContext",
                                "Restore the thread's current CUDA context, whatever PyTorch does inside.")

@@ -10,12 +10,11 @@
 
 namespace cumem_sleep {
 
-// What decides about the bytes at a sleep. Memory of a pool (kByLevel) and of a region sleep apart from each
-// other, by calls of their own.
+// What decides about the bytes at a sleep. With a plan of its own, memory sleeps by its tag only, at no level.
 enum class BackupPlan {
-    kByLevel,  // of a pool: the level, or the tags of the call
-    kAlways,   // of a region whose bytes are kept
-    kNever,    // of a region whose bytes are dropped
+    kByLevel,  // the level, or the tags of the call
+    kAlways,   // they are kept
+    kNever,    // they are dropped
 };
 
 // What an allocation is given, and keeps.

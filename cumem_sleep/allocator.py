@@ -28,12 +28,13 @@ from .core.cuda_state import CudaState
 from .core.levels import (
     DEFERRABLE_TAGS,
     IsDropped,
+    by_plan,
     dropped_at_level,
     in_pools,
-    in_regions,
     is_deep,
+    named,
     restored_in_pools,
-    woken_in_pools,
+    woken,
 )
 from .core.misspelt import warn_of_misspelt
 from .core.operation import Call, CudaUse, Operation, Operations
@@ -65,7 +66,7 @@ from .operations.wake import wake, waking
 from .ranks.agreement import Agreement, RankCall
 from .ranks.group import as_group
 from .ranks.mesh import connect
-from .regions import Regions
+from .regions import Regions, plan_of
 from .report import BackupPlace, OperationTotals, SleepReport, TagUsage, WakeReport
 from .settings import Settings
 from .transfer.copiers import Copiers
@@ -135,8 +136,7 @@ class CuMemAllocator:
             freed_by_hook=_forget_freed_backups,
         )
         _allocators.add(self)  # only now: stopping it at exit uses what was set above
-        self._used_tags = UsedTags(in_pools(), "no memory was ever given such a tag", DEFERRABLE_TAGS)
-        self._region_tags = UsedTags(in_regions(), "no region ever had such a tag")
+        self._used_tags = UsedTags(DEFERRABLE_TAGS)
         agreement = None if group is None else self._connected(group)
         try:
             self._cuda.why_not = why_not_for_ranks(1 if agreement is None else agreement.mesh.size)
@@ -223,7 +223,7 @@ class CuMemAllocator:
     # Allocating
 
     @scoped
-    def use_memory_pool(self, tag: str | None = None) -> Iterator[None]:
+    def use_memory_pool(self, tag: str | None = None, *, backup: bool | None = None) -> Iterator[None]:
         """What this thread's PyTorch allocates inside is tagged and can sleep.
 
         Pools nest (the innermost tag counts) and a tag may be entered again. They may be left in any order, and on any
@@ -234,14 +234,16 @@ class CuMemAllocator:
 
         Args:
             tag: names what the memory holds: `weights`, `kv_cache`, or any other name. None: `default`.
+            backup: whether a sleep keeps the bytes, whatever the tag. Such memory sleeps and wakes only where its tag
+                is named, at no level. None: levels decide.
 
         Raises:
-            InvalidArgument: not a tag.
+            InvalidArgument: not a tag; `backup` is neither a bool nor None.
             InvalidState: another asyncio task of this thread is in a pool.
             DriverError: no usable driver.
         """
         tag = tag_or_default(tag)
-        with self._operations.allocating(tag):
+        with self._operations.allocating(tag, _core.BackupPlan.BY_LEVEL if backup is None else plan_of(backup)):
             self._used_tags.add(tag)
             yield
             self._pools.warn_of_empty(tag)
@@ -285,15 +287,15 @@ class CuMemAllocator:
 
     @property
     def regions(self) -> Regions:
-        """Memory with a plan of its own, which sleeps and wakes apart from pools."""
-        return Regions(self._layer, self._region_tags, self._operations)
+        """Pools with a plan of their own (`use_memory_pool(backup=...)`), as torch_memory_saver's calls need them."""
+        return Regions(self._layer, self._used_tags, self._operations, self.use_memory_pool)
 
     def malloc(self, nbytes: int, tag: str | None = None, device: int = 0) -> int:
         """Allocate device memory without PyTorch.
 
         Args:
             nbytes: at least 1; rounded up to the device's granularity (2 MiB).
-            tag: as for `use_memory_pool`; None: the tag of the pool or region that this thread is in, or `default`.
+            tag: as for `use_memory_pool`; None: the tag of the pool that this thread is in, or `default`.
             device: CUDA ordinal.
 
         Returns:
@@ -319,7 +321,7 @@ class CuMemAllocator:
                 raise OutOfDeviceMemory(nbytes, free_bytes, device)
             self._layer.residue.note_before(device)
             allocation = _core.Allocation(nbytes, tag, device, backup)
-        (self._used_tags if backup == _core.BackupPlan.BY_LEVEL else self._region_tags).add(tag)
+        self._used_tags.add(tag)
         return allocation.handed_out  # no call, no signal may come after this: the address could be lost
 
     def free(self, address: int) -> None:
@@ -350,6 +352,7 @@ class CuMemAllocator:
         level: int | str | Iterable[str] | None = None,
         offload_tags: str | Iterable[str] | None = None,
         *,
+        tags: str | Iterable[str] | None = None,
         keep: Mapping[int, npt.ArrayLike] | None = None,
         drop: Mapping[int, npt.ArrayLike] | None = None,
     ) -> SleepReport:
@@ -372,6 +375,8 @@ class CuMemAllocator:
                 from there. As in vLLM, tags given here are taken as `offload_tags`.
             offload_tags: instead of a level: exactly these tags are backed up, every other one is dropped. (vLLM's own
                 allocator, called without arguments, backs up `default` alone; this one sleeps at level 1.)
+            tags: which memory sleeps: what has these tags. What has a plan of its own (`use_memory_pool(backup=...)`)
+                follows that. None: all memory but such.
             keep: ranges of memory that this sleep drops, whose bytes come back with the wake all the same, if nothing
                 goes wrong. By an address of a segment: integers of shape (n, 2), offsets from that address and bytes,
                 all multiples of 16. They are expendable: if there is too little host memory, or the driver refuses,
@@ -386,8 +391,9 @@ class CuMemAllocator:
             What was done. If everything is already asleep, nothing is done, and the report says so.
 
         Raises:
-            InvalidArgument: no such level, or none of the tags to back up was ever used (they may be misspelt); ranges
-                to keep that overlap, or were given at level 0 or 2; ranges that do not lie in this memory.
+            InvalidArgument: no such level, or none of the tags to back up was ever used (they may be misspelt), or one
+                of `tags` never was; ranges to keep that overlap, or were given at level 0 or 2; ranges that do not lie
+                in this memory.
             InvalidState: a CUDA graph is being captured, or something wrote to the memory while it was backed up.
             OutOfHostMemory: a limit leaves too little for the backups.
             DriverError: the driver refused a call.
@@ -403,8 +409,8 @@ class CuMemAllocator:
             if is_dropped is None:
                 note = "level 0 keeps all memory; nothing was done"
                 return SleepReport(note=note, simulated=_core.driver_is_simulated())
-            may_go = self._declared(drop)
-            arguments = (self._layer, call, in_pools(), lambda segment: is_dropped(segment.tag), "sleep", kept, may_go)
+            meant = named(None if tags is None else self._used_tags.checked(tags))
+            arguments = (self._layer, call, meant, by_plan(is_dropped), "sleep", kept, self._declared(drop))
             if is_deep(level):
                 return self._go_deep(lambda: sleep(*arguments), call, CudaUse.LEASE_UNLESS_AWAY)
             return Operation(
@@ -487,7 +493,7 @@ class CuMemAllocator:
 
     @property
     def asleep_tags(self) -> frozenset[str]:
-        """The tags of which something is asleep in pools."""
+        """The tags of which something is asleep that levels decide about."""
         self._operations.may_be_asleep = False  # an operation that ends meanwhile says so after it has changed them
         awake = _core.Segment.Sleep.AWAKE
         asleep = frozenset(each.tag for each in _core.segments_in(False, None) if each.sleep != awake)
@@ -587,6 +593,7 @@ class CuMemAllocator:
         *,
         restore: bool = True,
         drop: Mapping[int, npt.ArrayLike] | None = None,
+        retain_backups: bool | None = None,
     ) -> WakeReport:
         """Take device memory again, at the same addresses, and restore what was backed up.
 
@@ -595,15 +602,17 @@ class CuMemAllocator:
         What was dropped comes back with undefined bytes.
 
         Args:
-            tags: what to wake; None wakes all. Only `weights` and `kv_cache` can be left asleep: every other tag wakes
-                with the first.
+            tags: what to wake; None: all memory without a plan of its own. Of that only `weights` and `kv_cache` can be
+                left asleep: every other tag wakes with the first.
             restore: False: these tags (None: `weights` and `kv_cache`) come back with undefined bytes, in the time that
                 mapping takes, and their backups go: new weights are to be loaded. Other tags are restored.
             drop: with `restore=False`, as for `sleep`: a segment that holds anything else is restored whole.
+            retain_backups: whether the backups stay until the next sleep, which then copies only what changed. None: as
+                the settings say.
 
         Raises:
-            InvalidArgument: a tag that is neither `weights` nor `kv_cache` and was never used; `restore` is no bool; a
-                range that does not lie in this memory.
+            InvalidArgument: a tag that is neither `weights` nor `kv_cache` and was never used; `restore` or
+                `retain_backups` is no bool; a range that does not lie in this memory.
             OutOfDeviceMemory: the device has too little free memory. At level 3 the CUDA state of the process needs
                 some as well; it then stays off the GPU.
             CheckpointFailed: the driver did not bring that state back.
@@ -615,9 +624,11 @@ class CuMemAllocator:
         """
         with self.call_of_ranks("wake_up") as call:
             check_bool("restore", restore)
-            named = None if tags is None else self._used_tags.checked(tags)
-            meant = woken_in_pools(named)
-            is_restored = None if restore else restored_in_pools(named)
+            if retain_backups is not None:
+                check_bool("retain_backups", retain_backups)
+            chosen = None if tags is None else self._used_tags.checked(tags)
+            meant = woken(chosen)
+            is_restored = None if restore else restored_in_pools(chosen)
             return waking(
                 self._operations,
                 self._layer,
@@ -628,6 +639,7 @@ class CuMemAllocator:
                 meant,
                 is_restored,
                 self._declared(drop),
+                retain_backups,
                 call=call,
             ).run()
 
@@ -723,8 +735,8 @@ class CuMemAllocator:
     # Looking
 
     def usage(self) -> dict[str, TagUsage]:
-        """What the segments of each tag hold, and their backups; those of regions are in `regions.usage`."""
-        return usage(self._operations, self._layer, in_pools())
+        """What the segments of each tag hold, and their backups."""
+        return usage(self._operations, self._layer, _core.segments)
 
     def backup_place(self) -> BackupPlace:
         """Where backups lie: in memory of this process, or in which vault. Touches no GPU."""
@@ -791,7 +803,7 @@ class CuMemAllocator:
         return nbytes
 
     def get_current_usage(self) -> int:
-        """Bytes of all segments but those of regions, mapped or not (vLLM's call, which wants none before its own)."""
+        """Bytes of all segments without a plan of their own, mapped or not (vLLM wants none before its own)."""
         return total_bytes(in_pools()())
 
     def totals(self) -> dict[str, OperationTotals]:

@@ -1,14 +1,14 @@
-"""`Regions`: memory whose backup is decided where it is allocated, and that sleeps and wakes apart from pools."""
+"""`Regions`: pools whose plan is fixed where they are entered, as torch_memory_saver's calls need them."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 
 from . import _core
 from .core.driver import driver_path
-from .core.levels import SegmentGroup, in_regions, without_backup, without_restoring
+from .core.levels import SegmentGroup, by_plan, with_own_plan, without_restoring
 from .core.operation import Call, CudaUse, Operation, Operations
 from .core.pools import entered
 from .core.scopes import scoped
@@ -18,43 +18,35 @@ from .integrations import preload
 from .operations.layer import Layer
 from .operations.look import usage
 from .operations.sleep import sleep
-from .operations.wake import asleep, wake, waking
+from .operations.wake import wake, waking
 from .report import SleepReport, TagUsage, WakeReport
 
 
 class Regions:
-    """The regions of an allocator, `CuMemAllocator.regions`.
+    """The pools of an allocator with a plan of their own, `CuMemAllocator.regions`.
 
-    What is allocated in a region is backed up or not as it is said there, whatever its tag. It sleeps and wakes by the
-    calls here only: the allocator's `sleep`, `discard`, `wake_up` and `usage` do not know of regions, and these calls
-    do not know of pools, though both may use the same tags.
+    A region is `CuMemAllocator.use_memory_pool(tag, backup=...)`. The calls here are about regions alone, whatever
+    other memory has the same tags, and about this process alone.
     """
 
-    def __init__(self, layer: Layer, tags: UsedTags, operations: Operations) -> None:
+    def __init__(
+        self,
+        layer: Layer,
+        tags: UsedTags,
+        operations: Operations,
+        use_pool: Callable[..., AbstractContextManager[None]],
+    ) -> None:
         self._layer = layer
         self._tags = tags
         self._operations = operations
+        self._use_pool = use_pool
 
     # Allocating
 
-    @scoped
-    def use(self, tag: str | None = None, *, backup: bool = False) -> Iterator[None]:
-        """What this thread's PyTorch allocates inside belongs to a region, as in `CuMemAllocator.use_memory_pool`.
-
-        Regions and pools nest in each other; the innermost counts.
-
-        Args:
-            tag: any name, by which regions sleep and wake. None: `default`.
-            backup: whether a sleep keeps the bytes.
-
-        Raises:
-            InvalidArgument: not a tag.
-            DriverError: no usable driver.
-        """
-        tag = tag_or_default(tag)
-        with self._operations.allocating(tag, _plan(backup)):
-            self._tags.add(tag)
-            yield
+    def use(self, tag: str | None = None, *, backup: bool = False) -> AbstractContextManager[None]:
+        """`CuMemAllocator.use_memory_pool`; without `backup` its bytes are dropped."""
+        check_bool("backup", backup)
+        return self._use_pool(tag, backup=backup)
 
     def use_without_pool(self, tag: str | None = None, *, backup: bool = False) -> AbstractContextManager[None]:
         """What this thread gets from cudaMalloc inside belongs to a region, if the hook is in front of cudaMalloc.
@@ -71,7 +63,7 @@ class Regions:
         """
         tag = tag_or_default(tag)
         self._operations.open()
-        return self._within(tag, _plan(backup))
+        return self._within(tag, plan_of(backup))
 
     @scoped
     def _within(self, tag: str, plan: _core.BackupPlan) -> Iterator[None]:
@@ -102,7 +94,7 @@ class Regions:
             InvalidState: PyTorch does not reach a GPU here.
         """
         tag = tag_or_default(tag)
-        with self._operations.capturing("regions.graph_pool", tag, _plan(backup)) as pools:
+        with self._operations.capturing("regions.graph_pool", tag, plan_of(backup)) as pools:
             self._tags.add(tag)
             if shared_by is None:
                 with pools.pool_of_one_graph() as pool_id:
@@ -124,7 +116,7 @@ class Regions:
             InvalidState: the hook is not in front of cudaMalloc: the process has to be started with it in LD_PRELOAD
                 (`cumem_sleep.integrations.preload.library_path()`).
         """
-        tag, plan = tag_or_default(tag), _plan(backup)
+        tag, plan = tag_or_default(tag), plan_of(backup)
         if not preload.serve():
             raise InvalidState(
                 "cudaMalloc is not hooked in this process, so the process cannot be used as one region: start it with"
@@ -165,7 +157,7 @@ class Regions:
             self._operations,
             "sleep",
             partial(sleep, with_left=with_left),
-            (self._layer, Call(), meant, without_backup),
+            (self._layer, Call(), meant, _by_its_plan),
             counts_as="sleep",
             uses_cuda=CudaUse.LEASE_UNLESS_AWAY,
         ).run()
@@ -197,12 +189,10 @@ class Regions:
             check_bool("retain_backups", retain_backups)
         check_bool("wait_for_release", wait_for_release)
         meant = self._meant(tags)
-        retained = self._layer.settings.retain_backups if retain_backups is None else retain_backups
 
         def work() -> WakeReport:
-            woken = asleep(meant)
-            report = wake(self._layer, Call(), meant, None if restore else without_restoring)
-            self._layer.store.catalogue.retain(woken, retained=retained)
+            is_restored = None if restore else without_restoring
+            report = wake(self._layer, Call(), meant, is_restored, retained=retain_backups)
             if wait_for_release:
                 self._layer.store.room.settle()
             return report
@@ -212,18 +202,26 @@ class Regions:
     def has(self, tag: str) -> bool:
         """Whether a region with this tag has memory, asleep or awake. Waits for nothing."""
         try:
-            return bool(in_regions({checked_tag(tag)})())
+            return bool(with_own_plan({checked_tag(tag)})())
         except InvalidArgument:  # no region can have it
             return False
 
     def usage(self) -> dict[str, TagUsage]:
         """What the segments of regions of each tag hold, and their backups."""
-        return usage(self._operations, self._layer, in_regions())
+        return usage(self._operations, self._layer, with_own_plan())
 
     def _meant(self, tags: str | Iterable[str] | None) -> SegmentGroup:
-        return in_regions(None if tags is None else self._tags.checked(tags))
+        return with_own_plan(None if tags is None else self._tags.checked(tags))
 
 
-def _plan(backup: bool) -> _core.BackupPlan:
+_by_its_plan = by_plan(lambda _: False)
+
+
+def plan_of(backup: bool) -> _core.BackupPlan:
+    """The plan of a pool that is entered so.
+
+    Raises:
+        InvalidArgument: `backup` is no bool.
+    """
     check_bool("backup", backup)
     return _core.BackupPlan.ALWAYS if backup else _core.BackupPlan.NEVER

@@ -152,9 +152,9 @@ class TestOperations:
             allocator.sleep()
         list_segments, listings = _core.segments_in, 0
 
-        def list_and_free(regions: bool, tags: set[str] | None) -> list[_core.Segment]:
+        def list_and_free(own_plan: bool | None, tags: set[str] | None) -> list[_core.Segment]:
             nonlocal listings
-            listed = list_segments(regions, tags)
+            listed = list_segments(own_plan, tags)
             listings += 1
             if listings == listing and through_hook:
                 in_thread(lambda: hooks().cumem_sleep_free(going, PAGE, 0, None))

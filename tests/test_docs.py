@@ -305,7 +305,7 @@ def test_every_decision_is_in_their_index() -> None:
 
 def test_decisions_stay_short() -> None:
     words = {path.stem: len(path.read_text().split()) for path in ROOT.glob("docs/decisions/*.md")}
-    assert {name: count for name, count in words.items() if count > 200} == {"index": words["index"]}
+    assert {name for name, count in words.items() if count > 200} <= {"index", "given-up"}  # these are lists
 
 
 def test_the_readme_stays_short() -> None:

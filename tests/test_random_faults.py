@@ -439,13 +439,16 @@ class History:
         blank: Declaration | None = None,
     ) -> None:
         for each in self.expected.values():
-            if regions is (each.backup == BY_LEVEL):
-                continue
-            is_chosen = chosen is None or each.tag in chosen or not (regions or each.tag in ("weights", "kv_cache"))
+            has_plan = each.backup != BY_LEVEL
+            if regions or chosen is None:
+                is_chosen = has_plan is regions and (chosen is None or each.tag in chosen)
+            else:
+                is_chosen = each.tag in chosen or not (has_plan or each.tag in ("weights", "kv_cache"))
             if error is not None or each.sleep == AWAKE or not is_chosen:
                 continue
             is_blank = each.sleep == DROPPED and not each.keeps_bytes and each.rest is None
-            may_be_lost = blank if blank is not None and each.tag in (chosen or ("weights", "kv_cache")) else None
+            is_meant = not has_plan and each.tag in (chosen or ("weights", "kv_cache"))
+            may_be_lost = blank if is_meant else None
             if each.sleep == BACKED_UP and may_be_lost is not None:
                 is_blank = each.survives(may_be_lost) is None
             if self.poison and not each.keeps_bytes:
@@ -475,7 +478,7 @@ class History:
     # What always holds
 
     def check(self) -> None:
-        usage = [*self.allocator.usage().values(), *self.allocator.regions.usage().values()]
+        usage = self.allocator.usage().values()
         segments = {segment.id: segment for segment in _core.segments()}
         assert segments.keys() == self.expected.keys()
         assert sum(each.asleep_segments for each in usage) == sum(

@@ -1,4 +1,4 @@
-"""Regions: memory that is backed up or not as its region says, and sleeps and wakes apart from pools."""
+"""Pools with a plan of their own, called regions in torch_memory_saver: backed up or not as they say, at no level."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from cumem_sleep import (
 )
 
 Sleep = _core.Segment.Sleep
+TAGS = ("weights", "kv_cache")
 
 
 def malloc_in_region(allocator: CuMemAllocator, tag: str, *, backup: bool, nbytes: int = PAGE) -> int:
@@ -198,7 +199,7 @@ class TestBesidePools:
 
     @pytest.fixture
     def addresses(self, allocator: CuMemAllocator, memory: Memory) -> dict[str, int]:
-        found = {tag: allocator.malloc(PAGE, tag=tag) for tag in ("weights", "kv_cache")}
+        found = {tag: allocator.malloc(PAGE, tag=tag) for tag in TAGS}
         found["region weights"] = malloc_in_region(allocator, "weights", backup=True)
         found["region kv_cache"] = malloc_in_region(allocator, "kv_cache", backup=False)
         for address in found.values():
@@ -255,19 +256,39 @@ class TestBesidePools:
     @pytest.mark.usefixtures("addresses")
     def test_usage_is_counted_apart(self, allocator: CuMemAllocator) -> None:
         """None may be in use before vLLM loads a model."""
-        assert {tag: usage.bytes for tag, usage in allocator.usage().items()} == {"weights": PAGE, "kv_cache": PAGE}
+        assert {tag: usage.bytes for tag, usage in allocator.usage().items()} == dict.fromkeys(TAGS, 2 * PAGE)
         assert allocator.get_current_usage() == 2 * PAGE
         allocator.regions.sleep()
         usage = allocator.regions.usage()
         assert {tag: each.mapped_bytes for tag, each in usage.items()} == {"weights": 0, "kv_cache": 0}
         assert usage["weights"].host_bytes == PAGE
 
-    def test_tags_of_regions_are_unknown_to_pools(self, allocator: CuMemAllocator) -> None:
-        malloc_in_region(allocator, "mine", backup=True)
-        with pytest.raises(InvalidArgument, match="mine"):
-            allocator.wake_up(["mine"])
-        with pytest.raises(InvalidArgument, match="mine"):
-            allocator.discard(["mine"])
+    def test_a_discard_drops_no_region(self, allocator: CuMemAllocator, addresses: dict[str, int]) -> None:
+        allocator.discard(["weights", "kv_cache"])
+        after = states()
+        assert [after[addresses[name]] for name in addresses] == [DROPPED, DROPPED, AWAKE, AWAKE]
+
+    def test_tags_that_are_named_mean_all_memory_with_them(
+        self, allocator: CuMemAllocator, addresses: dict[str, int]
+    ) -> None:
+        """One namespace: what has a plan follows it, the rest the level."""
+        other = malloc_in_region(allocator, "mine", backup=True)
+        report = allocator.sleep(tags=["weights", "mine"])
+        assert report.freed_bytes == 3 * PAGE
+        after = states()
+        assert [after[addresses[name]] for name in addresses] == [BACKED_UP, AWAKE, BACKED_UP, AWAKE]
+        allocator.sleep(level=2, tags="kv_cache")
+        assert set(states().values()) == {BACKED_UP, DROPPED}
+        allocator.wake_up("kv_cache")
+        after = states()
+        assert [after[addresses[name]] for name in addresses] == [BACKED_UP, AWAKE, BACKED_UP, AWAKE]
+        assert after[other] == BACKED_UP
+        allocator.wake_up(["weights", "mine"], retain_backups=False)
+        assert set(states().values()) == {AWAKE}
+        assert allocator._store.room.bytes == 0
+        for call in (lambda: allocator.sleep(tags="no"), lambda: allocator.wake_up("no")):
+            with pytest.raises(InvalidArgument, match="no memory was ever given such a tag"):
+                call()
 
     def test_prepare_leaves_regions_to_their_own_sleep(
         self, allocator: CuMemAllocator, addresses: dict[str, int]

@@ -178,8 +178,8 @@ class Catalogue:
         """Mark the backups of `segments` as needed until `prune`; forget those that were evicted."""
         self._set_needed([backup for segment in segments if (backup := self.get(segment))], needed=True)
 
-    def retain(self, segments: Iterable[_core.Segment], *, retained: bool) -> None:
-        """Whether the backups of `segments` stay while these are awake, whatever the settings say."""
+    def retain(self, segments: Iterable[_core.Segment], *, retained: bool | None) -> None:
+        """Whether the backups of `segments` stay while these are awake; None: as the settings say."""
         for segment in segments:
             if (backup := self.of(segment)) is not None:
                 backup.retained = retained

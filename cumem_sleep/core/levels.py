@@ -1,7 +1,7 @@
 """From a level, or tags, to a plan: what a sleep keeps, backs up and drops.
 
-Memory of pools sleeps by level or tags. Memory of regions has a plan of its own (`Segment.backup`), and sleeps and
-wakes by other calls: neither touches the other's, whatever the tags.
+Memory with a plan of its own (`Segment.backup`, torch_memory_saver's regions) sleeps and wakes where its tag is named;
+all other memory by levels, too.
 """
 
 from __future__ import annotations
@@ -55,18 +55,24 @@ def is_deep(level: object) -> bool:
 
 
 def in_pools(tags: set[str] | None = None) -> SegmentGroup:
-    """The segments of pools with these tags (None: all)."""
-    return partial(_core.segments_in, regions=False, tags=tags)
+    """The segments that levels decide about, with these tags (None: all)."""
+    return partial(_core.segments_in, own_plan=False, tags=tags)
 
 
-def in_regions(tags: set[str] | None = None) -> SegmentGroup:
-    """The segments of regions with these tags (None: all)."""
-    return partial(_core.segments_in, regions=True, tags=tags)
+def with_own_plan(tags: set[str] | None = None) -> SegmentGroup:
+    """The segments with a plan of their own, with these tags (None: all)."""
+    return partial(_core.segments_in, own_plan=True, tags=tags)
 
 
-def without_backup(segment: _core.Segment) -> bool:
-    """Whether a sleep of its region drops the segment."""
-    return segment.backup == _core.BackupPlan.NEVER
+def named(tags: set[str] | None) -> SegmentGroup:
+    """The segments with these tags; None: those that levels decide about."""
+    return in_pools() if tags is None else partial(_core.segments_in, own_plan=None, tags=tags)
+
+
+def by_plan(is_dropped: IsDropped) -> SegmentChoice:
+    """Whether a sleep drops a segment, as its own plan says; if it has none, as `is_dropped` says of its tag."""
+    by_level, never = _core.BackupPlan.BY_LEVEL, _core.BackupPlan.NEVER
+    return lambda segment: is_dropped(segment.tag) if segment.backup == by_level else segment.backup == never
 
 
 def without_restoring(segment: _core.Segment) -> bool:  # noqa: ARG001
@@ -76,10 +82,15 @@ def without_restoring(segment: _core.Segment) -> bool:  # noqa: ARG001
 
 def restored_in_pools(tags: set[str] | None) -> SegmentChoice:
     """Whether a wake that does not restore `tags` (None: those that a level may drop) restores a segment."""
-    return lambda segment: segment.tag not in (DEFERRABLE_TAGS if tags is None else tags)
+    by_level, lost = _core.BackupPlan.BY_LEVEL, DEFERRABLE_TAGS if tags is None else tags
+    return lambda segment: segment.backup != by_level or segment.tag not in lost
 
 
-def woken_in_pools(tags: set[str] | None) -> SegmentGroup:
-    """The segments that a wake of pools with `tags` (None: all) wakes."""
-    in_any = in_pools()
-    return lambda: [s for s in in_any() if tags is None or s.tag in tags or s.tag not in DEFERRABLE_TAGS]
+def woken(tags: set[str] | None) -> SegmentGroup:
+    """The segments that a wake of `tags` (None: all that levels decide about) wakes."""
+    if tags is None:
+        return in_pools()
+    by_level = _core.BackupPlan.BY_LEVEL
+    return lambda: [
+        s for s in _core.segments() if s.tag in tags or (s.backup == by_level and s.tag not in DEFERRABLE_TAGS)
+    ]

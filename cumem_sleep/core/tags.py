@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from .. import _core
 from ..errors import InvalidArgument, InvalidArgumentType, shown
@@ -13,19 +13,13 @@ RUNTIME_TAG = "runtime"  # vLLM's tag for memory that belongs to no model, such 
 
 
 class UsedTags:
-    """The tags of pools, or of regions, so far. A call that names another one has probably misspelt it."""
+    """The tags of memory so far. A call that names another one has probably misspelt it."""
 
-    def __init__(
-        self, meant: Callable[[], list[_core.Segment]], otherwise: str, always: Iterable[str] = frozenset()
-    ) -> None:
+    def __init__(self, always: Iterable[str]) -> None:
         """
         Args:
-            meant: the segments whose tags count; those that the hooks allocated never came by `add`.
-            otherwise: what is said of another tag.
             always: tags that count from the first.
         """
-        self._meant = meant
-        self._otherwise = otherwise
         self._added = set(always)
 
     def add(self, tag: str) -> None:
@@ -34,7 +28,7 @@ class UsedTags:
 
     def all(self) -> set[str]:
         """Every tag that counts."""
-        return {*self._added, *(segment.tag for segment in self._meant())}
+        return {*self._added, *(segment.tag for segment in _core.segments())}  # hooks do not add theirs
 
     def checked(self, tags: str | Iterable[str]) -> set[str]:
         """The tags, if each of them counts.
@@ -46,7 +40,7 @@ class UsedTags:
         others = chosen - self._added
         if others and (unknown := others - (known := self.all())):
             raise InvalidArgument(
-                f"tags={sorted(unknown)!r}: {self._otherwise}; known are {', '.join(sorted(known)) or '-'}"
+                f"tags={sorted(unknown)!r}: no memory was ever given such a tag; known are {', '.join(sorted(known))}"
             )
         return chosen
 

@@ -92,6 +92,7 @@ def wake(
     meant: SegmentGroup,
     is_restored: SegmentChoice | None = None,
     drop: Declared = NOTHING_DECLARED,
+    retained: bool | None = None,
 ) -> WakeReport:
     """Wake the segments of `meant`, for which there is room (`check_device_memory`).
 
@@ -101,6 +102,7 @@ def wake(
     Args:
         is_restored: whether what was backed up comes back with its bytes, or else its backup goes; None: all of it.
         drop: of what is not restored by that: what may be lost. A segment that holds anything else is restored.
+        retained: whether backups stay for the next sleep; None: as the settings say.
 
     Raises:
         OutOfDeviceMemory, OutOfHostMemory, BackupMismatch, CodecError, DriverError, RankFailed: as
@@ -161,6 +163,7 @@ def wake(
             call.agree(timer)
             _core.finish_wake(segments)
             catalogue.forget(given_up)
+            catalogue.retain(segments, retained=retained)
         except BaseException:
             _core.undo_wake(segments)  # leaves alone what finish_wake has woken
             raise
