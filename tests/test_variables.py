@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import pathlib
 import re
@@ -42,18 +41,7 @@ def test_every_variable_of_the_sources_is_known() -> None:
         for name in re.findall(rf"{PREFIX}TEST_[A-Z_]*[A-Z]\b", path.read_text())
     }
     fields = {PREFIX + field.name.upper() for each in (Settings, GateSettings) for field in dataclasses.fields(each)}
-    assert named | suite <= VARIABLES.keys()
-    assert VARIABLES.keys() <= named | suite | fields, "nobody reads it"
-
-
-@pytest.mark.parametrize("settings", [Settings, GateSettings])
-def test_every_field_is_known_and_described(settings: type) -> None:
-    names = [PREFIX + field.name.upper() for field in dataclasses.fields(settings)]
-    assert all(len(VARIABLES[name].text) > 20 for name in names)
-
-
-def test_a_text_is_about_one_variable() -> None:
-    assert len({variable.text for variable in VARIABLES.values()}) == len(VARIABLES)
+    assert named | suite | fields == VARIABLES.keys(), "each is described, and somebody reads it"
 
 
 @pytest.mark.parametrize(
@@ -70,20 +58,10 @@ def test_the_nearest_name_is_suggested(name: str, nearest: str) -> None:
     assert misspelt.misspelt({name: "1", "CUMEM_SLEEP_VERIFY": "off", "HOME": "/"}) == {name: nearest}
 
 
-def listed(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> list[str]:
-    with contextlib.suppress(SystemExit):
-        cli.main(arguments)
-    return [line.strip() for line in capsys.readouterr().out.splitlines()]
-
-
-def test_help_lists_every_variable_but_those_of_tests(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = listed(["--help"], capsys)
-    assert [line for line in lines if line in VARIABLES] == [name for name in VARIABLES if "_TEST_" not in name]
-    assert "1: start prepare() whenever a memory pool is left; in vLLM, after its warm-up (default: 0)" in lines
-
-
-def test_help_about_settings_lists_all(capsys: pytest.CaptureFixture[str]) -> None:
-    assert [line for line in listed(["help", "settings"], capsys) if line in VARIABLES] == list(VARIABLES)
+def test_help_lists_every_variable(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["help", "settings"]) == 0
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    assert [line for line in lines if line in VARIABLES] == list(VARIABLES)
 
 
 def test_the_page_is_made_from_the_table() -> None:

@@ -1,12 +1,11 @@
 """From a public call to its first work on memory: how many functions of the package a reader passes.
 
-`docs/how-it-works.md` lists them. A function is a frame on the caller's thread or on the operation's, lambdas, methods
+A function is a frame on the caller's thread or on the operation's, lambdas, methods
 of context managers and comprehensions included. The extension is one call, whatever it does in C++.
 """
 
 from __future__ import annotations
 
-import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -21,7 +20,6 @@ import cumem_sleep
 from cumem_sleep import CuMemAllocator, _core
 
 _PACKAGE = Path(cumem_sleep.__file__).parent
-_PAGE = Path(__file__).parent.parent / "docs" / "how-it-works.md"
 MOST_TO_MAPPING, MOST_TO_A_COPY = 6, 8  # from the public call to the first unmap or map, and to the first copy
 
 
@@ -53,43 +51,29 @@ def way_to(patch: pytest.MonkeyPatch, owner: Any, name: str, call: Callable[[], 
     return passed[::-1]
 
 
-def listed(title: str) -> list[str]:
-    """What the page says of a way."""
-    (row,) = re.findall(rf"^\| {re.escape(title)} \| (.*) \|$", _PAGE.read_text(), re.MULTILINE)
-    return re.findall(r"`([^`]+)`", row)
-
-
 @pytest.mark.sim
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="code has no qualified names")
-class TestWays:
-    """Without digests, which copy to the host as well on the simulated driver."""
-
-    @pytest.fixture
-    def allocator(self, make_allocator: Callable[..., CuMemAllocator]) -> CuMemAllocator:
-        allocator = make_allocator(verify="off", retain_backups=False)
-        for tag in ("weights", "kv_cache"):
-            allocator.malloc(PAGE, tag)
-        return allocator
-
-    def check(self, title: str, passed: list[str], most: int) -> None:
-        assert 3 <= len(passed) <= most, passed
-        assert listed(title) == [name.replace(".<locals>", "") for name in passed]
-
-    def test_a_sleep_to_its_first_unmap(self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch) -> None:
-        passed = way_to(monkeypatch, _core, "put_to_sleep", allocator.sleep)
-        self.check("a sleep, to the first unmap", passed, MOST_TO_MAPPING)
-
-    def test_a_sleep_to_its_first_copy(self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch) -> None:
-        passed = way_to(monkeypatch, _core.CopyStream, "to_host", allocator.sleep)
-        self.check("a sleep, to the first copy", passed, MOST_TO_A_COPY)
-
-    def test_a_wake_to_its_first_map(self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch) -> None:
-        """What is mapped is said here, and done by a thread of the extension."""
+@pytest.mark.parametrize(
+    ("operation", "owner", "name", "most"),
+    [
+        ("sleep", _core, "put_to_sleep", MOST_TO_MAPPING),
+        ("sleep", _core.CopyStream, "to_host", MOST_TO_A_COPY),
+        ("wake", _core, "Ahead", MOST_TO_MAPPING),  # what is mapped is said here, and done by a thread of the extension
+        ("wake", _core.CopyStream, "to_device", MOST_TO_A_COPY),
+    ],
+)
+def test_the_way_is_short(
+    operation: str,
+    owner: Any,
+    name: str,
+    most: int,
+    make_allocator: Callable[..., CuMemAllocator],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Without digests, which copy to the host as well on the simulated driver.
+    allocator = make_allocator(verify="off", retain_backups=False)
+    for tag in ("weights", "kv_cache"):
+        allocator.malloc(PAGE, tag)
+    if operation == "wake":
         allocator.sleep()
-        passed = way_to(monkeypatch, _core, "Ahead", allocator.wake_up)
-        self.check("a wake, to the first map", passed, MOST_TO_MAPPING)
-
-    def test_a_wake_to_its_first_copy(self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch) -> None:
-        allocator.sleep()
-        passed = way_to(monkeypatch, _core.CopyStream, "to_device", allocator.wake_up)
-        self.check("a wake, to the first copy", passed, MOST_TO_A_COPY)
+    passed = way_to(monkeypatch, owner, name, allocator.sleep if operation == "sleep" else allocator.wake_up)
+    assert 3 <= len(passed) <= most, passed

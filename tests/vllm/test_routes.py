@@ -34,16 +34,11 @@ def environment_of_servers() -> None:
         each.setLevel(level)
 
 
-def test_the_document_knows_the_routes_of_this_version(version: str, environment_of_servers: None) -> None:
-    documented = route_table.documented(route_table.DOCUMENT.read_text())
-    assert route_table.installed_routes() == documented[version], (
-        "python tests/vllm/route_table.py, and look at the diff"
-    )
-
-
-def test_the_document_says_what_the_gate_does() -> None:
+def test_the_document_knows_the_routes_and_what_the_gate_does(version: str, environment_of_servers: None) -> None:
     text = route_table.DOCUMENT.read_text()
-    assert text == route_table.document(route_table.documented(text)), "python tests/vllm/route_table.py"
+    documented = route_table.documented(text)
+    assert route_table.installed_routes() == documented[version], "run tests/vllm/route_table.py, look at the diff"
+    assert text == route_table.document(documented), "python tests/vllm/route_table.py"
     assert "not known" not in text.partition("| Route |")[2], "classify it in cumem_sleep/vllm/routes.py"
 
 
