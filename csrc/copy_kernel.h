@@ -9,7 +9,7 @@
 namespace cumem_sleep {
 
 // Each has 32 KiB in flight. Few, because mapping in the same process waits for wide launches
-// (docs/decisions/copy-kernel.md).
+// (docs/decisions/copies.md).
 constexpr unsigned int kCopyBlocks = 8;
 
 // Begins to copy registered host memory to the device, in the order of the stream. Both addresses are multiples of 16;

@@ -50,7 +50,7 @@ def test_the_vllm_versions_are_the_same_everywhere() -> None:
     # The oldest and the newest one that the plugin serves, so both ends are tested.
     ends = [f"{major}.{minor}" for major, minor in (compatibility.OLDEST, compatibility.NEWEST)]
     assert [version.rpartition(".")[0] for version in (tested.split()[0], tested.split()[-1])] == ends
-    for name in ("README.md", "CHANGELOG.md", "docs/vllm.md", "docs/decisions/one-class.md"):
+    for name in ("README.md", "CHANGELOG.md", "docs/vllm.md"):
         served = re.findall(
             r"(?:vLLM |vLLM \| |every version from )(\d\.\d+) to (\d\.\d+)\b", (ROOT / name).read_text()
         )

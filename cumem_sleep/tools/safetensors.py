@@ -1,6 +1,7 @@
 """Reads safetensors files as mapped memory: only headers are read.
 
-The `safetensors` library is not used: docs/decisions/safetensors.md says why.
+With NumPy alone the `safetensors` library refuses bf16 and fp8 tensors (0.8), and its raw reader copies the whole file
+into memory.
 """
 
 from __future__ import annotations
