@@ -1,6 +1,6 @@
-"""The gate's model by its states and events, and docs/vllm-states.md, which shows the same table.
+"""The gate's model by its states and events, and docs/vllm-states.md, which says what a request meets in each state.
 
-python tests/vllm/state_table.py        writes the document from the table below
+python tests/vllm/state_table.py        writes the document from the states below
 python tests/vllm/state_table.py --now  prints what the model does now, in the form of that table
 """
 
@@ -177,23 +177,13 @@ def now() -> str:
 HEAD = """\
 # The gate's states
 
-This page says what [the gate](vllm.md#the-gate) knows of its model, what a request meets then, and what changes it.
-`tests/vllm/state_table.py` writes it, from the table by which every event is tested in every state.
-
-## What a request meets
+What a request meets in each state of [the gate's](vllm.md#the-gate) model, by `CUMEM_SLEEP_ON_REQUEST`. What leads to
+which state is in `tests/vllm/state_table.py`, which also writes this page.
 
 - **pass**: vLLM gets it. **refuse**: it gets 503 at once. **hold**: it waits, at most `CUMEM_SLEEP_REQUEST_DEADLINE_S`.
-  **wake**: it waits, and the model is woken. The columns are the values of `CUMEM_SLEEP_ON_REQUEST`.
-- **Half awake** and **half asleep** come of a wake or a sleep that failed midway. `/health` and `/is_sleeping` answer
+  **wake**: it waits, and the model is woken.
+- **Half awake** and **half asleep** are what a failed wake or sleep leaves. `/health` and `/is_sleeping` answer
   503, and writes of weights 409. `/wake_up`, `/sleep` or a request that wakes brings engine and workers together.
-
-"""
-
-BETWEEN = """
-## What changes it
-
-In each row an event, then **what state it leads to**, and from which ones. The other states stay. "Sleeps" and "awake"
-are the engine's own words; "mapped", "asleep" and "dropped" are the workers'.
 
 """
 
@@ -206,27 +196,7 @@ def document() -> str:
         if name == "unknown":
             decided = ["(ask)"] * 3
         lines.append(f"| **{name}** | {meaning} | " + " | ".join(decided) + " |")
-    becomes = ["| event | leads to: from |", "|---|---|"]
-    becomes += [f"| {event} | {_changes(event)} |" for event in EVENTS]
-    return HEAD + "\n".join(lines) + "\n" + BETWEEN + "\n".join(becomes) + "\n"
-
-
-def _changes(event: str) -> str:
-    """What becomes of which states, for each state that comes of it."""
-    says = expected()
-    before: dict[str, list[str]] = {}
-    for state in STATES:
-        if says[state, event] != state:
-            before.setdefault(says[state, event], []).append(state)
-    return "; ".join(f"**{after}**: {_in_short(states, after)}" for after, states in before.items()) or "–"
-
-
-def _in_short(states: list[str], after: str) -> str:
-    """These states, or "all but" the others, if those are fewer; that which they become is none of them."""
-    others = [state for state in STATES if state not in (*states, after)]
-    if len(others) < len(states):
-        return f"all but {', '.join(others)}" if others else "all"
-    return ", ".join(states)
+    return HEAD + "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":
