@@ -91,9 +91,7 @@ def snippets_of(page: pathlib.Path) -> Iterator[Snippet]:
 
 
 SNIPPETS = [snippet for page in PAGES for snippet in snippets_of(page)]
-OF_PYTHON = [snippet for snippet in SNIPPETS if snippet.language == "python"]
-OF_BASH = [snippet for snippet in SNIPPETS if snippet.language == "bash"]
-THAT_RUN = [each for each in OF_PYTHON + OF_BASH if each.not_run is None and each.run_by is None]
+THAT_RUN = [s for s in SNIPPETS if s.language in ("python", "bash") and s.not_run is None and s.run_by is None]
 
 
 def snippet_at(page: str, part: str) -> Snippet:

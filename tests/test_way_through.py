@@ -1,7 +1,6 @@
 """From a public call to its first work on memory: how many functions of the package a reader passes.
 
-A function is a frame on the caller's thread or on the operation's, lambdas, methods
-of context managers and comprehensions included. The extension is one call, whatever it does in C++.
+A function is a frame on the caller's thread or on the operation's. The extension is one call, whatever it does in C++.
 """
 
 from __future__ import annotations
@@ -24,12 +23,10 @@ MOST_TO_MAPPING, MOST_TO_A_COPY = 6, 8  # from the public call to the first unma
 
 
 def _functions(frame: FrameType | None) -> Iterator[str]:
-    """Those of the package that are at work, the innermost first."""
+    """Those of the package that are at work."""
     while frame is not None:
-        path = Path(frame.f_code.co_filename)
-        if path.is_relative_to(_PACKAGE):
-            name = getattr(frame.f_code, "co_qualname", frame.f_code.co_name)
-            yield f"{path.relative_to(_PACKAGE)}: {name}"
+        if Path(frame.f_code.co_filename).is_relative_to(_PACKAGE):
+            yield f"{Path(frame.f_code.co_filename).name}: {frame.f_code.co_name}"
         frame = frame.f_back
 
 
@@ -48,7 +45,7 @@ def way_to(patch: pytest.MonkeyPatch, owner: Any, name: str, call: Callable[[], 
     with patch.context() as patched:
         patched.setattr(owner, name, watched)
         call()
-    return passed[::-1]
+    return passed
 
 
 @pytest.mark.sim
