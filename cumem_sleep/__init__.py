@@ -64,7 +64,7 @@ __all__ = [
 __version__ = "0.1.0"
 
 _MODULES = {
-    "allocator": ("CuMemAllocator",),
+    "old_names": ("CuMemAllocator",),
     "checkpoint.process": ("Checkpointed",),
     "integrations.cupy": ("cupy_allocator",),
     "operations.prepare": ("Preparation",),

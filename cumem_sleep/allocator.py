@@ -11,7 +11,7 @@ import atexit
 import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, ClassVar
 
@@ -33,7 +33,6 @@ from .core.levels import (
     in_pools,
     is_deep,
     named,
-    restored_in_pools,
     woken,
 )
 from .core.misspelt import warn_of_misspelt
@@ -58,7 +57,7 @@ from .errors import (
 from .operations.deepen import deepen, why_not_for_ranks
 from .operations.digests import digests
 from .operations.forget import forget
-from .operations.layer import Fill, Layer
+from .operations.layer import Layer
 from .operations.look import read_backup, usage
 from .operations.prepare import Preparation, wanted_ahead
 from .operations.sleep import sleep
@@ -102,7 +101,7 @@ class CuMemAllocator:
     default_tag: ClassVar[str] = DEFAULT_TAG
     tuning: ClassVar[Tuning] = Tuning()
     # Whether `Settings.prepare` takes effect when a pool is left; vLLM's plugin begins after the warm-up instead.
-    prepares_after_pools: ClassVar[bool] = True
+    _prepares_after_pools: ClassVar[bool] = True
     _instance_lock: ClassVar[_core.OperationLock] = _core.OperationLock()
 
     def __init__(self, settings: Settings | None = None, group: Any = None) -> None:
@@ -169,10 +168,10 @@ class CuMemAllocator:
     def join(self, group: Any) -> None:
         """From now on sleep, wake and discard together with the other ranks of a group: all of them, or none.
 
-        Every rank of the group calls this, at the same time, and later every sleep (but at level 0), wake, discard
-        and forget, with whatever tags. Each does its first half, waits until all are ready, and only then goes on. If
-        one fails, ends, or is not ready within `Settings.agreement_timeout_s`, all undo their half. Another group takes
-        the place of the one before. A group of one changes nothing.
+        Every rank of the group calls this, at the same time, and later every sleep (but at level 0), wake, discard and
+        release of backups by tags, whichever these are. Each does its first half, waits until all are ready, and only
+        then goes on. If one fails, ends, or is not ready within `Settings.agreement_timeout_s`, all undo their half.
+        Another group takes the place of the one before. A group of one changes nothing.
 
         Args:
             group: a `torch.distributed` process group with a CPU backend (gloo), which is used in this call only.
@@ -206,17 +205,12 @@ class CuMemAllocator:
             if before is not None:
                 before.mesh.close()
 
-    @property
-    def agreement(self) -> Agreement | None:
-        """The agreement with the other ranks of the joined group; None: this process sleeps and wakes alone."""
-        return self._agreement
-
     def _leave(self) -> None:
         """Leave the group: to the other ranks this one has ended."""
         if self._agreement is not None and not self._agreement.mesh.is_closed:  # as it is in a fork
             log.run(self._lock, partial(self._agree_by, None))
 
-    def call_of_ranks(self, operation: str) -> Call:
+    def _call_of_ranks(self, operation: str) -> Call:
         """Through which the ranks agree on one operation. What fails inside, the others are told at once."""
         return Call() if self._agreement is None else RankCall(self._agreement, operation, self._lock)
 
@@ -261,29 +255,6 @@ class CuMemAllocator:
         with self._operations.capturing("cudagraph_pool", GRAPH_TAG) as pools:
             self._used_tags.add(GRAPH_TAG)
             yield pools.graph_pool_id()
-
-    def warming_up(self) -> AbstractContextManager[None]:
-        """Put this around code that loads modules and captures CUDA graphs. Sleeps then report what that code left on
-        the GPU as an item of its own (`SleepReport.left`). In vLLM the plugin does this.
-        """
-        return self._layer.residue.warm_up()
-
-    def note_communicators(self, nbytes: Mapping[int, int]) -> None:
-        """Say how much device memory came with communicators (NCCL's) that were made before this layer allocated.
-        Sleeps then report it as an item of its own (`SleepReport.left`). In vLLM the plugin does this.
-
-        Args:
-            nbytes: bytes by device.
-
-        Raises:
-            InvalidArgument: a device or a number of bytes is not a non-negative integer.
-        """
-        if not isinstance(nbytes, Mapping):
-            raise InvalidArgumentType(f"nbytes={shown(nbytes)}: expected bytes by device")
-        for device, taken in nbytes.items():
-            check_integer("device", device, minimum=0)
-            check_integer(f"bytes of device {device}", taken, minimum=0)
-        self._layer.residue.by_communicators.update(nbytes)
 
     @property
     def regions(self) -> Regions:
@@ -401,7 +372,7 @@ class CuMemAllocator:
                 there.
             RankFailed: another rank failed, or did not answer, so that no rank sleeps.
         """
-        with self.call_of_ranks("sleep") as call:
+        with self._call_of_ranks("sleep") as call:
             is_dropped = self._dropped(level, offload_tags)
             kept = {} if keep is None else ranges_to_keep(keep, in_pools()())
             if kept and isinstance(level, int) and level in (0, 2):
@@ -481,29 +452,6 @@ class CuMemAllocator:
         """
         return self._go_deep(_all_asleep_still, Call(), CudaUse.NONE)
 
-    @property
-    def may_deepen(self) -> bool:
-        """Whether the process is at level 3, or may go there by itself at any time."""
-        return self._cuda.may_deepen
-
-    @property
-    def may_be_asleep(self) -> bool:
-        """False: nothing is asleep. It costs nothing to ask."""
-        return self._operations.may_be_asleep
-
-    @property
-    def asleep_tags(self) -> frozenset[str]:
-        """The tags of which something is asleep that levels decide about."""
-        self._operations.may_be_asleep = False  # an operation that ends meanwhile says so after it has changed them
-        awake = _core.Segment.Sleep.AWAKE
-        asleep = frozenset(each.tag for each in _core.segments_in(False, None) if each.sleep != awake)
-        self._operations.may_be_asleep |= bool(asleep)
-        return asleep
-
-    def stay_at_level_1(self, why: str) -> None:
-        """From now on this process does not go deeper; it says why. vLLM's plugin calls this for ranks."""
-        self._cuda.why_not = why
-
     def using_cuda(self) -> AbstractContextManager[None]:
         """Put this around CUDA calls that are not this layer's own: at level 3 they would wait forever.
 
@@ -515,7 +463,7 @@ class CuMemAllocator:
         """
         return self._cuda.lease()
 
-    def prepare_to_end(self) -> None:
+    def _prepare_to_end(self) -> None:
         """Come back from level 3 before this process ends, so that libraries can let go of the GPU.
 
         If that fails the process ends at once: the libraries' calls would wait forever.
@@ -544,7 +492,7 @@ class CuMemAllocator:
                 lie in this memory.
             InvalidState, DriverError, RankFailed: as `sleep`.
         """
-        with self.call_of_ranks("discard") as call:
+        with self._call_of_ranks("discard") as call:
             meant, may_go = in_pools(self._used_tags.checked(tags)), self._declared(drop)
             arguments = (self._layer, call, meant, lambda _: True, "discard", None, may_go)
             return Operation(
@@ -554,36 +502,6 @@ class CuMemAllocator:
                 arguments,
                 call=call,
                 counts_as="discard",
-                uses_cuda=CudaUse.LEASE_UNLESS_AWAY,
-            ).run()
-
-    def forget(
-        self, tags: str | Iterable[str] | None = None, *, drop: Mapping[int, npt.ArrayLike] | None = None
-    ) -> int:
-        """Let these tags (None: `weights` and `kv_cache`) sleep on without backups: new bytes are about to be loaded.
-
-        They come back with undefined bytes then, in the time that mapping takes, as after level 2. What sleeps have
-        kept of dropped memory goes, too. What is awake keeps its backup. A process at level 3 stays there.
-
-        Args:
-            drop: as for `sleep`. A segment that holds anything else keeps its backup, and comes back whole.
-
-        Returns:
-            How many bytes will not come back, or are to be loaded again all the same.
-
-        Raises:
-            InvalidArgument: a tag that is neither `weights` nor `kv_cache` and was never used; a range that does not
-                lie in this memory.
-            RankFailed: another rank failed, or did not answer, so that no rank forgets.
-        """
-        with self.call_of_ranks("forget") as call:
-            meant = in_pools(self._used_tags.checked(DEFERRABLE_TAGS if tags is None else tags))
-            return Operation(
-                self._operations,
-                "forget",
-                forget,
-                (self._layer, call, meant, self._declared(drop)),
-                call=call,
                 uses_cuda=CudaUse.LEASE_UNLESS_AWAY,
             ).run()
 
@@ -604,9 +522,8 @@ class CuMemAllocator:
         Args:
             tags: what to wake; None: all memory without a plan of its own. Of that only `weights` and `kv_cache` can be
                 left asleep: every other tag wakes with the first.
-            restore: False: these tags (None: `weights` and `kv_cache`) come back with undefined bytes, in the time that
-                mapping takes, and their backups go: new weights are to be loaded. Other tags are restored.
-            drop: with `restore=False`, as for `sleep`: a segment that holds anything else is restored whole.
+            restore: False: `release_backups` of these tags comes first (None: of `weights` and `kv_cache`).
+            drop: with `restore=False`, as for `release_backups`.
             retain_backups: whether the backups stay until the next sleep, which then copies only what changed. None: as
                 the settings say.
 
@@ -622,38 +539,16 @@ class CuMemAllocator:
             DriverError: the driver refused a call.
             RankFailed: another rank failed, or did not answer, so that no rank wakes.
         """
-        with self.call_of_ranks("wake_up") as call:
+        with self._call_of_ranks("wake_up") as call:
             check_bool("restore", restore)
             if retain_backups is not None:
                 check_bool("retain_backups", retain_backups)
-            chosen = None if tags is None else self._used_tags.checked(tags)
-            meant = woken(chosen)
-            is_restored = None if restore else restored_in_pools(chosen)
-            return waking(
-                self._operations,
-                self._layer,
-                meant,
-                wake,
-                self._layer,
-                call,
-                meant,
-                is_restored,
-                self._declared(drop),
-                retain_backups,
-                call=call,
-            ).run()
-
-    @contextmanager
-    def filling(self, fill: Fill) -> Iterator[None]:
-        """Wakes inside call `fill` with the segments that come back without some of their bytes, and the (begin, end)
-        of these, before anybody else may use them. If it raises, the wake fails. vLLM's plugin marks weights that have
-        to be loaded so.
-        """
-        self._layer.fills.append(fill)
-        try:
-            yield
-        finally:
-            self._layer.fills.remove(fill)
+            meant = woken(None if tags is None else self._used_tags.checked(tags))
+        if not restore:
+            self.release_backups(DEFERRABLE_TAGS if tags is None else tags, drop=drop)
+        with call:
+            work = wake, self._layer, call, meant, retain_backups
+            return waking(self._operations, self._layer, meant, *work, call=call).run()
 
     # Preparing
 
@@ -701,7 +596,7 @@ class CuMemAllocator:
                 log.run(self._lock, self._layer.warm_up)
             except CumemSleepError as error:  # no reason for what was allocated to fail
                 log.warning("sleep and wake were not made ready, the first ones take longer: %s", error)
-        if self.settings.prepare and self.prepares_after_pools:
+        if self.settings.prepare and self._prepares_after_pools:
             try:
                 self.prepare()
             except CumemSleepError as error:
@@ -790,18 +685,6 @@ class CuMemAllocator:
         assert is_dropped is not None
         return self._store.room.left_bytes([segment for segment in in_pools()() if not is_dropped(segment.tag)])
 
-    def drop_kept(self) -> int:
-        """Give up what sleeps have kept of dropped memory (`sleep(keep=...)`), and its host memory; returns its bytes,
-        which is 0 while that memory is awake.
-        """
-        return Operation(self._operations, "drop_kept", self._drop_kept, uses_cuda=CudaUse.LEASE_UNLESS_AWAY).run()
-
-    def _drop_kept(self) -> int:
-        kept = self._store.catalogue.kept
-        nbytes = kept.bytes_of(_core.segments())
-        kept.give_up("drop_kept() was called")
-        return nbytes
-
     def get_current_usage(self) -> int:
         """Bytes of all segments without a plan of their own, mapped or not (vLLM wants none before its own)."""
         return total_bytes(in_pools()())
@@ -812,14 +695,45 @@ class CuMemAllocator:
 
     # Ending
 
-    def release_backups(self) -> int:
-        """Give back the host memory of backups that are kept only to make the next sleep cheaper; returns its bytes.
+    def release_backups(
+        self, tags: str | Iterable[str] | None = None, *, drop: Mapping[int, npt.ArrayLike] | None = None
+    ) -> int:
+        """Give up backups, and their host memory.
 
-        Ends what `prepare` has begun.
+        Args:
+            tags: None: all that is kept only to make the next sleep cheaper, the backups of what is awake; ends what
+                `prepare` has begun. Otherwise backups of what sleeps: new bytes are about to be loaded. Memory of these
+                tags comes back with undefined bytes then, in the time that mapping takes, as after level 2. What sleeps
+                have kept of dropped memory goes, too. What is awake keeps its backup, as does memory with a plan of its
+                own. A process at level 3 stays there.
+            drop: with `tags`, as for `sleep`. A segment that holds anything else keeps its backup, and comes back
+                whole.
+
+        Returns:
+            How many bytes of host memory it gave back; with `tags`, how many bytes will not come back, or are to be
+            loaded again all the same.
+
+        Raises:
+            InvalidArgument: a tag that is neither `weights` nor `kv_cache` and was never used; a range that does not
+                lie in this memory.
+            RankFailed: with `tags`: another rank failed, or did not answer, so that no rank gives up any.
         """
-        return Operation(self._operations, "release_backups", self._release_backups).run()
+        if tags is None:
+            if drop is not None:
+                raise InvalidArgument("release_backups(drop=...) needs tags: of what sleeps")
+            return Operation(self._operations, "release_backups", self._release_retained).run()
+        with self._call_of_ranks("release_backups") as call:
+            meant = in_pools(self._used_tags.checked(tags))
+            return Operation(
+                self._operations,
+                "release_backups",
+                forget,
+                (self._layer, call, meant, self._declared(drop)),
+                call=call,
+                uses_cuda=CudaUse.LEASE_UNLESS_AWAY,
+            ).run()
 
-    def _release_backups(self) -> int:
+    def _release_retained(self) -> int:
         self._stop_preparing()
         before = self._store.room.bytes
         self._store.room.clear()
@@ -876,7 +790,7 @@ def _come_back_at_exit() -> None:
     """Registered last, to run first: what libraries do at exit, imported later than this module, may call CUDA."""
     THIS_PROCESS.stays = True
     for allocator in list(_allocators):
-        allocator.prepare_to_end()
+        allocator._prepare_to_end()
 
 
 @atexit.register

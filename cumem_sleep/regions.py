@@ -7,14 +7,16 @@ from contextlib import AbstractContextManager
 from functools import partial
 
 from . import _core
+from .backups.ranges import NOTHING_DECLARED
 from .core.driver import driver_path
-from .core.levels import SegmentGroup, by_plan, with_own_plan, without_restoring
+from .core.levels import SegmentGroup, by_plan, with_own_plan
 from .core.operation import Call, CudaUse, Operation, Operations
 from .core.pools import entered
 from .core.scopes import scoped
 from .core.tags import DEFAULT_TAG, UsedTags, checked_tag, tag_or_default
 from .errors import InvalidArgument, InvalidState, check_bool, check_integer
 from .integrations import preload
+from .operations.forget import forget
 from .operations.layer import Layer
 from .operations.look import usage
 from .operations.sleep import sleep
@@ -191,8 +193,9 @@ class Regions:
         meant = self._meant(tags)
 
         def work() -> WakeReport:
-            is_restored = None if restore else without_restoring
-            report = wake(self._layer, Call(), meant, is_restored, retained=retain_backups)
+            if not restore:
+                forget(self._layer, Call(), meant, NOTHING_DECLARED)
+            report = wake(self._layer, Call(), meant, retain_backups)
             if wait_for_release:
                 self._layer.store.room.settle()
             return report

@@ -84,8 +84,8 @@ class SleepReport:
             graphs, buffers of NCCL, memory of no pool) and by others; 0 where nothing was done, or nobody asked.
         left: about how `left_bytes` is made up, by name. `awake`: memory of this layer. `context`: what was in use when
             this layer first allocated there: the CUDA context, other processes. `nccl`: what came with communicators
-            before that (`CuMemAllocator.note_communicators`, vLLM's). `modules_and_graphs`: what came with the warm-up
-            (`CuMemAllocator.warming_up`, vLLM's) and is still there. `held_elsewhere`: of `freed_bytes`, what did not
+            before that (vLLM's plugin says how much). `modules_and_graphs`: what came with the warm-up
+            (vLLM's) and is still there. `held_elsewhere`: of `freed_bytes`, what did not
             become free, because another process maps what was exported to it; at most that, since others may also have
             allocated meanwhile. `rest`: all else, other processes included. An item is missing where nothing is known
             of it, or what was in use before does not fit into the sum any more.

@@ -31,6 +31,7 @@ from cumem_sleep import (
 from cumem_sleep import allocator as allocator_module
 from cumem_sleep.core import misspelt
 from cumem_sleep.core.pools import Pools
+from cumem_sleep.for_plugin import note_communicators, prepare_to_end
 
 MakeAllocator = Callable[..., CuMemAllocator]
 
@@ -330,7 +331,7 @@ class TestBadInput:
             lambda number: used.malloc(PAGE, number),
             lambda number: used.read_backup(number, 1),
             lambda number: used.read_backup(1, number),
-            lambda number: used.note_communicators({0: number}),
+            lambda number: note_communicators(used, {0: number}),
             used.regions.set_margin_bytes,
         ):
             with pytest.raises(InvalidArgument, match="=") as raised:
@@ -431,7 +432,7 @@ class TestInstances:
             CuMemAllocator(Settings(driver="sim"))
         for half in set(made) - before:
             half._stop_background_work()
-            half.prepare_to_end()
+            prepare_to_end(half)
 
     def test_sleep_of_a_fresh_process_needs_no_level(self, allocator: CuMemAllocator) -> None:
         assert isinstance(allocator.sleep(), SleepReport)

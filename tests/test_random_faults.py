@@ -162,8 +162,7 @@ class History:
             *[self.sleep_regions] * 2,
             *[self.wake_regions] * 2,
             self.discard,
-            self.forget,
-            self.wake_blank,
+            self.give_up_backups,
             self.malloc,
             self.free,
             self.prepare,
@@ -333,7 +332,7 @@ class History:
             lambda error: self.slept(error, tags, only=tags, declared=declared),
         )
 
-    def forget(self) -> None:
+    def give_up_backups(self) -> None:
         tags = {self.random.choice(("weights", "kv_cache", "lora"))}
         declared = self.declare(tags)
 
@@ -347,8 +346,8 @@ class History:
                         each.lose_all()
 
         self.attempt(
-            f"forget({tags}, drop={declared.drop})",
-            lambda: self.allocator.forget(tags, drop=declared.drop),
+            f"release_backups({tags}, drop={declared.drop})",
+            lambda: self.allocator.release_backups(tags, drop=declared.drop),
             forgotten,
         )
 
@@ -421,22 +420,12 @@ class History:
             f"wake_up({chosen})", lambda: self.allocator.wake_up(chosen), lambda error: self.woken(error, chosen)
         )
 
-    def wake_blank(self) -> None:
-        chosen = self.random.choice((None, {"weights"}, {"weights", "kv_cache"}))
-        declared = self.declare({"weights", "kv_cache"})
-        self.attempt(
-            f"wake_up({chosen}, restore=False, drop={declared.drop})",
-            lambda: self.allocator.wake_up(chosen, restore=False, drop=declared.drop),
-            lambda error: self.woken(error, chosen, blank=declared),
-        )
-
     def woken(
         self,
         error: CumemSleepError | None,
         chosen: set[str] | None,
         *,
         regions: bool = False,
-        blank: Declaration | None = None,
     ) -> None:
         for each in self.expected.values():
             has_plan = each.backup != BY_LEVEL
@@ -447,13 +436,9 @@ class History:
             if error is not None or each.sleep == AWAKE or not is_chosen:
                 continue
             is_blank = each.sleep == DROPPED and not each.keeps_bytes and each.rest is None
-            is_meant = not has_plan and each.tag in (chosen or ("weights", "kv_cache"))
-            may_be_lost = blank if is_meant else None
-            if each.sleep == BACKED_UP and may_be_lost is not None:
-                is_blank = each.survives(may_be_lost) is None
             if self.poison and not each.keeps_bytes:
-                each.lose([*each.forgotten, *(may_be_lost.ranges.get(each.address, []) if may_be_lost else [])])
-            if each.may_come_back and blank is None and not self.report.not_kept:
+                each.lose(each.forgotten)
+            if each.may_come_back and not self.report.not_kept:
                 each.undefined = without(each.undefined, each.may_come_back)
             if each.undefined == [(0, each.bytes)] or (is_blank and not each.may_come_back):
                 each.lose_all()

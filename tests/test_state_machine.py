@@ -319,13 +319,13 @@ class Sequences(RuleBasedStateMachine):
             if woken and model.sleep != AWAKE:
                 self.models[segment.id] = replace(model, sleep=AWAKE, content=self.after_wake(model))
 
-    @rule(chosen=st.none() | st.sets(st.sampled_from(["weights", "kv_cache"])), failure=failures)
-    def forget(self, chosen: set[str] | None, failure: Failure) -> None:
-        result = self.attempt(failure, lambda: self.allocator.forget(chosen))
+    @rule(chosen=st.sets(st.sampled_from(["weights", "kv_cache"])), failure=failures)
+    def give_up_backups(self, chosen: set[str], failure: Failure) -> None:
+        result = self.attempt(failure, lambda: self.allocator.release_backups(chosen))
         if isinstance(result, CumemSleepError):
             return
         for segment, model in self.pairs():
-            if model.sleep == BACKED_UP and model.tag in (("weights", "kv_cache") if chosen is None else chosen):
+            if model.sleep == BACKED_UP and model.tag in chosen:
                 self.models[segment.id] = replace(model, sleep=DROPPED, content=None, saved=None)
 
     @rule(failure=failures)

@@ -24,6 +24,7 @@ from support import (
 )
 
 from cumem_sleep import CuMemAllocator, CumemSleepError, DriverError, OutOfHostMemory, _core, sim
+from cumem_sleep.core.levels import DEFERRABLE_TAGS
 
 HOST_PAGE = 4096
 MIDDLE = PAGE // 4 + 16, PAGE // 2  # of a segment
@@ -233,15 +234,8 @@ def _extra_awake(world: World) -> None:
 
 
 def _forget(world: World) -> None:
-    world.allocator.forget()
+    world.allocator.release_backups(DEFERRABLE_TAGS)
     world.note_drops()
-
-
-def _wake_without_restoring(world: World) -> None:
-    world.allocator.wake_up(restore=False)
-    for segment in world.segments:
-        if segment.tag != "default":
-            world.contents[segment.id] = None
 
 
 PHASES = [
@@ -253,7 +247,6 @@ PHASES = [
     Phase("discard", awake_with_backups, lambda world: world.allocator.discard(["kv_cache", "weights"])),
     Phase("wake of weights", _asleep, lambda world: world.allocator.wake_up("weights")),
     Phase("wake of all", _asleep, lambda world: world.allocator.wake_up()),
-    Phase("wake without restoring", _asleep, _wake_without_restoring),
     Phase("forget", _asleep, _forget),
     Phase("wake after level 2", _asleep_at_level_2, lambda world: world.allocator.wake_up()),
     Phase("free awake", _extra_awake, _free),

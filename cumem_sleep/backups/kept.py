@@ -185,12 +185,9 @@ class KeptRanges:
         return full
 
     def bring_back(
-        self, segments: Sequence[_core.Segment], digester: DeviceDigester | None, timer: PhaseTimer, *, wanted: bool
+        self, segments: Sequence[_core.Segment], digester: DeviceDigester | None, timer: PhaseTimer
     ) -> tuple[int, str]:
         """Copy what is kept of `segments`, which are mapped again, to where it was.
-
-        Args:
-            wanted: otherwise all is given up: what it was made with is not restored either.
 
         Returns:
             How many bytes came back, all of them proven; and "", or why none of them did.
@@ -199,8 +196,6 @@ class KeptRanges:
             OperationStopped: all is kept still.
             CumemSleepError: likewise; a vault may still write to this memory, so the wake has to fail.
         """
-        if not wanted and self._kept:
-            self.give_up("the wake was not to restore")
         why = next((self._lost[segment.id][1] for segment in segments if segment.id in self._lost), "")
         mine = [kept for segment in segments if (kept := self._kept.get(segment.id))]
         if mine and not why:

@@ -75,17 +75,6 @@ def by_plan(is_dropped: IsDropped) -> SegmentChoice:
     return lambda segment: is_dropped(segment.tag) if segment.backup == by_level else segment.backup == never
 
 
-def without_restoring(segment: _core.Segment) -> bool:  # noqa: ARG001
-    """Whether a wake that restores nothing restores the segment."""
-    return False
-
-
-def restored_in_pools(tags: set[str] | None) -> SegmentChoice:
-    """Whether a wake that does not restore `tags` (None: those that a level may drop) restores a segment."""
-    by_level, lost = _core.BackupPlan.BY_LEVEL, DEFERRABLE_TAGS if tags is None else tags
-    return lambda segment: segment.backup != by_level or segment.tag not in lost
-
-
 def woken(tags: set[str] | None) -> SegmentGroup:
     """The segments that a wake of `tags` (None: all that levels decide about) wakes."""
     if tags is None:

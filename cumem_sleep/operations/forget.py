@@ -1,4 +1,4 @@
-"""Forget the backups of memory that sleeps, because new bytes are about to be written to it."""
+"""Give up the backups of memory that sleeps, because new bytes are about to be written to it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def forget(layer: Layer, call: Call, meant: SegmentGroup, drop: Declared) -> int
             wakes.
 
     Raises:
-        RankFailed: as `CuMemAllocator.forget`.
+        RankFailed: as `CuMemAllocator.release_backups`.
     """
     backed_up = [segment for segment in meant() if segment.sleep == _core.Segment.Sleep.BACKED_UP]
     with _core.HeldSegments(backed_up) as segments:
@@ -33,9 +33,9 @@ def forget(layer: Layer, call: Call, meant: SegmentGroup, drop: Declared) -> int
         mixed = {s.id: drop.may_go[s.id] for s in segments if s.id not in lost and s.id in drop.may_go}
         mixed = {key: spans for key, spans in mixed.items() if catalogue.given_up.get(key) != spans}
         _core.forget_backups([*lost.values()])
-        catalogue.kept.give_up("forget() was called")  # it was made with what is forgotten
+        catalogue.kept.give_up("release_backups() was called")  # it was made with what is forgotten
         catalogue.forget(lost)
         catalogue.given_up.update(mixed)
         nbytes = total_bytes(lost.values()) + sum(end - begin for spans in mixed.values() for begin, end in spans)
-        log.info("cumem-sleep: forgot the backups of %s", format_bytes(nbytes))
+        log.info("cumem-sleep: released the backups of %s", format_bytes(nbytes))
         return nbytes

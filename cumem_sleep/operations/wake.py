@@ -9,11 +9,11 @@ from itertools import chain
 
 from .. import _core
 from ..backups.backup import Backup
-from ..backups.ranges import NOTHING_DECLARED, Declared, Spans, aligned_inwards, spans_of, without
+from ..backups.ranges import Spans, aligned_inwards, spans_of, without
 from ..backups.tier import Tier
 from ..codec.workspace import Workspace, close_all
 from ..core.extents import Transfers
-from ..core.levels import SegmentChoice, SegmentGroup
+from ..core.levels import SegmentGroup
 from ..core.operation import Call, Operation, Operations
 from ..core.segments import by_device, total_bytes
 from ..digest.device import DigestRun
@@ -90,8 +90,6 @@ def wake(
     layer: Layer,
     call: Call,
     meant: SegmentGroup,
-    is_restored: SegmentChoice | None = None,
-    drop: Declared = NOTHING_DECLARED,
     retained: bool | None = None,
 ) -> WakeReport:
     """Wake the segments of `meant`, for which there is room (`check_device_memory`).
@@ -100,8 +98,6 @@ def wake(
     another rank: the ranks agree when everything is verified.
 
     Args:
-        is_restored: whether what was backed up comes back with its bytes, or else its backup goes; None: all of it.
-        drop: of what is not restored by that: what may be lost. A segment that holds anything else is restored.
         retained: whether backups stay for the next sleep; None: as the settings say.
 
     Raises:
@@ -115,10 +111,9 @@ def wake(
         return WakeReport(seconds=timer.seconds, note="nothing to do, no memory of these tags is asleep")
     catalogue = layer.store.catalogue
     with _core.HeldSegments(sleeping) as segments:
-        restored, parts = _restored(layer, segments, is_restored, drop)
+        restored, parts = _restored(layer, segments)
         with_bytes = {segment.id for segment in restored}
         dropped = [segment for segment in segments if segment.id not in with_bytes]
-        given_up = [segment.id for segment in dropped if segment.sleep == _Sleep.BACKED_UP]
         expected = _digests_at_sleep(layer, restored) if layer.settings.verify == "wake" else {}
         checked = [segment for segment in restored if segment.id in expected]
         mapping = _core.Ahead(1, {segment.id: [_core.map_task(segment)] for segment in restored})
@@ -156,13 +151,10 @@ def wake(
                 if checked:
                     with timer("verify"):
                         digests.verify(checked, expected, catalogue.distrust)
-            _fill(layer, _lost(layer, dropped, parts, restored, is_restored, drop))
-            kept_bytes, not_kept = catalogue.kept.bring_back(
-                [*dropped, *parts], layer.prover, timer, wanted=is_restored is None
-            )
+            _fill(layer, _lost(layer, dropped, parts, restored))
+            kept_bytes, not_kept = catalogue.kept.bring_back([*dropped, *parts], layer.prover, timer)
             call.agree(timer)
             _core.finish_wake(segments)
-            catalogue.forget(given_up)
             catalogue.retain(segments, retained=retained)
         except BaseException:
             _core.undo_wake(segments)  # leaves alone what finish_wake has woken
@@ -179,14 +171,10 @@ def wake(
     )
 
 
-def _restored(
-    layer: Layer, segments: Sequence[_core.Segment], is_restored: SegmentChoice | None, drop: Declared
-) -> tuple[list[_core.Segment], list[_core.Segment]]:
+def _restored(layer: Layer, segments: Sequence[_core.Segment]) -> tuple[list[_core.Segment], list[_core.Segment]]:
     """Those that come back from backups, in the order of their copies; and those of them that do so in parts."""
     catalogue = layer.store.catalogue
     whole = [s for s in segments if s.sleep == _Sleep.BACKED_UP]
-    if is_restored is not None:
-        whole = [s for s in whole if is_restored(s) or drop.survives(s) is not None]
     parts = [s for s in segments if s.sleep == _Sleep.DROPPED and not s.keeps_bytes and catalogue.get(s)]
     return sorted([*whole, *parts], key=lambda segment: catalogue.encoding_of(segment) is not None), parts
 
@@ -196,18 +184,13 @@ def _lost(
     dropped: Sequence[_core.Segment],
     parts: Sequence[_core.Segment],
     restored: Sequence[_core.Segment],
-    is_restored: SegmentChoice | None,
-    drop: Declared,
 ) -> list[tuple[_core.Segment, Spans]]:
     """What comes back with undefined bytes, or counts as lost because new bytes are to be loaded there."""
     catalogue = layer.store.catalogue
     tables = catalogue.tables_of(parts)
     lost = [(segment, [(0, segment.bytes)]) for segment in dropped if not segment.keeps_bytes]
     lost += [(segment, without([(0, segment.bytes)], spans_of(tables[segment.id]))) for segment in parts]
-    for segment in restored:
-        lost.append((segment, catalogue.given_up.get(segment.id, [])))
-        if is_restored is not None and not is_restored(segment):
-            lost.append((segment, drop.may_go.get(segment.id, [])))
+    lost += [(segment, catalogue.given_up.get(segment.id, [])) for segment in restored]
     return [(segment, spans) for segment, spans in lost if spans]
 
 

@@ -16,6 +16,7 @@ from typing import Any
 from .. import _core
 from ..allocator import CuMemAllocator
 from ..errors import CumemSleepError
+from ..for_plugin import asleep_tags, may_be_asleep, may_deepen, prepare_to_end, stay_at_level_1
 from ..operations.deepen import why_not_for_ranks
 from . import guard
 
@@ -35,9 +36,9 @@ class WorkerOfWrapper:
         if "worker" not in vars(wrapper):
             raise AttributeError("worker")
         worker, allocator = vars(wrapper)["worker"], CuMemAllocator.instance
-        if worker is None or allocator is None or not (allocator.may_be_asleep or allocator.may_deepen):
+        if worker is None or allocator is None or not (may_be_asleep(allocator) or may_deepen(allocator)):
             return worker
-        if not (allocator.asleep_tags or allocator.may_deepen):
+        if not (asleep_tags(allocator) or may_deepen(allocator)):
             return worker
         return _SleepingWorker(worker, allocator)
 
@@ -58,7 +59,7 @@ class _SleepingWorker:
         worker, allocator = self._worker, self._allocator
         if why := guard.why_not(worker, name, allocator):
             return partial(guard.refuse, worker, name, why)
-        if name in _CALLS_NO_CUDA or not allocator.may_deepen:
+        if name in _CALLS_NO_CUDA or not may_deepen(allocator):
             return getattr(worker, name)
         if name == "shutdown":
             return partial(_shut_down, allocator, worker.shutdown)
@@ -109,7 +110,7 @@ def _allocator_of(worker: Any) -> CuMemAllocator:
     allocator = CuMemAllocator.get_instance()
     parallel = getattr(getattr(worker, "vllm_config", None), "parallel_config", None)
     ranks = getattr(parallel, "world_size", 1) * getattr(parallel, "data_parallel_size", 1)
-    allocator.stay_at_level_1(why_not_for_ranks(ranks))
+    stay_at_level_1(allocator, why_not_for_ranks(ranks))
     return allocator
 
 
@@ -134,5 +135,5 @@ def _called(allocator: CuMemAllocator, method: Callable[..., Any], *args: Any, *
 
 def _shut_down(allocator: CuMemAllocator, method: Callable[[], Any]) -> Any:
     """What follows in vLLM lets go of the GPU, and calls CUDA for that."""
-    allocator.prepare_to_end()
+    prepare_to_end(allocator)
     return method()

@@ -18,8 +18,9 @@ from typing import Any
 from .. import _core
 from ..allocator import CuMemAllocator
 from ..backups.ranges import Spans, covers
-from ..core.levels import in_pools
+from ..core.levels import DEFERRABLE_TAGS, in_pools
 from ..errors import OutOfHostMemory, format_bytes
+from ..for_plugin import call_of_ranks
 from . import loaded
 from .allocator_calls import AllocatorCall, wrapped
 
@@ -190,7 +191,7 @@ def declared(worker: Any, level: int) -> Iterator[None]:
     if CuMemAllocator.instance is None or not _core.segments():
         yield
         return
-    with CuMemAllocator.get_instance().call_of_ranks("sleep"):  # if this fails, the other ranks hear of it
+    with call_of_ranks(CuMemAllocator.get_instance(), "sleep"):  # if this fails, the other ranks hear of it
         drop = at_level(worker, level)
 
     def sleeping(own: AllocatorCall) -> AllocatorCall:
@@ -212,11 +213,11 @@ def declared(worker: Any, level: int) -> Iterator[None]:
 
 
 def forget(worker: Any, tags: Any = None) -> int:
-    """As `CuMemAllocator.forget`, which checks `tags`."""
+    """`CuMemAllocator.release_backups`, which checks `tags`; None: of `weights` and `kv_cache`."""
     allocator = CuMemAllocator.get_instance()
-    with allocator.call_of_ranks("forget"):
+    with call_of_ranks(allocator, "release_backups"):
         drop = by_forgetting(worker)
-    return allocator.forget(tags, drop=drop)
+    return allocator.release_backups(DEFERRABLE_TAGS if tags is None else tags, drop=drop)
 
 
 def _largest_kept(worker: Any, drop: Drop) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 from ..allocator import CuMemAllocator
 from ..errors import CumemSleepError, RankFailed
+from ..for_plugin import agreement as agreement_of
 from ..ranks.group import address_of_this_host
 from .compatibility import WHAT_ENABLES_THE_ALLOCATOR
 
@@ -90,7 +91,8 @@ def _is_told_by_another(worker: Any, error: CumemSleepError) -> bool:
 
 def is_told_by_last(worker: Any) -> bool:
     """Whether an error that all workers have is for the last one to raise, and this is another one."""
-    agreement = getattr(CuMemAllocator.instance, "agreement", None)
+    allocator = CuMemAllocator.instance
+    agreement = None if allocator is None else agreement_of(allocator)
     parallel = getattr(getattr(worker, "vllm_config", None), "parallel_config", None)
     if agreement is None or getattr(parallel, "distributed_executor_backend", None) == "external_launcher":
         return False  # an engine of its own reads this answer

@@ -10,6 +10,7 @@ from typing import Any
 
 from ..allocator import CuMemAllocator
 from ..errors import InvalidState
+from ..for_plugin import asleep_tags, may_be_asleep
 from . import engine_group
 from .worker_methods import CALLS_BY_ENGINE, TOUCHES_WEIGHTS, needed
 
@@ -17,7 +18,7 @@ from .worker_methods import CALLS_BY_ENGINE, TOUCHES_WEIGHTS, needed
 def why_not(worker: Any, name: str, allocator: CuMemAllocator) -> str:
     """Why the worker's method cannot be called now, in words; ""."""
     tags = needed(type(worker), name)
-    if not (tags and allocator.may_be_asleep and (asleep := tags & allocator.asleep_tags)):
+    if not (tags and may_be_asleep(allocator) and (asleep := tags & asleep_tags(allocator))):
         return ""
     first = "tags=['weights']" if name in TOUCHES_WEIGHTS else ""
     return f"{name} while {' and '.join(sorted(asleep))} sleep: wake_up({first}) comes first"

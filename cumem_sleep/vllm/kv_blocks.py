@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..allocator import CuMemAllocator
+from ..for_plugin import drop_kept
 from .allocator_calls import AllocatorCall, wrapped
 from .droppable import layer_caches
 from .kept_kv import refusal, version_misfit
@@ -140,7 +141,7 @@ def _drop(_: Any) -> dict[str, Any]:
     global _plan
     _plan = _Plan()
     if CuMemAllocator.instance is not None:
-        _allocator().drop_kept()
+        drop_kept(_allocator())
     return {}
 
 

@@ -18,6 +18,7 @@ from .. import _core
 from ..allocator import CuMemAllocator
 from ..backups.ranges import Spans
 from ..core.segments import by_device
+from ..for_plugin import filling
 
 logger = logging.getLogger("cumem_sleep")
 
@@ -79,7 +80,7 @@ def marking(worker: Any) -> Iterator[None]:
                             _marked[address] = lost_bytes
                 stream.synchronize()
 
-    with allocator.filling(mark):
+    with filling(allocator, mark):
         yield
     if _marked:
         _warn_of_a_run(worker)

@@ -18,6 +18,7 @@ from .. import _core
 from ..allocator import CuMemAllocator
 from ..core.levels import is_deep
 from ..errors import CumemSleepError, InvalidState
+from ..for_plugin import note_communicators, prepare_after_warm_up, warming_up
 from ..settings import PREFIX, Settings, parse_bool
 from . import communicators, compatibility, deep_worker, droppable, engine_group, guard, kept_kv, kv_blocks, loaded
 from .undone import undone_if_it_fails
@@ -127,7 +128,7 @@ def _take_over() -> None:
         )
     compatibility.copy_to_ray_workers(PREFIX)
     compatibility.before_init_device(communicators.watch)
-    CuMemAllocator.prepares_after_pools = False
+    prepare_after_warm_up()
     WorkerWrapperBase.load_model = load_model
     WorkerWrapperBase.compile_or_warm_up_model = compile_or_warm_up_model
     WorkerWrapperBase.sleep = sleep
@@ -174,8 +175,8 @@ def compile_or_warm_up_model(self: Any, *args: Any, **kwargs: Any) -> Any:
     if allocator is not None:
         if why := guard.why_not(worker, "compile_or_warm_up_model", allocator):
             return guard.refuse(worker, "compile_or_warm_up_model", why)
-        allocator.note_communicators(communicators.bytes_taken())
-    with nullcontext() if allocator is None else allocator.warming_up():
+        note_communicators(allocator, communicators.bytes_taken())
+    with nullcontext() if allocator is None else warming_up(allocator):
         result = worker.compile_or_warm_up_model(*args, **kwargs)
     engine_group.join(worker)
     allocator = CuMemAllocator.instance

@@ -42,6 +42,7 @@ from cumem_sleep.backups.ranges import ranges_to_keep
 from cumem_sleep.core.operation import Call
 from cumem_sleep.digest.device import DigestRun
 from cumem_sleep.digest.reference import CHUNK_BYTES, digests_from, sums_of
+from cumem_sleep.for_plugin import drop_kept
 
 Ranges = npt.NDArray[np.int64]
 
@@ -347,11 +348,11 @@ class TestGivenUp:
 
     def test_dropped_on_demand(self, cache: Cache) -> None:
         cache.sleep()
-        assert cache.allocator.drop_kept() == cache.bytes
-        assert cache.allocator.drop_kept() == 0
+        assert drop_kept(cache.allocator) == cache.bytes
+        assert drop_kept(cache.allocator) == 0
         assert cache.host_bytes == 0
         cache.check_lost("drop_kept")
-        assert cache.allocator.drop_kept() == 0
+        assert drop_kept(cache.allocator) == 0
         cache.check_kept(cache.sleep())
         cache.check_back()
 
@@ -526,7 +527,7 @@ class TestOtherCalls:
         assert sim.stats().registered_bytes == registered_bytes
         cache.check_back()
         cache.sleep(level=3)
-        assert cache.allocator.drop_kept() == cache.bytes
+        assert drop_kept(cache.allocator) == cache.bytes
         cache.check_lost("drop_kept")
 
     def test_the_room_is_what_the_weights_leave(self, make_allocator: MakeAllocator) -> None:
@@ -557,7 +558,7 @@ class TestFailures:
             cache.sleep()
         sim.reset()
         assert cache.is_all_there()
-        assert (cache.kept_bytes, cache.allocator.drop_kept()) == (0, 0)
+        assert (cache.kept_bytes, drop_kept(cache.allocator)) == (0, 0)
         cache.allocator.sleep()
         cache.check_lost("")
 
@@ -819,7 +820,7 @@ class TestHistories:
     def others(self, random: np.random.Generator) -> None:
         with contextlib.suppress(CumemSleepError):
             if random.random() < 0.2:
-                self.allocator.drop_kept()
+                drop_kept(self.allocator)
             elif random.random() < 0.5:
                 self.allocator.release_backups()
             else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from cumem_sleep import (
     sim,
 )
 from cumem_sleep.backups.ranges import Declared, declared, less, spans_of, without
+from cumem_sleep.for_plugin import drop_kept, filling
 from cumem_sleep.operations.prepare import Preparation, wanted_ahead
 
 MakeAllocator = Callable[..., CuMemAllocator]
@@ -77,22 +79,22 @@ class TestOnAnyDevice:
         content = memory.fill_random(cache, 4 * PAGE)
         report = allocator.sleep(keep={cache: [(0, PAGE), (3 * PAGE, PAGE)]}, drop={cache: [(0, 2 * PAGE)]})
         assert report.not_kept == ""
-        assert allocator.drop_kept() == PAGE, "the rest of what was to be kept survives anyway"
+        assert drop_kept(allocator) == PAGE, "the rest of what was to be kept survives anyway"
         scribble(allocator, memory)
         report = allocator.wake_up()
         assert (report.kept_bytes, bool(report.not_kept)) == (0, True)
         assert but(content, memory.read(cache, 4 * PAGE), (0, 2 * PAGE))
 
-    @pytest.mark.parametrize("restoring", ["wake_up", "forget"])
+    @pytest.mark.parametrize("restoring", ["wake_up", "release_backups"])
     def test_forgetting_takes_no_more(self, allocator: CuMemAllocator, memory: Memory, restoring: str) -> None:
         mixed, dropped = (allocator.malloc(4 * PAGE, "weights") for _ in range(2))
         before = memory.fill_random(mixed, 4 * PAGE), memory.fill_random(dropped, 4 * PAGE)
         drop = {mixed: [(PAGE, PAGE)], dropped: ALL}
         allocator.sleep()
         seen: list[tuple[int, list[tuple[int, int]]]] = []
-        with allocator.filling(lambda lost: seen.extend((segment.address, spans) for segment, spans in lost)):
-            if restoring == "forget":
-                assert allocator.forget("weights", drop=drop) == 5 * PAGE
+        with filling(allocator, lambda lost: seen.extend((segment.address, spans) for segment, spans in lost)):
+            if restoring == "release_backups":
+                assert allocator.release_backups("weights", drop=drop) == 5 * PAGE
                 scribble(allocator, memory)
                 allocator.wake_up()
             else:
@@ -106,22 +108,17 @@ class TestOnAnyDevice:
         content = memory.fill_random(weights, PAGE)
         allocator.sleep(2, drop={weights: [(0, 64)]})
         for drop in (None, {weights: [(0, PAGE)]}):
-            assert allocator.forget("weights", drop=drop) == 0
+            assert allocator.release_backups("weights", drop=drop) == 0
         assert allocator.wake_up(restore=False).restored_bytes == PAGE - 64
         assert but(content, memory.read(weights, PAGE), (0, 64))
 
-    @pytest.mark.parametrize("restoring", ["wake_up", "forget"])
-    def test_poison_takes_no_more(self, make_allocator: MakeAllocator, memory: Memory, restoring: str) -> None:
+    def test_poison_takes_no_more(self, make_allocator: MakeAllocator, memory: Memory) -> None:
         allocator = make_allocator(poison=True)
         weights = allocator.malloc(PAGE, "weights")
         content = memory.fill_random(weights, PAGE)
         drop = {weights: [(5, 100), (201, 3)]}
         allocator.sleep()
-        if restoring == "forget":
-            allocator.forget("weights", drop=drop)
-            allocator.wake_up()
-        else:
-            allocator.wake_up(restore=False, drop=drop)
+        allocator.wake_up(restore=False, drop=drop)
         assert memory.read(weights, PAGE) == content[:16] + b"\xff" * 80 + content[96:]
 
     def test_discard_takes_no_more(self, allocator: CuMemAllocator, memory: Memory) -> None:
@@ -177,7 +174,7 @@ class TestPromises:
             assert report.dropped_bytes == (2 if kept else 3 if again else 4) * PAGE
             scribble(allocator, memory)
             seen: list[tuple[_core.Segment, object]] = []
-            with allocator.filling(seen.extend):
+            with filling(allocator, seen.extend):
                 allocator.wake_up()
             assert {segment.address for segment, _ in seen} == ({other} if kept else {one, other})
             if again is not None:
@@ -319,9 +316,16 @@ class TestPromises:
         address = allocator.malloc(PAGE, "kv_cache")
         rows = {"outside": [(0, PAGE + 1)], "negative": [(-1, 16)], "floats": [(0.5, 16.0)]}
         given = {address: rows[drop]} if isinstance(drop, str) else drop
-        for call in (allocator.sleep, allocator.forget, allocator.wake_up):
+        calls = (
+            allocator.sleep,
+            partial(allocator.release_backups, "kv_cache"),
+            partial(allocator.wake_up, restore=False),
+        )
+        for call in calls:
             with pytest.raises(error, match="drop"):
                 call(drop=given)  # type: ignore[operator]
+        with pytest.raises(InvalidArgument, match="needs tags"):
+            allocator.release_backups(drop={address: [(0, PAGE)]})
 
 
 class TestSpans:

@@ -43,9 +43,11 @@ from cumem_sleep import (
 )
 from cumem_sleep.checkpoint import process
 from cumem_sleep.core.cuda_state import CudaState
+from cumem_sleep.core.levels import DEFERRABLE_TAGS
 from cumem_sleep.core.log import Notes
 from cumem_sleep.core.torch_pools import TorchPools
 from cumem_sleep.core.tuning import Tuning
+from cumem_sleep.for_plugin import drop_kept, may_deepen, stay_at_level_1
 
 BYTES = bytes(range(256)) * (PAGE // 256)
 TABLES_OF_A_PAGE = PAGE >> 9  # of device memory, to pin as much host memory, on a GPU
@@ -121,8 +123,8 @@ class TestSleepAndWake:
         content = memory.fill_random(cache, 2 * PAGE)
         assert allocator.sleep(level=3, drop={cache: [(16, PAGE)]}).dropped_bytes == PAGE
         assert_deep(allocator)
-        assert allocator.forget(drop={weights: [(0, 16)]}) == 16
-        assert allocator.forget("kv_cache") == allocator.drop_kept() == 0
+        assert allocator.release_backups(DEFERRABLE_TAGS, drop={weights: [(0, 16)]}) == 16
+        assert allocator.release_backups("kv_cache") == drop_kept(allocator) == 0
         read = allocator.read_backup(cache + PAGE + 16, 64)
         assert read is not None
         assert read.tobytes() == content[PAGE + 16 : PAGE + 80]
@@ -578,20 +580,20 @@ class TestByItself:
         allocator = make_allocator(deep_after_s=3600)
         allocator.malloc(PAGE, "weights")
         allocator.sleep()
-        assert allocator.may_deepen
+        assert may_deepen(allocator)
         return allocator
 
     def test_after_a_wake_that_failed(self, counting: CuMemAllocator) -> None:
         sim.fail("cuMemCreate")
         with pytest.raises(OutOfDeviceMemory):
             counting.wake_up()
-        assert counting.may_deepen
+        assert may_deepen(counting)
         counting.wake_up()
-        assert not counting.may_deepen
+        assert not may_deepen(counting)
 
     def test_after_a_wake_of_nothing(self, counting: CuMemAllocator) -> None:
         assert counting.regions.wake().note
-        assert counting.may_deepen
+        assert may_deepen(counting)
 
     @pytest.mark.parametrize("in_a_region", [False, True])
     def test_after_the_last_that_was_awake_sleeps(
@@ -603,9 +605,9 @@ class TestByItself:
             allocator.malloc(PAGE)
         sleeps = [allocator.regions.sleep, lambda: allocator.discard("kv_cache")]
         for sleep in reversed(sleeps) if in_a_region else sleeps:
-            assert not allocator.may_deepen
+            assert not may_deepen(allocator)
             sleep()
-        assert allocator.may_deepen
+        assert may_deepen(allocator)
 
     @pytest.mark.parametrize(
         "use",
@@ -638,9 +640,9 @@ class TestByItself:
 
     def test_not_beside_memory_that_was_allocated_since(self, counting: CuMemAllocator) -> None:
         address = counting.malloc(PAGE, "more")
-        assert not counting.may_deepen
+        assert not may_deepen(counting)
         counting.free(address)
-        assert counting.may_deepen
+        assert may_deepen(counting)
 
     @pytest.mark.parametrize("is_first", [True, False])
     def test_the_end_of_a_block_counts_for_the_allocator_that_has_come_meanwhile(
@@ -653,8 +655,8 @@ class TestByItself:
         second.malloc(PAGE, "weights")
         second.sleep()
         block.__exit__(None, None, None)
-        assert not first.may_deepen
-        assert second.may_deepen is not is_first
+        assert not may_deepen(first)
+        assert may_deepen(second) is not is_first
 
     def test_not_while_a_block_may_call_the_driver(self, counting: CuMemAllocator) -> None:
         """Only the last of several that overlap ends the wait."""
@@ -662,11 +664,11 @@ class TestByItself:
         for block in blocks:
             block.__enter__()
             counting.free(counting.malloc(PAGE))
-            assert not counting.may_deepen
+            assert not may_deepen(counting)
         for block in blocks:
-            assert not counting.may_deepen
+            assert not may_deepen(counting)
             block.__exit__(None, None, None)
-        assert counting.may_deepen
+        assert may_deepen(counting)
 
     @pytest.mark.parametrize("interrupted", [(CudaState, "stop_counting"), (Notes, "log")], ids=lambda each: each[1])
     def test_after_a_call_that_a_signal_ended(
@@ -683,18 +685,18 @@ class TestByItself:
         monkeypatch.setattr(*interrupted, raise_once)
         with pytest.raises(KeyboardInterrupt):
             counting.free(counting.malloc(PAGE)) if interrupted[0] is CudaState else counting.release_backups()
-        assert counting.may_deepen
+        assert may_deepen(counting)
 
     def test_not_once_it_was_said_why(self, counting: CuMemAllocator, caplog: pytest.LogCaptureFixture) -> None:
-        counting.stay_at_level_1("somebody needs it")
+        stay_at_level_1(counting, "somebody needs it")
         assert counting.sleep(level=3).why_not_deeper == "somebody needs it"
-        assert not counting.may_deepen
+        assert not may_deepen(counting)
         assert "does not go deeper than this level by itself: somebody needs it" in caplog.text
         assert_nothing_asked()
 
     def test_not_without_memory(self, counting: CuMemAllocator) -> None:
         counting.free(_core.segments()[0].address)
-        assert not counting.may_deepen
+        assert not may_deepen(counting)
         assert_no_threads("cumem-deepen")
 
     def test_it_may_no_more_once_it_was_refused(
@@ -704,7 +706,7 @@ class TestByItself:
         allocator = make_allocator(deep_after_s=0.1)
         allocator.malloc(PAGE, "weights")
         allocator.sleep()
-        wait_until(lambda: not allocator.may_deepen)
+        wait_until(lambda: not may_deepen(allocator))
         assert_at_level_1(allocator)
 
     def test_a_sleep_is_over_without_it_where_no_thread_can_be_started(
@@ -715,7 +717,7 @@ class TestByItself:
         with threads_refused(after=1):  # the first is the operation's own
             assert allocator.sleep().freed_bytes == PAGE
         assert "does not go from level 1 to level 3 by itself: " in caplog.text
-        assert not allocator.may_deepen
+        assert not may_deepen(allocator)
         with threads_refused(), allocator.using_cuda():
             pass
         allocator.wake_up()

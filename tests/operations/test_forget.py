@@ -1,26 +1,29 @@
-"""What sleeps forgets its backups, because new bytes are about to be loaded."""
+"""What sleeps gives up its backups, because new bytes are about to be loaded."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 from support import AWAKE, BACKED_UP, DROPPED, PAGE, SIMULATED, Memory
 from waking import OldWeights, check_bytes, fill, states
 
 from cumem_sleep import CuMemAllocator, DriverError, InvalidArgument, InvalidState, _core, sim
+from cumem_sleep.core.levels import DEFERRABLE_TAGS
 
 
-@pytest.mark.parametrize("tags", [None, "weights", ["weights", "kv_cache"]])
-def test_what_is_forgotten_comes_back_without_its_bytes(old_weights: OldWeights, tags: str | list[str] | None) -> None:
+@pytest.mark.parametrize("tags", ["weights", ["weights", "kv_cache"]])
+def test_what_is_forgotten_comes_back_without_its_bytes(old_weights: OldWeights, tags: str | list[str]) -> None:
     allocator, weights = old_weights.allocator, old_weights.weights
     held_bytes = allocator.usage()["default"].host_bytes
-    assert allocator.forget(tags) == 3 * PAGE
+    assert allocator.release_backups(tags) == 3 * PAGE
     assert states() == {"weights": DROPPED, "kv_cache": DROPPED, "default": BACKED_UP}
     usage = allocator.usage()
     assert (usage["weights"].host_bytes, usage["weights"].backed_up_bytes) == (0, 0)
     assert usage["default"].host_bytes == held_bytes
     with pytest.raises(InvalidState, match="dropped"):
         allocator.read_backup(next(iter(weights)), PAGE)
-    assert allocator.forget(tags) == 0
+    assert allocator.release_backups(tags) == 0
     assert allocator.wake_up().restored_bytes == PAGE
     check_bytes(old_weights.memory, old_weights.others)
     old_weights.check_that_they_are_gone()
@@ -31,7 +34,7 @@ def test_other_tags_are_restored(allocator: CuMemAllocator, memory: Memory) -> N
     weights = fill(allocator, memory, [PAGE])
     fill(allocator, memory, [PAGE], "kv_cache")
     allocator.sleep(offload_tags=["weights", "kv_cache"])
-    assert allocator.forget("kv_cache") == PAGE
+    assert allocator.release_backups("kv_cache") == PAGE
     assert states() == {"weights": BACKED_UP, "kv_cache": DROPPED}
     assert allocator.wake_up().restored_bytes == PAGE
     check_bytes(memory, weights)
@@ -40,10 +43,10 @@ def test_other_tags_are_restored(allocator: CuMemAllocator, memory: Memory) -> N
 def test_what_is_awake_keeps_its_backup(allocator: CuMemAllocator, memory: Memory) -> None:
     weights = fill(allocator, memory, [PAGE])
     fill(allocator, memory, [PAGE], "kv_cache")
-    assert allocator.forget() == 0
+    assert allocator.release_backups(DEFERRABLE_TAGS) == 0
     allocator.sleep()
     allocator.wake_up("weights")
-    assert allocator.forget() == 0
+    assert allocator.release_backups(DEFERRABLE_TAGS) == 0
     assert states() == {"weights": AWAKE, "kv_cache": DROPPED}
     assert allocator.sleep().clean_bytes == PAGE
     allocator.wake_up()
@@ -55,7 +58,7 @@ def test_regions_forget_nothing(allocator: CuMemAllocator, memory: Memory) -> No
         address = allocator.malloc(PAGE)
     content = memory.fill_random(address, PAGE)
     allocator.regions.sleep()
-    allocator.forget()
+    allocator.release_backups(DEFERRABLE_TAGS)
     allocator.regions.wake()
     check_bytes(memory, {address: content})
 
@@ -66,10 +69,10 @@ def test_what_was_kept_of_dropped_memory_is_given_up(allocator: CuMemAllocator, 
     (cache,) = fill(allocator, memory, [PAGE], "kv_cache")
     memory.close()
     allocator.sleep(keep={cache: [(0, 4096)]})
-    allocator.forget("weights")
+    allocator.release_backups("weights")
     assert allocator.usage()["kv_cache"].kept_bytes == 0
     woken = allocator.wake_up()
-    assert (woken.kept_bytes, woken.not_kept) == (0, "forget() was called")
+    assert (woken.kept_bytes, woken.not_kept) == (0, "release_backups() was called")
 
 
 def test_the_process_stays_at_level_3(allocator: CuMemAllocator, memory: Memory) -> None:
@@ -79,7 +82,7 @@ def test_the_process_stays_at_level_3(allocator: CuMemAllocator, memory: Memory)
     others = fill(allocator, memory, [PAGE], "default")
     memory.close()
     allocator.sleep(3)
-    assert allocator.forget("weights") == PAGE
+    assert allocator.release_backups("weights") == PAGE
     assert allocator.checkpoint is not None
     assert allocator.usage()["weights"].host_bytes == 0, "only a later call gives it back"
     assert allocator.wake_up().restored_bytes == PAGE
@@ -94,7 +97,7 @@ def test_memory_that_the_driver_did_not_take_is_given_back_all_the_same(
     fill(allocator, memory, [PAGE])
     sim.fail("cuMemRelease", times=100, error="CUDA_ERROR_UNKNOWN")
     allocator.sleep()
-    assert allocator.forget() == PAGE
+    assert allocator.release_backups(DEFERRABLE_TAGS) == PAGE
     sim.reset()
     assert _core.reclaim() == 0
     assert sim.stats().live_handles == 0
@@ -105,7 +108,7 @@ def test_memory_that_the_driver_did_not_take_is_given_back_all_the_same(
 def test_a_wake_that_fails_leaves_them_lost(allocator: CuMemAllocator, memory: Memory) -> None:
     fill(allocator, memory, [PAGE] * 2)
     allocator.sleep()
-    allocator.forget()
+    allocator.release_backups(DEFERRABLE_TAGS)
     sim.fail("cuMemSetAccess", after=1, error="CUDA_ERROR_UNKNOWN")
     with pytest.raises(DriverError, match="cuMemSetAccess"):
         allocator.wake_up()
@@ -119,5 +122,30 @@ def test_other_tags_are_refused(allocator: CuMemAllocator, tags: object) -> None
     allocator.malloc(PAGE, "weights")
     allocator.sleep()
     with pytest.raises(InvalidArgument):
-        allocator.forget(tags)  # type: ignore[arg-type]
+        allocator.release_backups(tags)  # type: ignore[arg-type]
     assert states() == {"weights": BACKED_UP}
+
+
+@pytest.mark.parametrize("tags", [None, "weights"])
+def test_a_wake_that_does_not_restore_gives_them_up_first(old_weights: OldWeights, tags: str | None) -> None:
+    allocator = old_weights.allocator
+    with pytest.raises(InvalidArgument, match="restore=0"):
+        allocator.wake_up(restore=0)  # type: ignore[arg-type]
+    report = allocator.wake_up(tags, restore=False)
+    assert (report.restored_bytes, report.verified_bytes) == (PAGE, PAGE)
+    assert report.mapped_bytes == (4 if tags == "weights" else 5) * PAGE
+    old_weights.check_that_they_are_gone()
+    check_bytes(old_weights.memory, old_weights.others)
+    allocator.wake_up()
+    old_weights.check_that_new_ones_survive()
+
+
+def test_old_names_say_the_same(old_weights: OldWeights) -> None:
+    """Of `CuMemAllocator`, for one release more."""
+    allocator: Any = old_weights.allocator
+    assert allocator.asleep_tags == {"weights", "kv_cache", "default"}
+    assert (allocator.agreement, allocator.may_be_asleep, allocator.may_deepen) == (None, True, False)
+    assert allocator.drop_kept() == 0
+    assert allocator.forget() == 3 * PAGE
+    with allocator.warming_up(), allocator.filling(lambda _: None):
+        allocator.wake_up()

@@ -12,6 +12,8 @@ import pytest
 from support import HANGS_S, PAGE, run_script
 
 from cumem_sleep import CuMemAllocator, InvalidArgument, InvalidState, OutOfDeviceMemory, _core
+from cumem_sleep.for_plugin import agreement as agreement_of
+from cumem_sleep.for_plugin import call_of_ranks
 from cumem_sleep.ranks.agreement import Agreement, RankCall
 from cumem_sleep.ranks.decisions import Record, RecordPlace
 from cumem_sleep.ranks.mesh import Mesh, connect
@@ -77,12 +79,12 @@ class TestAnAllocatorThatCannotBeMade:
 
     def test_with_a_group_that_cannot_be_used(self, joined: CuMemAllocator) -> None:
         other = beside_another(joined.join)
-        agreement = joined.agreement
+        agreement = agreement_of(joined)
         for group, error in (("bad", InvalidArgument), (Broken(), RuntimeError)):
             with pytest.raises(error):
                 CuMemAllocator(joined.settings, group=group)
         assert CuMemAllocator.instance is joined
-        assert joined.agreement is agreement is not None
+        assert agreement_of(joined) is agreement is not None
         assert not has_heard_the_end(other)
         other.close()
 
@@ -120,7 +122,7 @@ class TestAnAllocatorThatCannotBeMade:
         assert has_heard_the_end(other)
         replacement = CuMemAllocator.get_instance()
         assert replacement is not joined
-        assert replacement.agreement is not None
+        assert agreement_of(replacement) is not None
         assert not has_heard_the_end(another)
         replacement._leave()
         for mesh in (other, another):
@@ -139,8 +141,8 @@ def test_another_group_is_joined_when_the_sleep_at_work_has_ended(
     """Otherwise it would find its connections closed when the others have gone on."""
     other = beside_another(joined.join)
     joined.malloc(PAGE, "weights")
-    assert joined.agreement is not None
-    mine, receive = joined.agreement.mesh, Mesh.receive
+    assert agreement_of(joined) is not None
+    mine, receive = agreement_of(joined).mesh, Mesh.receive
     waits, goes_on = threading.Event(), threading.Event()
 
     def receive_late(mesh: Mesh, *arguments: Any) -> None:
@@ -174,7 +176,7 @@ def test_another_group_is_joined_when_the_sleep_at_work_has_ended(
 def test_a_sleep_that_waited_while_the_group_was_left(joined: CuMemAllocator) -> None:
     other = beside_another(joined.join)
     joined.malloc(PAGE, "weights")
-    with joined.call_of_ranks("sleep") as call:
+    with call_of_ranks(joined, "sleep") as call:
         joined._leave()
         with pytest.raises(InvalidState, match="sleep: this process has left the group"):
             call.begin()
@@ -231,7 +233,7 @@ class TestDescriptors:
             with pytest.raises(RuntimeError, match="connection reset"):
                 joined.join(Broken())
         assert open_descriptors() == before
-        assert joined.agreement is None
+        assert agreement_of(joined) is None
 
     def test_of_a_group_that_fails_later(self, joined: CuMemAllocator) -> None:
         """When this rank listens already."""

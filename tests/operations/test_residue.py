@@ -13,6 +13,7 @@ from two_processes import other_process
 
 from cumem_sleep import CuMemAllocator, DriverError, InvalidArgument, InvalidArgumentType, SleepReport, _core, sim
 from cumem_sleep.core.driver import open_driver
+from cumem_sleep.for_plugin import note_communicators, warming_up
 
 pytestmark = pytest.mark.sim
 
@@ -46,7 +47,7 @@ def take(allocator: CuMemAllocator) -> Iterator[Take]:
 def test_everything_has_its_item(allocator: CuMemAllocator, take: Take) -> None:
     take(8 * MIB)
     allocator.malloc(PAGE, "weights")
-    with allocator.warming_up():
+    with warming_up(allocator):
         take(6 * MIB)
         allocator.malloc(PAGE, "kv_cache")  # its own is not counted
     take(4 * MIB)
@@ -60,7 +61,7 @@ def test_everything_has_its_item(allocator: CuMemAllocator, take: Take) -> None:
 
 def test_communicators_are_a_part_of_what_was_there_before(allocator: CuMemAllocator, take: Take) -> None:
     take(8 * MIB)
-    allocator.note_communicators({0: 6 * MIB, 1: 1 * MIB})  # nothing of this layer is on the other device
+    note_communicators(allocator, {0: 6 * MIB, 1: 1 * MIB})  # nothing of this layer is on the other device
     allocator.malloc(PAGE, "weights")
     report = allocator.sleep()
     assert report.left == {"context": 2 * MIB, "nccl": 6 * MIB, "rest": 0}
@@ -69,7 +70,7 @@ def test_communicators_are_a_part_of_what_was_there_before(allocator: CuMemAlloc
 
 def test_communicators_are_never_more_than_what_was_there(allocator: CuMemAllocator, take: Take) -> None:
     take(8 * MIB)
-    allocator.note_communicators({0: 9 * MIB})
+    note_communicators(allocator, {0: 9 * MIB})
     allocator.malloc(PAGE, "weights")
     assert allocator.sleep().left == {"nccl": 8 * MIB, "rest": 0}
 
@@ -78,13 +79,13 @@ def test_communicators_are_never_more_than_what_was_there(allocator: CuMemAlloca
 def test_nonsense_about_communicators(allocator: CuMemAllocator, noted: dict[int, int]) -> None:
     """Nothing of it is noted."""
     with pytest.raises(InvalidArgument, match=r"^(device|bytes of device (0|-1))="):
-        allocator.note_communicators({0: 5, **noted})
+        note_communicators(allocator, {0: 5, **noted})
 
 
 @pytest.mark.parametrize("noted", [5, None, [(0, 5)], {0: 1.5}, {"0": 5}])
 def test_communicators_of_the_wrong_type(allocator: CuMemAllocator, noted: dict[int, int]) -> None:
     with pytest.raises(InvalidArgumentType, match="expected"):
-        allocator.note_communicators(noted)
+        note_communicators(allocator, noted)
 
 
 def test_memory_that_stays_awake_is_an_item(allocator: CuMemAllocator, take: Take) -> None:
@@ -100,7 +101,7 @@ def test_what_others_gave_back_is_not_guessed_at(allocator: CuMemAllocator, take
     """Another process had much when this one began; no item may be larger than the sum, or below zero."""
     give_back = take(32 * MIB)
     allocator.malloc(PAGE, "weights")
-    with allocator.warming_up():
+    with warming_up(allocator):
         take(4 * MIB)
     give_back()
     report = allocator.sleep()
@@ -112,7 +113,7 @@ def test_of_a_warm_up_only_what_is_still_there_counts(allocator: CuMemAllocator,
     """PyTorch's unused cache, which a sleep empties before it looks."""
     take(8 * MIB)
     allocator.malloc(PAGE, "weights")
-    with allocator.warming_up():
+    with warming_up(allocator):
         empty_cache = take(6 * MIB)
         take(4 * MIB)
     empty_cache()
@@ -123,7 +124,7 @@ def test_a_warm_up_during_which_others_gave_memory_back_has_no_item(allocator: C
     give_back = take(8 * MIB)
     take(2 * MIB)
     allocator.malloc(PAGE, "weights")
-    with allocator.warming_up():
+    with warming_up(allocator):
         take(4 * MIB)
         give_back()
     take(8 * MIB)
@@ -133,7 +134,7 @@ def test_a_warm_up_during_which_others_gave_memory_back_has_no_item(allocator: C
 def test_warm_ups_add_up(allocator: CuMemAllocator, take: Take) -> None:
     allocator.malloc(PAGE, "weights")
     for _ in range(2):
-        with allocator.warming_up():
+        with warming_up(allocator):
             take(4 * MIB)
     assert allocator.sleep().left == {"modules_and_graphs": 8 * MIB, "rest": 0}
 
@@ -142,7 +143,7 @@ def test_warm_ups_add_up(allocator: CuMemAllocator, take: Take) -> None:
 def test_warm_ups_that_overlap_count_once(allocator: CuMemAllocator, take: Take, first_to_end: int) -> None:
     allocator.malloc(PAGE, "weights")
     for _ in range(2):
-        blocks = [allocator.warming_up(), allocator.warming_up()]
+        blocks = [warming_up(allocator), warming_up(allocator)]
         blocks[0].__enter__()
         take(2 * MIB)
         in_thread(blocks[1].__enter__)
@@ -178,7 +179,7 @@ def test_nothing_fails_for_a_note(allocator: CuMemAllocator, take: Take) -> None
     allocator._layer.residue.note_before(0)
     allocator.malloc(PAGE, "weights")
     sim.fail("cuMemGetInfo", times=2)
-    with allocator.warming_up():
+    with warming_up(allocator):
         take(2 * MIB)
     assert allocator.sleep().left == {"context": 2 * MIB, "rest": 2 * MIB}
 
@@ -189,7 +190,7 @@ def test_a_warm_up_that_fails_is_not_noted(allocator: CuMemAllocator, take: Take
         raise DriverError("cuLaunchKernel", "CUDA_ERROR_UNKNOWN")
 
     allocator.malloc(PAGE, "weights")
-    with pytest.raises(DriverError, match="cuLaunchKernel"), allocator.warming_up():
+    with pytest.raises(DriverError, match="cuLaunchKernel"), warming_up(allocator):
         fail()
     assert allocator.sleep().left == {}
 
@@ -298,7 +299,7 @@ class TestHeldElsewhere:
         during_the_release: Callable[[Callable[[], object]], None],
     ) -> None:
         allocator.malloc(PAGE, "weights")
-        with allocator.warming_up():
+        with warming_up(allocator):
             empty_cache = take(6 * MIB)
         empty_cache()
         during_the_release(lambda: take(4 * MIB))

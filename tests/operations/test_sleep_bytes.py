@@ -9,6 +9,7 @@ from filled import fill, sleep_states
 from support import AWAKE, BACKED_UP, DROPPED, MIB, PAGE, SIMULATED, Memory, around_copies
 
 from cumem_sleep import CuMemAllocator, InvalidState, _core
+from cumem_sleep.for_plugin import filling
 
 MakeAllocator = Callable[..., CuMemAllocator]
 Contents = dict[int, bytes]
@@ -102,7 +103,7 @@ class TestBytes:
                 raise ValueError("not yet")
 
         allocator.sleep(2)
-        with allocator.filling(mark):
+        with filling(allocator, mark):
             with pytest.raises(ValueError, match="not yet"):
                 allocator.wake_up()
             assert sleep_states() == {"weights": DROPPED, "default": BACKED_UP}

@@ -156,7 +156,7 @@ def test_what_is_forgotten_is_not_in_the_vault_any_more(
         vault.signal(signal.SIGKILL if how == "killed" else signal.SIGSTOP)
     if how == "killed":
         vault.process.wait()
-    assert allocator.forget("weights") == 2 * PAGE
+    assert allocator.release_backups("weights") == 2 * PAGE
     assert allocator.usage()["weights"].vault_bytes == 0
     if how == "stopped":
         vault.signal(signal.SIGCONT)

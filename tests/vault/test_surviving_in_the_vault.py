@@ -11,6 +11,7 @@ from support import DROPPED, PAGE, Memory, weights_of
 from test_sleeping import leave
 
 from cumem_sleep import CuMemAllocator, OutOfHostMemory, _core
+from cumem_sleep.for_plugin import drop_kept
 from cumem_sleep.vault import files
 from cumem_sleep.vault.client import Sealed
 from cumem_sleep.vault.ledger import Key
@@ -98,7 +99,7 @@ def test_it_comes_back(
         (backup,) = other.reserve(other.gpus[0], [60 * MIB])
         other.seal([Sealed(backup, Key("of another", 60 * MIB, ""))])
         assert running.status()["spilled_bytes"] == REST_BYTES
-    assert allocator.release_backups() == allocator.drop_kept() == 0
+    assert allocator.release_backups() == drop_kept(allocator) == 0
     read = allocator.read_backup(next(iter(contents)) + PAGE + 64, PAGE)
     assert read is not None
     assert read.tobytes() == next(iter(contents.values()))[PAGE + 64 : 2 * PAGE + 64]

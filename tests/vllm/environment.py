@@ -119,7 +119,7 @@ class Stock:
         vllm.plugins.plugins_loaded = False
         self.cumem.CuMemAllocator = self.allocator
         self.allocator.instance = None
-        CuMemAllocator.prepares_after_pools = True
+        CuMemAllocator._prepares_after_pools = True
         self.engine_args.create_engine_config = self.configure
         self.wrapper.init_device = self.init_device
         for name in set(vars(self.wrapper)) - self._wrapper_names:

@@ -23,6 +23,7 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from watched_worker import KV_CACHE, PAGE, WEIGHTS, WatchedWorker
 
 from cumem_sleep import CuMemAllocator, _core, host_facts, sim
+from cumem_sleep.for_plugin import drop_kept
 
 BLOCK, HEADS, HEAD_SIZE = 16, 8, 64
 PAGE_BYTES = 2 * BLOCK * HEADS * HEAD_SIZE * 2
@@ -141,7 +142,7 @@ class HashingWorker(WatchedWorker):
     def drop_kept(self, rank: int) -> None:
         """The worker `rank` loses what it has kept."""
         if rank == self.rank:
-            self._allocator.drop_kept()
+            drop_kept(self._allocator)
 
     # Sleep
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from kept_kv_episodes import add, engine, run_to_end
 
+from cumem_sleep.for_plugin import drop_kept
 from cumem_sleep.vllm import kept_kv
 
 PROMPT = list(range(7, 107))  # six blocks and a part of one
@@ -209,7 +210,7 @@ def _other_has_no_room(core: Any) -> None:
 
 def _lost(core: Any) -> None:
     sleep(core)
-    core.worker._allocator.drop_kept()
+    drop_kept(core.worker._allocator)
     core.wake_up()
 
 

@@ -125,7 +125,7 @@ class TestLoading:
         from vllm.device_allocator.cumem import CuMemAllocator as Imported
 
         assert Imported is CuMemAllocator
-        assert not CuMemAllocator.prepares_after_pools
+        assert not CuMemAllocator._prepares_after_pools
         import vllm.device_allocator
 
         if hasattr(vllm.device_allocator, "get_mem_allocator_instance"):

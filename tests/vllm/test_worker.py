@@ -26,7 +26,7 @@ sys.path.append(str(pathlib.Path(__file__).parents[1] / "vault"))
 from running import RunningVault
 
 from cumem_sleep import CuMemAllocator, DriverError, InvalidState, OutOfDeviceMemory, RankFailed, sim
-from cumem_sleep.vllm import communicators, compatibility
+from cumem_sleep.vllm import communicators, compatibility, engine_group
 
 skip_unless_vllm()
 pytestmark = pytest.mark.sim
@@ -545,8 +545,8 @@ class TestSeveralWorkers:
         wrapper.worker = worker
         worker.vllm_config.parallel_config = types.SimpleNamespace(world_size=2, distributed_executor_backend="mp")
         mesh = types.SimpleNamespace(size=2, rank=0, gone=set())
-        allocator = CuMemAllocator.get_instance()
-        monkeypatch.setattr(type(allocator), "agreement", types.SimpleNamespace(mesh=mesh))
+        CuMemAllocator.get_instance()
+        monkeypatch.setattr(engine_group, "agreement_of", lambda _: types.SimpleNamespace(mesh=mesh))
         wrapper.mesh = mesh
         return wrapper
 
@@ -574,9 +574,10 @@ class TestSeveralWorkers:
     def test_the_groups_that_make_an_engine_are_there(self, plugged: Stock) -> None:
         from vllm.distributed import parallel_state
 
-        from cumem_sleep.vllm.engine_group import _GROUPS
-
-        assert {name for name in _GROUPS if hasattr(parallel_state, name)} >= {"get_tp_group", "get_pp_group"}
+        assert {name for name in engine_group._GROUPS if hasattr(parallel_state, name)} >= {
+            "get_tp_group",
+            "get_pp_group",
+        }
         source = inspect.getsource(parallel_state.GroupCoordinator)
         assert "self.cpu_group" in source
         assert "self.world_size" in source

@@ -1,0 +1,124 @@
+"""What vLLM's plugin asks of an allocator beyond its public calls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+
+from . import _core
+from .allocator import CuMemAllocator
+from .core.levels import in_pools
+from .core.operation import Call, CudaUse, Operation
+from .errors import InvalidArgumentType, check_integer, shown
+from .operations.layer import Fill
+from .ranks.agreement import Agreement
+
+# Ranks
+
+
+def agreement(allocator: CuMemAllocator) -> Agreement | None:
+    """The agreement with the other ranks of the joined group; None: this process sleeps and wakes alone."""
+    return allocator._agreement
+
+
+def call_of_ranks(allocator: CuMemAllocator, operation: str) -> Call:
+    """Through which the ranks agree on one operation. What fails inside, the others are told at once."""
+    return allocator._call_of_ranks(operation)
+
+
+# What sleeps leave on the GPU
+
+
+def warming_up(allocator: CuMemAllocator) -> AbstractContextManager[None]:
+    """Put this around code that loads modules and captures CUDA graphs. Sleeps then report what that code left on
+    the GPU as an item of its own (`SleepReport.left`).
+    """
+    return allocator._layer.residue.warm_up()
+
+
+def note_communicators(allocator: CuMemAllocator, nbytes: Mapping[int, int]) -> None:
+    """Say how much device memory came with communicators (NCCL's) that were made before this layer allocated.
+    Sleeps then report it as an item of its own (`SleepReport.left`).
+
+    Args:
+        nbytes: bytes by device.
+
+    Raises:
+        InvalidArgument: a device or a number of bytes is not a non-negative integer.
+    """
+    if not isinstance(nbytes, Mapping):
+        raise InvalidArgumentType(f"nbytes={shown(nbytes)}: expected bytes by device")
+    for device, taken in nbytes.items():
+        check_integer("device", device, minimum=0)
+        check_integer(f"bytes of device {device}", taken, minimum=0)
+    allocator._layer.residue.by_communicators.update(nbytes)
+
+
+# Sleeping and waking
+
+
+def prepare_after_warm_up() -> None:
+    """From here on `Settings.prepare` takes no effect when a pool is left."""
+    CuMemAllocator._prepares_after_pools = False
+
+
+def may_be_asleep(allocator: CuMemAllocator) -> bool:
+    """False: nothing is asleep. It costs nothing to ask."""
+    return allocator._operations.may_be_asleep
+
+
+def asleep_tags(allocator: CuMemAllocator) -> frozenset[str]:
+    """The tags of which something is asleep that levels decide about."""
+    operations, awake = allocator._operations, _core.Segment.Sleep.AWAKE
+    operations.may_be_asleep = False  # an operation that ends meanwhile says so after it has changed them
+    asleep = frozenset(segment.tag for segment in in_pools()() if segment.sleep != awake)
+    operations.may_be_asleep |= bool(asleep)
+    return asleep
+
+
+@contextmanager
+def filling(allocator: CuMemAllocator, fill: Fill) -> Iterator[None]:
+    """Wakes inside call `fill` with the segments that come back without some of their bytes, and the (begin, end)
+    of these, before anybody else may use them. If it raises, the wake fails.
+    """
+    fills = allocator._layer.fills
+    fills.append(fill)
+    try:
+        yield
+    finally:
+        fills.remove(fill)
+
+
+def drop_kept(allocator: CuMemAllocator) -> int:
+    """Give up what sleeps have kept of dropped memory (`sleep(keep=...)`), and its host memory, in this process alone;
+    returns its bytes, which is 0 while that memory is awake.
+    """
+
+    def give_up() -> int:
+        kept = allocator._store.catalogue.kept
+        nbytes = kept.bytes_of(_core.segments())
+        kept.give_up("drop_kept() was called")
+        return nbytes
+
+    return Operation(allocator._operations, "drop_kept", give_up, uses_cuda=CudaUse.LEASE_UNLESS_AWAY).run()
+
+
+# Level 3
+
+
+def may_deepen(allocator: CuMemAllocator) -> bool:
+    """Whether the process is at level 3, or may go there by itself at any time."""
+    return allocator._cuda.may_deepen
+
+
+def stay_at_level_1(allocator: CuMemAllocator, why: str) -> None:
+    """From now on this process does not go deeper; it says why."""
+    allocator._cuda.why_not = why
+
+
+def prepare_to_end(allocator: CuMemAllocator) -> None:
+    """Come back from level 3 before this process ends, so that libraries can let go of the GPU.
+
+    If that fails the process ends at once: the libraries' calls would wait forever.
+    """
+    allocator._prepare_to_end()
