@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
 #include <string>
 
 #include "threads.h"
@@ -85,23 +86,22 @@ bool Ahead::have_threads(size_t steps) {
     return true;
 }
 
-bool Ahead::wait(uint64_t key, std::chrono::nanoseconds at_most) {
+void Ahead::wait(uint64_t key) {
     Steps steps;
     {
         std::unique_lock<std::mutex> lock(mutex_);
         const auto found = steps_.find(key);
-        if (found == steps_.end()) return true;
+        if (found == steps_.end()) return;
         steps = found->second;
         const auto will_run = [](const auto& step) { return step->queued && !step->has_run; };
         const auto is_over = [&] { return stopped_ || std::none_of(steps.begin(), steps.end(), will_run); };
-        if (!changed_.wait_for(lock, at_most, is_over)) return false;
+        changed_.wait(lock, is_over);
         steps_.erase(key);
     }
     for (const auto& step : steps) {
         if (!step->has_run) run(*step);  // no thread will run it
         if (step->error) std::rethrow_exception(step->error);
     }
-    return true;
 }
 
 void Ahead::stop() noexcept {

@@ -3,7 +3,6 @@
 
 #include <sys/types.h>
 
-#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
@@ -37,9 +36,8 @@ class Ahead {
     void start();
     // Appends tasks; they begin at once.
     void add(Tasks tasks);
-    // Returns true when the tasks of `key` have run, false if they have not after `at_most`. Throws what one of them
-    // threw. Waiting again does nothing.
-    bool wait(uint64_t key, std::chrono::nanoseconds at_most);
+    // Returns when the tasks of `key` have run. Throws what one of them threw. Waiting again does nothing.
+    void wait(uint64_t key);
     // Waits for running tasks and drops those that have not begun. Stopping again does nothing.
     void stop() noexcept;
 

@@ -17,7 +17,7 @@ PyObject* on_free_callback = nullptr;
 
 int notify_python(void*) {
     notification_pending = false;
-    return !on_free_callback || call_undisturbed(on_free_callback) ? 0 : -1;
+    return !on_free_callback || run_callback(on_free_callback) ? 0 : -1;
 }
 
 }  // namespace

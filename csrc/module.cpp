@@ -393,7 +393,8 @@ void bind_copies(py::module_& module) {
 void bind_operations(py::module_& module) {
     module.attr("OperationStopped") = py::handle(operation_stopped());
     module.def("stop_if_asked", &stop_if_asked, NoGil(),
-               "Raise if the operation on this thread was asked to stop; elsewhere run pending signal handlers.");
+               "Called again and again while an operation waits for others: its caller may run signal handlers then,\n"
+               "and if one raises this does, too. Elsewhere it runs them itself.");
     py::class_<LockGuard>(module, "LockGuard")
         .def("__enter__", [](LockGuard& self) { return static_cast<bool>(self); })
         .def("__exit__", [](LockGuard& self, const py::args&) { self.release(); });
@@ -411,8 +412,9 @@ void bind_operations(py::module_& module) {
                 return py::reinterpret_steal<py::object>(self.run(work.ptr()));
             },
             py::arg("work"),
-            "Call `work` on a thread of its own, so that signals do not disturb it; what it returns or raises. If a\n"
-            "signal handler raises meanwhile, `work` is asked to stop, and the first of that is raised when it has.");
+            "Call `work` on a thread of its own, so that signals do not disturb it; what it returns or raises, or "
+            "what\n"
+            "a signal handler raises while it waits for others.");
     py::class_<Worker, std::shared_ptr<Worker>>(module, "Worker", "A thread that works until it is asked to stop.")
         .def(py::init([](std::string name) { return std::make_shared<Worker>(std::move(name)); }), py::arg("name"))
         .def(
@@ -480,9 +482,8 @@ void bind_ahead(py::module_& module) {
                 self.add(std::move(more));
             },
             py::arg("tasks"), "Append tasks; they begin at once.")
-        .def(
-            "wait", [](Ahead& self, uint64_t key) { wait_for(self, key); }, py::arg("key"), NoGil(),
-            "Return when the tasks of `key` have run, raise what one of them raised. Waiting again does nothing.")
+        .def("wait", &Ahead::wait, py::arg("key"), NoGil(),
+             "Return when the tasks of `key` have run, raise what one of them raised. Waiting again does nothing.")
         .def("stop", &Ahead::stop, NoGil(),
              "Wait for running tasks, drop those that have not begun. Stopping again does nothing.")
         .def(

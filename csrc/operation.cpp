@@ -1,13 +1,13 @@
 #include "operation.h"
 
+#include <pybind11/pybind11.h>
+
 #include <chrono>
 #include <new>
 #include <utility>
 
 #include "driver.h"
-#include "errors.h"
 #include "interpreter.h"
-#include "signal_errors.h"
 #include "thread_role.h"
 #include "threads.h"
 #include "worker.h"
@@ -49,18 +49,6 @@ class CudaThreadState {
     bool has_mode_ = false;
 };
 
-using Error = std::unique_ptr<py::error_already_set>;
-
-// What Python has just raised. OperationStopped loses its traceback here. Otherwise the caller's thread would clear the
-// traceback's frames and close their generators; a signal handler could run in the middle of that, and its exception
-// would be lost.
-Error raised() {
-    auto error = std::make_unique<py::error_already_set>();
-    if (!error->matches(operation_stopped())) return error;
-    PyErr_SetNone(operation_stopped());
-    return std::make_unique<py::error_already_set>();
-}
-
 // One call on a thread that nothing else uses meanwhile, which gets the caller's context variables and CUDA's
 // per-thread state. Once started, it must have ended before this object is destroyed. All is called by the caller, with
 // the interpreter lock held.
@@ -72,10 +60,10 @@ class Operation {
     }
 
     // Whether this thread may have one: not if it is the layer's own, nor while Python exits.
-    static bool is_possible() { return !thread_role.operation_asked && !thread_role.worker && !is_finalizing(); }
+    static bool is_possible() { return !thread_role.stopping && !thread_role.worker && !is_finalizing(); }
 
-    // False if no thread can be started. Otherwise waits, as `wait`: if it took the interpreter lock before, the thread
-    // would have to wait for that.
+    // False if no thread can be started. Otherwise waits, as `outcome`: if it took the interpreter lock before, the
+    // thread would have to wait for that.
     bool start() {
         const WithoutInterpreter unlocked;
         try {
@@ -83,34 +71,49 @@ class Operation {
         } catch (const std::exception&) {
             return false;
         }
-        thread_.wait(kBetweenLooks);
+        wait();
         return true;
     }
-    // For a moment, or until it has ended or a signal arrives.
-    void wait() {
-        const WithoutInterpreter unlocked;
-        thread_.wait(kBetweenLooks);
-    }
-    bool has_ended() const { return thread_.has_ended(); }
-    void ask_to_stop() { asked_.set(); }
 
-    // Once it has ended: what it raised, or null; what it returned.
-    py::error_already_set* error() const { return error_.get(); }
-    py::object take_result() { return std::move(result_); }
+    // Waits until it has ended; returns what it returned, or throws what it raised. While the operation itself waits
+    // for others, signal handlers run. If one raises, the operation is asked to stop, and that is thrown when it has
+    // ended.
+    py::object outcome() {
+        Error of_handler;
+        while (!thread_.has_ended()) {
+            if (stopping_.callers_turn.exchange(false) && !of_handler && handlers_raise()) {
+                of_handler = std::make_unique<py::error_already_set>();
+                stopping_.is_asked = true;
+            }
+            const WithoutInterpreter unlocked;
+            wait();
+        }
+        if (const Error& error = of_handler ? of_handler : error_) throw py::error_already_set(*error);
+        if (!result_) throw std::bad_alloc();
+        return std::move(result_);
+    }
 
   private:
+    using Error = std::unique_ptr<py::error_already_set>;
+
+    // Until it has ended, or signal handlers are to run. Without the interpreter lock.
+    void wait() {
+        do thread_.wait(kBetweenLooks);
+        while (!thread_.has_ended() && !stopping_.callers_turn);
+    }
+
     // Returns whether the thread is left as it was.
     bool perform() noexcept {
         try {
             cuda_.apply();
-            thread_role.operation_asked = &asked_;
+            thread_role.stopping = &stopping_;
             const PyGILState_STATE state = PyGILState_Ensure();
             const bool entered = PyContext_Enter(variables_.ptr()) == 0;
             result_ = py::reinterpret_steal<py::object>(entered ? PyObject_CallNoArgs(work_.ptr()) : nullptr);
             if (!result_) keep_error();
             if (entered && PyContext_Exit(variables_.ptr()) != 0) PyErr_Clear();
             PyGILState_Release(state);
-            thread_role.operation_asked = nullptr;
+            thread_role.stopping = nullptr;
             return CudaThreadState::reset();
         } catch (abi::__forced_unwind&) {
             stay_until_the_process_ends();
@@ -119,8 +122,8 @@ class Operation {
 
     void keep_error() noexcept {
         try {
-            error_ = raised();
-        } catch (const std::exception&) {  // no memory for it: `outcome_of` says so
+            error_ = std::make_unique<py::error_already_set>();
+        } catch (const std::exception&) {  // no memory for it: `outcome` says so
             PyErr_Clear();
         }
     }
@@ -128,63 +131,17 @@ class Operation {
     const py::object& work_;
     const py::object variables_;
     const CudaThreadState cuda_;
-    Event asked_;
+    Stopping stopping_;
     OperationThread thread_;
     py::object result_;
     Error error_;
 };
 
-// Where no thread can be started: one call on the caller's own thread, which signals disturb no more than on another.
-class OperationHere {
-  public:
-    explicit OperationHere(const py::object& work) {
-        HandlersRaiseLater later;
-        {
-            const Role here(later.asked());
-            result_ = py::reinterpret_steal<py::object>(PyObject_CallNoArgs(work.ptr()));
-            if (!result_) error_ = raised();
-        }
-        later.put_back();
-        of_signals_ = std::move(later.errors());
-    }
-    SignalErrors& of_signals() { return of_signals_; }
-    py::error_already_set* error() const { return error_.get(); }
-    py::object take_result() { return std::move(result_); }
-
-  private:
-    struct Role {
-        explicit Role(const Event& asked) {
-            thread_role.operation_asked = &asked;
-            thread_role.is_callers = true;
-        }
-        ~Role() {
-            thread_role.operation_asked = nullptr;
-            thread_role.is_callers = false;
-        }
-    };
-
-    py::object result_;
-    Error error_;
-    SignalErrors of_signals_;
-};
-
-template <class Ended>
-PyObject* outcome_of(Ended& operation, SignalErrors& of_signals) {
-    if (of_signals) of_signals.raise(operation.error());
-    if (operation.error()) throw py::error_already_set(*operation.error());
-    py::object result = operation.take_result();
-    if (!result) throw std::bad_alloc();
-    return result.release().ptr();
-}
-
-// Throws what signal handlers raise, which run in the middle of it.
-void call_and_report_our_errors(const py::object& work) {
-    try {
-        work();
-    } catch (py::error_already_set& error) {
-        if (!error.matches(py::handle(errors()).attr("CumemSleepError"))) throw;
-        error.discard_as_unraisable(work);
-    }
+// Where no thread can be started, or this one may have none, on this one.
+py::object run_apart(const py::object& work) {
+    if (!Operation::is_possible()) return work();
+    Operation operation(work);
+    return operation.start() ? operation.outcome() : work();
 }
 
 }  // namespace
@@ -234,41 +191,22 @@ bool OperationLock::held_by_this_thread() {
 
 PyObject* OperationLock::run(PyObject* called) {
     const auto work = py::reinterpret_borrow<py::object>(called);
-    if (!Operation::is_possible() || held_by_this_thread()) return work().release().ptr();
-    Operation operation(work);
-    if (!operation.start()) {
-        OperationHere here(work);
-        return outcome_of(here, here.of_signals());
-    }
-    SignalErrors of_signals;
-    for (; !operation.has_ended(); operation.wait())
-        if (of_signals.run_handlers()) operation.ask_to_stop();
-    return outcome_of(operation, of_signals);
+    return (held_by_this_thread() ? work() : run_apart(work)).release().ptr();
 }
 
-bool call_undisturbed(PyObject* called) {
+bool run_callback(PyObject* called) {
     const auto work = py::reinterpret_borrow<py::object>(called);
     try {
-        if (!Operation::is_possible()) {
-            call_and_report_our_errors(work);
-            return true;
-        }
-        Operation operation(work);
-        if (operation.start()) {
-            while (!operation.has_ended()) operation.wait();
-            if (operation.error()) operation.error()->discard_as_unraisable(work);
-            return true;
-        }
-        OperationHere here(work);
-        if (here.error()) here.error()->discard_as_unraisable(work);
-        if (here.of_signals()) here.of_signals().raise(nullptr);
+        run_apart(work);
         return true;
     } catch (py::error_already_set& error) {
+        if (error.matches(PyExc_Exception)) {
+            error.discard_as_unraisable(work);
+            return true;
+        }
         error.restore();
     } catch (const std::bad_alloc&) {
         PyErr_NoMemory();
-    } catch (const std::exception& error) {
-        PyErr_SetString(PyExc_RuntimeError, error.what());
     }
     return false;
 }

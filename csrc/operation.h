@@ -1,19 +1,9 @@
 // Operations: calls of Python that signals must not disturb, each on its own thread, and the lock that serialises them.
 //
-// Python runs signal handlers on the main thread, between any two of its steps, and raises their exceptions there, any
-// number of times. So no code on that thread can be sure to clean up. An operation therefore runs on its own thread,
-// where no handler runs. The caller waits here without the interpreter lock and lets signal handlers run. It takes a
-// handler's first exception as a request to stop, and raises it when the operation has ended. The operation checks for
-// that request (`stop_if_asked` of thread_role.h) where it can still undo everything, and nowhere else.
-//
-// Who takes which error:
-//                      what `work` raises             what signal handlers raise meanwhile
-//   OperationLock::run  the caller                     the caller, instead; `work` is asked to stop
-//   call_undisturbed    reported as unraisable         nobody yet: handlers run afterwards
-//
-// Where no thread can be started, an operation runs on its caller's. Handlers run in the middle of it then, but what
-// they raise is kept for its end (`HandlersRaiseLater`), and the table holds. What they raise in `call_undisturbed`,
-// its caller gets.
+// Python runs signal handlers on the main thread, between any two of its steps, and raises their exceptions there. So
+// no code on that thread can be sure to clean up. An operation therefore runs on its own thread, where no handler runs,
+// and its caller waits here, without the interpreter lock, until it has ended: then signals are handled. Only while the
+// operation itself waits for others (`stop_if_asked` of thread_role.h) may handlers run, and what they raise end it.
 #pragma once
 
 #include <Python.h>
@@ -36,10 +26,9 @@ class OperationLock {
     bool acquire(bool wait);
     void release();
 
-    // Calls `work` on a thread of its own and returns its result (a new reference) or throws what it raised. If signal
-    // handlers raised meanwhile, throws the first of their exceptions once `work` has ended, whatever its outcome.
-    // Calls `work` on this thread instead if no thread can be started (with the same outcomes), or if this thread
-    // belongs to the layer or has the lock.
+    // Calls `work` on a thread of its own and returns its result (a new reference) or throws what it raised; or what a
+    // signal handler raised while it waited for others, whatever its outcome. Calls `work` on this thread instead if no
+    // thread can be started (signals may interrupt it then), or if this thread belongs to the layer or has the lock.
     PyObject* run(PyObject* work);
 
   private:
@@ -68,9 +57,8 @@ class LockGuard {
     std::shared_ptr<OperationLock> lock_;
 };
 
-// Calls `work` on a thread of its own and lets signal handlers run only afterwards: for callbacks that Python runs at
-// an arbitrary place. Errors are reported as unraisable, like those of finalisers. If no thread can be started, `work`
-// and the handlers run here; if a handler raises, that is Python's error when `work` has ended, and this returns false.
-bool call_undisturbed(PyObject* work);
+// As `OperationLock::run`, for callbacks that Python runs at an arbitrary place: errors are reported as unraisable,
+// like those of finalisers. False, with Python's error: no `Exception`, such as a KeyboardInterrupt of this thread.
+bool run_callback(PyObject* work);
 
 }  // namespace cumem_sleep

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstddef>
-#include <cstdint>
 #include <memory>
 
 #include "ahead.h"
@@ -18,8 +17,5 @@ struct AheadTask {
 // Maps physical memory under the segment, which must be held.
 AheadTask map_task(const SegmentPtr& segment);
 AheadTask prefault_task(const std::shared_ptr<HostBlock>& block, size_t offset, size_t bytes);
-
-// Waits for the tasks of `key`, and checks for requests to stop meanwhile. Called without the interpreter lock.
-void wait_for(Ahead& ahead, uint64_t key);
 
 }  // namespace cumem_sleep

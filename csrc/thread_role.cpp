@@ -2,17 +2,18 @@
 
 #include "errors.h"
 #include "interpreter.h"
-#include "threads.h"
 
 namespace cumem_sleep {
 
 void stop_if_asked() {
     if (thread_role.worker) return;
-    if (!thread_role.operation_asked || thread_role.is_callers) {
-        const WithInterpreter interpreter;
-        if (handlers_raise()) throw_python_error();
+    if (Stopping* const stopping = thread_role.stopping) {
+        if (stopping->is_asked) throw OperationStopped();
+        stopping->callers_turn = true;
+        return;
     }
-    if (thread_role.operation_asked && thread_role.operation_asked->is_set()) throw OperationStopped();
+    const WithInterpreter interpreter;
+    if (handlers_raise()) throw_python_error();
 }
 
 }  // namespace cumem_sleep

@@ -2,21 +2,28 @@
 // stop, and that it starts no further thread to work on.
 #pragma once
 
+#include <atomic>
+
 namespace cumem_sleep {
 
-class Event;
 class Worker;
 
+// Between the thread of an operation and its caller.
+struct Stopping {
+    std::atomic<bool> callers_turn{false};  // to let signal handlers run, once
+    std::atomic<bool> is_asked{false};      // one has raised
+};
+
 struct ThreadRole {
-    const Event* operation_asked = nullptr;  // of an operation: set when that is to stop
-    bool is_callers = false;                 // the operation runs on the thread of its caller
-    const Worker* worker = nullptr;          // of a background thread
+    Stopping* stopping = nullptr;    // of an operation
+    const Worker* worker = nullptr;  // of a background thread
 };
 
 inline thread_local ThreadRole thread_role;
 
-// On the thread of an operation: throws OperationStopped if it was asked to stop. On a Python thread: runs pending
-// signal handlers, and throws what they raise unless the thread runs an operation. Called without the interpreter lock.
+// For whoever waits for others, again and again until that is over. On the thread of an operation: lets its caller run
+// signal handlers once, and throws OperationStopped if one has raised. On a Python thread: runs them here, and throws
+// what they raise. Called without the interpreter lock.
 void stop_if_asked();
 
 }  // namespace cumem_sleep

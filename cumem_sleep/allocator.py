@@ -83,10 +83,10 @@ class CuMemAllocator:
     Its methods may be called from any thread; sleep, wake and everything else that changes memory run one at a time.
     PyTorch is used if it is installed and reaches the GPU; without it, allocate with `malloc` and `free`.
 
-    Code that holds the lock runs on a thread of its own while the caller waits (`csrc/operation.h`). So a signal
-    handler may raise at any time, and any number of times, and may call any of these methods. If it raises, the
-    operation is asked to stop. The caller gets the exception when the operation has ended, with either everything done
-    or nothing.
+    Code that holds the lock runs on a thread of its own while the caller waits (`csrc/operation.h`). Signal handlers
+    run when it has ended, with either everything done or nothing, or while it waits for others: for the lock, other
+    ranks, the vault's memory, or host memory that other processes are about to touch. What a handler raises then ends
+    the wait, and nothing was done.
 
     Args:
         settings: how to behave; None: what the environment says (`Settings.from_environment`).
@@ -333,10 +333,10 @@ class CuMemAllocator:
         what changed; copy that; digest again, to see that nothing wrote to it meanwhile; only then take the physical
         memory away. Where backups are compressed, host memory is taken after the digest, when their sizes are known;
         what has a compressed backup already takes some only if it does not fit there again, while others are copied.
-        An error or an interrupt before that last step leaves everything mapped with its bytes. Should the driver refuse
-        to undo a step as well, the error says what sleeps all the same (`asleep_segments`: the next wake brings its
-        bytes back) and what was dropped (`lost_segments`); `usage` counts both as asleep. An interrupt after that step
-        finds everything asleep, with its backups. What sleeps already stays as it is, whatever the level.
+        An error before that last step leaves everything mapped with its bytes. Should the driver refuse to undo a step
+        as well, the error says what sleeps all the same (`asleep_segments`: the next wake brings its bytes back) and
+        what was dropped (`lost_segments`); `usage` counts both as asleep. What sleeps already stays as it is, whatever
+        the level.
 
         Args:
             level: 0 touches nothing. 1 (the default) backs up all but `kv_cache`, which it drops. 2 drops `weights`

@@ -558,27 +558,34 @@ class TestExit:
         for run in runs:
             assert_clean_exit(run.result())
 
-    def test_after_an_interrupt(self) -> None:
-        """Ctrl-C in the middle of a sleep ends the program as it would any other."""
+    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+    def test_after_a_signal(self, number: signal.Signals) -> None:
+        """In the middle of a sleep: Ctrl-C ends the program when all is asleep, SIGTERM at once."""
         process = run_script(
             ALLOCATED,
-            """
-            import os, signal
+            f"""
+            import os
 
             to_host = _core.CopyStream.to_host
 
             def interrupt(*arguments):
-                to_host(*arguments)
                 _core.CopyStream.to_host = to_host
-                os.kill(os.getpid(), signal.SIGINT)
+                os.kill(os.getpid(), {number})
+                to_host(*arguments)
 
             _core.CopyStream.to_host = interrupt
-            allocator.sleep()
+            try:
+                allocator.sleep()
+            except KeyboardInterrupt:
+                print(*[segment.sleep.name for segment in _core.segments()])
+                raise
             """,
             CUMEM_SLEEP_SIM_COPY_DELAY_US="50000",
         )
-        assert process.returncode == -signal.SIGINT
-        assert process.stderr.rstrip().endswith("KeyboardInterrupt")
+        assert process.returncode == -number
+        if number == signal.SIGINT:
+            assert process.stdout == "BACKED_UP\n"
+            assert process.stderr.rstrip().endswith("KeyboardInterrupt")
         assert "terminate" not in process.stderr
 
 

@@ -80,25 +80,18 @@ STORM = """
             time.sleep(mine.random() * 0.01)
 
     def attempt(operation):
-        "Whether it returned. Sometimes no thread can be had, and signals come in the middle of it."
+        "Whether it returned."
         global armed
-        has_threads = choice.random() < 0.7
         try:
             armed = True
-            _core.allow_threads(-1 if has_threads else 0)
             operation()
             armed = False
             return True
         except (KeyboardInterrupt, SystemExit, TimeoutError):
             armed = False
             return False
-        except InvalidState:  # of `prepare`
-            armed = False
-            assert not has_threads
-            return False
         finally:
             armed = False
-            _core.allow_threads(-1)
 
     def states():
         return {s.address: s.sleep for s in _core.segments() if s.address in contents}

@@ -183,7 +183,6 @@ class HostTier(Tier):
 
     def unpin(self, extents: Iterable[Extent]) -> None:  # noqa: D102
         for block in _blocks(extents):
-            _core.stop_if_asked()
             if block.pinned:
                 for blocks_of in (self._untouched, self._to_touch):
                     blocks_of.pop(id(block), None)

@@ -193,8 +193,7 @@ class KeptRanges:
             How many bytes came back, all of them proven; and "", or why none of them did.
 
         Raises:
-            OperationStopped: all is kept still.
-            CumemSleepError: likewise; a vault may still write to this memory, so the wake has to fail.
+            CumemSleepError: all is kept still. A vault may still write to this memory, so the wake has to fail.
         """
         why = next((self._lost[segment.id][1] for segment in segments if segment.id in self._lost), "")
         mine = [kept for segment in segments if (kept := self._kept.get(segment.id))]
@@ -279,7 +278,7 @@ def _copy(kept: Sequence[_Kept], *, out: bool) -> None:
     """Copy to the places, or back; waits for it.
 
     Raises:
-        DriverError, OutOfHostMemory, OperationStopped: not all is copied, but nothing is in flight.
+        DriverError, OutOfHostMemory: not all is copied, but nothing is in flight.
     """
     for place in dict.fromkeys(each.place for each in kept):
         mine = [each for each in kept if each.place is place]
@@ -290,7 +289,6 @@ def _copy(kept: Sequence[_Kept], *, out: bool) -> None:
                 transfers.expect(place.extents)
             for number, (extent, pieces) in enumerate(_by_extent(place, mine)):
                 lane = lanes[number % _LANES]
-                _core.stop_if_asked()
                 lane.synchronize()
                 (lane.write_pieces if out else lane.read_pieces)(extent, pieces)
             for lane in lanes:

@@ -200,11 +200,7 @@ class Tier(ABC):
         """
 
     def unpin(self, extents: Iterable[Extent]) -> None:  # noqa: B027
-        """Leave the bytes, but do not keep them pinned until they are copied again. No copy of them is in flight.
-
-        Raises:
-            OperationStopped: some may be pinned still.
-        """
+        """Leave the bytes, but do not keep them pinned until they are copied again. No copy of them is in flight."""
 
     def device_bytes_to_pin(self, extents: Iterable[Extent]) -> int:  # noqa: ARG002
         """How much memory of each GPU it takes to pin those of `extents` that are not."""

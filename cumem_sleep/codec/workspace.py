@@ -140,7 +140,6 @@ class Workspace:
             CodecError: a kernel failed.
         """
         for batch in self.batches(runs):
-            _core.stop_if_asked()
             slot = self.next_slot()
             slot.use(transfers)
             slot.encode(batch)
@@ -155,7 +154,6 @@ class Workspace:
             DriverError: a copy or kernel failed.
         """
         for _ in self._slots:
-            _core.stop_if_asked()
             self.next_slot()
         for slot in self._slots:
             slot.read_counters()
@@ -215,7 +213,6 @@ class Workspace:
         decoded = np.frombuffer(memoryview(staging), np.uint8, CHUNK_BYTES)
         for run in batch.runs:
             for number in range(len(run)):
-                _core.stop_if_asked()
                 chunk = run.part(number, number + 1)
                 stored = slot.opened_lane.content(chunk.extent, chunk.offset, chunk.bytes)
                 decoded[:] = codecs.decode(chunk.code, stored, chunk.sizes)

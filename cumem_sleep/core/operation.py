@@ -56,7 +56,7 @@ class Call:
 
         Raises:
             RankFailed: another rank failed.
-            OperationStopped: this one was asked to stop.
+            OperationStopped: this one was asked to stop while it waited for the others.
         """
 
     def refuse(self, error: BaseException) -> None:

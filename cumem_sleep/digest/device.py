@@ -143,7 +143,6 @@ class DigestRun:
         started, self._started = self._started, []
         digests: dict[int, Digest] = {}
         for device in by_device(segment for segment, _ in started):
-            _core.stop_if_asked()
             mine = [(segment, contents) for segment, contents in started if segment.device == device]
             if device in self._sums and device not in self._without_kernel:
                 sums = self._sums[device].finish()
@@ -231,7 +230,6 @@ class DigestRun:
             bounced = np.frombuffer(memoryview(block), np.uint8)
             for number, (address, size, first_chunk) in enumerate(contents.tolist()):
                 for start in range(0, size, block.bytes):
-                    _core.stop_if_asked()
                     nbytes = min(block.bytes, size - start)
                     stream.to_host(block, 0, address + start, nbytes)
                     stream.synchronize()

@@ -62,7 +62,6 @@ def quiesce(segments: Sequence[_core.Segment]) -> None:
         DriverError: the driver refused.
     """
     for device in sorted({segment.device for segment in segments}):
-        _core.stop_if_asked()
         try:
             _core.synchronize(device)
             _core.release_waiter(device)

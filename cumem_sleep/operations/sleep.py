@@ -44,8 +44,8 @@ def sleep(
 ) -> SleepReport:
     """Back up the awake segments that are not dropped, and take the physical memory of all of them; all or nothing.
 
-    An error, or a request to stop, before the memory is released leaves everything mapped with its bytes. So does an
-    error of another rank: the ranks agree when everything is unmapped.
+    An error before the memory is released leaves everything mapped with its bytes. So does an error of another rank:
+    the ranks agree when everything is unmapped.
 
     Args:
         call: through which the ranks agree.
@@ -155,7 +155,6 @@ def _agree(
     part yet. After `agree` nothing may raise.
     """
     copying.close()
-    _core.stop_if_asked()
     in_use.update(not_ours(looked_at))
     call.agree(timer)
 
@@ -344,7 +343,6 @@ class _BackingUp:
 
     def _changed_of(self, segments: Sequence[_core.Segment]) -> list[_core.Segment]:
         """The segments that do not equal their backups."""
-        _core.stop_if_asked()
         self._digests.take(segments)
         taken = self._digests.taken
         self.found.update((segment.id, segment) for segment in self._store.room.adopt(segments, taken))

@@ -287,7 +287,6 @@ def _fill(layer: Layer, lost: Sequence[tuple[_core.Segment, Spans]]) -> None:
     """With poison, or what others want there: these spans come back without their bytes."""
     for segment, spans in lost if layer.settings.poison else ():
         if segment.tag != "kv_cache":
-            _core.stop_if_asked()
             with _core.CopyStream(segment.device) as stream:
                 for begin, end in aligned_inwards(spans):
                     stream.poison(segment.address + begin, end - begin)

@@ -175,9 +175,8 @@ class RankCall(Call):
     def agree(self, timer: PhaseTimer) -> None:
         """See `Call.agree`."""
         with timer("agree"):
+            self._mesh.send(RankMessage(MessageKind.VOTE, self._round))
             try:
-                _core.stop_if_asked()
-                self._mesh.send(RankMessage(MessageKind.VOTE, self._round))
                 wanted = self._outcome_of_votes()
             except _core.OperationStopped:
                 with suppress(RankFailed):

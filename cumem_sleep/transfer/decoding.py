@@ -59,10 +59,9 @@ class Decoding:
             The bytes of its content; 0 if no batch is left.
 
         Raises:
-            DriverError, InvalidState, OperationStopped: what the driver or `mapped` raised.
+            DriverError, InvalidState: what the driver or `mapped` raised.
             CodecError: a kernel failed.
         """
-        _core.stop_if_asked()
         batch = next(self._batches, None)
         if batch is None:
             return 0
@@ -81,7 +80,7 @@ class Decoding:
         """Decode the rest, and wait for it.
 
         Raises:
-            DriverError, InvalidState, OperationStopped, CodecError: as `step`.
+            DriverError, InvalidState, CodecError: as `step`.
         """
         while self._copied:
             self._decode_next()

@@ -50,7 +50,7 @@ class Link(ABC):
         """Begin to copy a batch; returns those that have arrived meanwhile.
 
         Raises:
-            DriverError, OutOfHostMemory, InvalidState, OperationStopped: what was begun before may be in flight.
+            DriverError, OutOfHostMemory, InvalidState: what was begun before may be in flight.
         """
 
     @abstractmethod
@@ -74,7 +74,6 @@ class Link(ABC):
         """Wait until no more than so many batches are in flight; returns those that have arrived."""
         arrived = []
         while len(self._in_flight) > in_flight:
-            _core.stop_if_asked()
             batch, lane = self._in_flight[0]
             lane.synchronize()
             self._in_flight.popleft()
@@ -111,7 +110,6 @@ class LinkOut(Link):
         on_lane.pieces += batch.pieces
         on_lane.segments += batch.segments
         for piece in batch.pieces:
-            _core.stop_if_asked()
             lane.write(piece.extent, piece.offset, piece.address, piece.bytes)
         return arrived
 

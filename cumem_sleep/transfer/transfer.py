@@ -52,9 +52,8 @@ class Transfer:
         """Begin the next batch; returns its bytes, or 0 if no piece is left.
 
         Raises:
-            DriverError, OutOfHostMemory, InvalidState, OperationStopped: not all is copied, and some is in flight.
+            DriverError, OutOfHostMemory, InvalidState: not all is copied, and some is in flight.
         """
-        _core.stop_if_asked()
         if not self._pieces:
             return 0
         link = self._free_link()
@@ -66,7 +65,7 @@ class Transfer:
         """Wait until all that was begun has arrived.
 
         Raises:
-            DriverError, OperationStopped: not all is copied.
+            DriverError: not all is copied.
         """
         for link in self._links:
             self._note_arrived(link.wait())
@@ -82,7 +81,6 @@ class Transfer:
             for link in self._links:
                 if link.is_free():
                     return link
-            _core.stop_if_asked()
             time.sleep(_LOOK_S)
         return self._links[0]
 

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from interrupts import Signals, assert_reached, choose, raises_exactly
 from kept_cache import Cache
 from support import (
     AWAKE,
@@ -22,7 +21,6 @@ from support import (
     digest_by_the_kernel,
     forget_devices,
     holds,
-    in_thread,
     quick_sums,
 )
 from world import CONTEXT_CALLS
@@ -681,47 +679,6 @@ class TestFailures:
             assert report.not_kept or (report.kept_bytes == cache.bytes and cache.is_back())
             assert cache.kept_bytes == 0
         assert outcomes == {"", "failed", "not kept"}
-
-    @pytest.mark.slow
-    @pytest.mark.parametrize("operation", ["sleep", "wake"])
-    def test_an_interrupt_anywhere(self, cache: Cache, operation: str) -> None:
-        """All is awake and nothing kept, or all is asleep and everything kept."""
-
-        def operate() -> object:
-            return cache.sleep() if operation == "sleep" else cache.allocator.wake_up()
-
-        def prepare() -> None:
-            cache.allocator.wake_up()
-            cache.fill()
-            cache.allocator.release_backups()
-            if operation == "wake":
-                cache.check_kept(cache.sleep())
-            forget_devices()
-
-        prepare()
-        operate()
-        prepare()
-        with Signals() as clean:
-            operate()
-        assert_reached(clean.positions, [kept_module])
-        here = ("backups/kept.py", "operations/")  # elsewhere it is as without (`test_interrupts.py`)
-        chosen = [index for index in choose(clean.positions) if clean.positions[index][0].startswith(here)]
-        for index in chosen:
-            prepare()
-            signals = Signals(index)
-            with signals:
-                raises_exactly(signals.expected, operate)
-            assert signals.sent
-            in_thread(cache.allocator.usage)
-            asleep = {segment.sleep != AWAKE for segment in _core.segments()}
-            assert len(asleep) == 1
-            if True in asleep:
-                assert cache.kept_bytes == cache.bytes
-                cache.check_back()
-            else:
-                assert cache.kept_bytes == 0
-                assert cache.is_all_there() if operation == "sleep" else cache.is_back()
-        assert len(chosen) > 50
 
 
 @pytest.mark.sim

@@ -10,16 +10,10 @@ from compression import (
     QuickCodec,
     small_slots,  # noqa: F401  (autouse)
 )
-from interrupts import CODEC, check_interrupts
 from support import PAGE, free_everything, reset_simulation
 from world import Phase, World, check_every_call, phases
 
 from cumem_sleep import CuMemAllocator
-from cumem_sleep.backups import catalogue, filling, room
-from cumem_sleep.codec.memory import SegmentLoan
-from cumem_sleep.codec.plan import Plan
-from cumem_sleep.codec.workspace import Workspace
-from cumem_sleep.operations import sleep, wake
 
 pytestmark = pytest.mark.sim
 
@@ -75,27 +69,6 @@ def test_every_driver_call_may_fail_once(world: World, phase: Phase, error_name:
         assert error_name == "CUDA_ERROR_OUT_OF_MEMORY" or "parts" in phase.name or all_compressed(world)
 
     check_every_call(world, Phase(phase.name, phase.prepare, operate), error_name, False)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("phase", phases("first sleep", "wake of all"), ids=str)
-def test_interrupt_anywhere(world: World, phase: Phase, request: pytest.FixtureRequest) -> None:
-    operation = (
-        (wake._workspaces,) if phase.name == "wake of all" else (sleep._BackingUp.attempt, sleep._BackingUp._workspaces)
-    )
-    lent = (SegmentLoan.close,) if request.node.callspec.params["world"] == "tight" else ()
-    check_interrupts(world, phase, (*CODEC, *lent, *operation), only_there=True)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("world", "part_bytes"), [("tight", 1 << 30), ("ample", PAGE)], indirect=["world"])
-def test_interrupt_of_a_sleep_of_changed(world: World, monkeypatch: pytest.MonkeyPatch, part_bytes: int) -> None:
-    """Whose backups are written to again, while the next part is counted."""
-    monkeypatch.setattr(CuMemAllocator.tuning, "count_part_bytes", part_bytes)
-    (phase,) = phases("sleep of changed")
-    bench = (Workspace.encode, Workspace.begin_plan, Plan.count, Plan._count, Workspace.finish)
-    backing_up = (sleep._BackingUp.attempt, sleep._BackingUp._next_part, sleep._BackingUp._fitting)
-    check_interrupts(world, phase, (*bench, catalogue, room, filling, *backing_up), only_there=True)
 
 
 @pytest.mark.slow

@@ -111,10 +111,7 @@ class _Worker:
             sim.fail(fault[0], after=fault[1], error="CUDA_ERROR_UNKNOWN")
         if "device_bytes" in extra:
             sim.configure(device_bytes=extra["device_bytes"])
-        with (
-            _signalled(extra.get("step"), extra.get("signal")) as count,
-            extra.get("threads", contextlib.nullcontext)(),
-        ):
+        with _signalled(extra.get("step"), extra.get("signal")) as count:
             try:
                 phases = dict(getattr(getattr(self._allocator, operation)(**arguments), "phases", {}))
             except (CumemSleepError, KeyboardInterrupt) as raised:

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from interrupts import Interrupts
 from support import AWAKE, MIB, PAGE, Memory, patch_map
 from waking import assert_all_asleep, check_bytes, fill
 
@@ -107,8 +106,7 @@ class TestWake:
         allocator.wake_up()
         check_bytes(memory, contents)
 
-    @pytest.mark.parametrize("where", ["mapping", "copying", "copying, and stopping"])
-    @pytest.mark.parametrize("error", [KeyboardInterrupt, OutOfHostMemory])
+    @pytest.mark.parametrize("where", ["mapping", "copying"])
     @pytest.mark.parametrize("what", ["weights", "kv_cache"])
     def test_the_mapping_thread_is_at_rest_before_a_failed_wake_is_undone(
         self,
@@ -116,13 +114,11 @@ class TestWake:
         memory: Memory,
         monkeypatch: pytest.MonkeyPatch,
         where: str,
-        error: type[BaseException],
         what: str,
     ) -> None:
         """The error comes while the thread is in the middle of mapping; undoing at once would leave that mapped.
 
-        One thread maps what will be restored, another, that begins later, what has no bytes to come. An interrupt may
-        come as they are about to be waited for.
+        One thread maps what will be restored, another, that begins later, what has no bytes to come.
         """
         contents = fill(allocator, memory, [PAGE] * 3)
         *_, last_copied = contents
@@ -133,7 +129,6 @@ class TestWake:
         at_undo: list[bool] = []
         map_segment, undo_wake = _core.Segment.map, _core.undo_wake
         wait, leave, to_device = Ahead.wait, Ahead.__exit__, _core.CopyStream.to_device
-        interrupts = Interrupts()
 
         def slow_map(segment: _core.Segment) -> None:
             if segment.address == last.address:
@@ -143,7 +138,7 @@ class TestWake:
 
         def fail() -> None:
             assert in_map.wait(30)
-            raise error(1, 0, "here") if error is OutOfHostMemory else error
+            raise OutOfHostMemory(1, 0, "here")
 
         def fail_to_wait(ahead: Ahead, key: int) -> None:
             if key == last.id:
@@ -160,8 +155,6 @@ class TestWake:
             fails = (_core.CopyStream, "to_device", fail_to_copy)
 
         def stop(ahead: Ahead, *error: object) -> None:
-            if where == "copying, and stopping" and not interrupts.handled:
-                interrupts.send()
             threading.Timer(0.02, go.set).start()  # after this has begun to wait, most likely; else nothing is shown
             leave(ahead, *error)
 
@@ -169,94 +162,14 @@ class TestWake:
             at_undo.append(all(segment.has_memory for segment in segments))
             undo_wake(segments)
 
-        with monkeypatch.context() as patch, interrupts:
+        with monkeypatch.context() as patch:
             patch_map(patch, slow_map)
             patch.setattr(_core, "undo_wake", undo)
             patch.setattr(Ahead, "__exit__", stop)
             patch.setattr(*fails)
-            with pytest.raises(KeyboardInterrupt if where == "copying, and stopping" else error):
+            with pytest.raises(OutOfHostMemory):
                 allocator.wake_up()
         assert at_undo == [True], "undone while the thread was mapping"
-        assert interrupts.handled == (where == "copying, and stopping")
-        assert_all_asleep()
-        allocator.wake_up()
-        check_bytes(memory, contents)
-
-    @pytest.mark.parametrize("second", range(4))
-    def test_a_second_interrupt_does_not_keep_a_wake_from_being_undone(
-        self, allocator: CuMemAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch, second: int
-    ) -> None:
-        """It comes when either mapping thread has been waited for, before the undoing or after it."""
-        contents = fill(allocator, memory, [PAGE] * 3)
-        fill(allocator, memory, [PAGE], "kv_cache")
-        allocator.sleep()
-        *_, last = contents
-        leave, to_device, undo_wake = Ahead.__exit__, _core.CopyStream.to_device, _core.undo_wake
-        interrupts, places = Interrupts(), list[str]()
-
-        def interrupted_copy(stream: _core.CopyStream, address: int, *more: Any) -> None:
-            if address == last:
-                interrupts.send()
-                _core.stop_if_asked()
-            to_device(stream, address, *more)
-
-        def reach(place: str) -> None:
-            if len(places) == second:
-                interrupts.send()
-            places.append(place)
-
-        def stop(ahead: Ahead, *error: object) -> None:
-            leave(ahead, *error)
-            reach("stopped")
-
-        def undo(segments: list[_core.Segment]) -> None:
-            reach("undoing")
-            undo_wake(segments)
-            reach("undone")
-
-        with monkeypatch.context() as patch, interrupts:
-            patch.setattr(_core.CopyStream, "to_device", interrupted_copy)
-            patch.setattr(Ahead, "__exit__", stop)
-            patch.setattr(_core, "undo_wake", undo)
-            with pytest.raises(KeyboardInterrupt):
-                allocator.wake_up()
-        assert places == ["stopped", "stopped", "undoing", "undone"]
-        assert interrupts.handled == 2
-        assert_all_asleep()
-        allocator.wake_up()
-        check_bytes(memory, contents)
-
-    @pytest.mark.parametrize("thread", [1, 2])
-    def test_an_interrupt_as_the_mapping_thread_starts(
-        self, allocator: CuMemAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch, thread: int
-    ) -> None:
-        """The second one maps what has no bytes to come."""
-        contents = fill(allocator, memory, [PAGE] * 3)
-        fill(allocator, memory, [PAGE] * 2, "kv_cache")
-        allocator.sleep()
-        map_segment, undo_wake = _core.Segment.map, _core.undo_wake
-        interrupts, mapping = Interrupts(), list[int]()
-        mapped_at_undo: list[list[int]] = []
-
-        def slow_map(segment: _core.Segment) -> None:
-            mapping.append(segment.address)
-            if segment.tag == ("weights", "kv_cache")[thread - 1] and not interrupts.handled:
-                interrupts.send()
-            threading.Event().wait(0.05)
-            map_segment(segment)
-            mapping.remove(segment.address)
-
-        def undo(segments: list[_core.Segment]) -> None:
-            mapped_at_undo.append(list(mapping))
-            undo_wake(segments)
-
-        with monkeypatch.context() as patch, interrupts:
-            patch_map(patch, slow_map)
-            patch.setattr(_core, "undo_wake", undo)
-            with pytest.raises(KeyboardInterrupt):
-                allocator.wake_up()
-        assert mapped_at_undo == [[]], "undone while the thread was mapping"
-        assert interrupts.handled == 1
         assert_all_asleep()
         allocator.wake_up()
         check_bytes(memory, contents)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
 import threading
 from collections.abc import Callable
 
@@ -42,33 +39,6 @@ class TestAhead:
         )
         assert sorted(key for key, _ in ran) == sorted(list(range(20)) * 3)
         assert threading.get_ident() not in {thread for _, thread in ran}
-
-    def test_tasks_that_no_thread_was_given_are_not_begun_once_the_operation_is_to_stop(self) -> None:
-        """They run one after the other where they are waited for, and each may take long."""
-        ran: list[int] = []
-
-        def be_interrupted() -> None:
-            ran.append(1)
-            os.kill(os.getpid(), signal.SIGUSR1)
-            with contextlib.suppress(_core.OperationStopped):
-                while True:
-                    _core.stop_if_asked()
-
-        def work() -> None:
-            with ahead_of(1, {1: [be_interrupted], 2: [lambda: ran.append(2)]}) as ahead:
-                ahead.wait(1)
-                ahead.wait(2)
-
-        def handler(*_: object) -> None:
-            raise TimeoutError
-
-        before = signal.signal(signal.SIGUSR1, handler)
-        try:
-            with pytest.raises(TimeoutError):
-                _core.OperationLock().run(work)
-        finally:
-            signal.signal(signal.SIGUSR1, before)
-        assert ran == [1]
 
     def test_one_thread_keeps_the_order(self) -> None:
         ran: list[int] = []
