@@ -1,15 +1,12 @@
 """Pack what a GPU host without network lacks: it has Python 3.12, PyTorch 2.11 for CUDA 13 and transformers 5.17.
 
-    python benchmarks/gpu_host_archives.py trl .gpu/3/trl.tar.xz        # 29 MiB; beside vLLM 0.26 in two other archives
-    python benchmarks/gpu_host_archives.py sglang .gpu/4/sglang.tar.xz  # 33 MiB
+    python benchmarks/gpu_host_archives.py .gpu/4/sglang.tar.xz  # 33 MiB
 
-`on_gpu_host.sh` unpacks them. Needs pip and xz. TRL imports `datasets`, and that PyArrow and pandas: what their imports
-do not load stays out.
-
-SGLang's archive has three folders: `site` is SGLang 0.5.11 and what it needs, with its own transformers; `tms` is
-torch_memory_saver 0.0.10; `lib` is libnuma, which its kernels need (this machine's). Kernels for other GPUs than Hopper
-stay out, and so do FlashAttention 3 (1 GB: Triton does attention) and FlashInfer: two of its modules are imported, and
-replaced by ones that refuse. One C++ function is changed, which GCC 12 does not compile; it still does the same.
+`on_gpu_host.sh` unpacks it. Needs pip and xz. The archive has three folders: `site` is SGLang 0.5.11 and what it needs,
+with its own transformers; `tms` is torch_memory_saver 0.0.10; `lib` is libnuma, which its kernels need (this
+machine's). Kernels for other GPUs than Hopper stay out, and so do FlashAttention 3 (1 GB: Triton does attention) and
+FlashInfer: two of its modules are imported, and replaced by ones that refuse. One C++ function is changed, which GCC 12
+does not compile; it still does the same.
 """
 
 from __future__ import annotations
@@ -25,17 +22,6 @@ from pathlib import Path
 
 LIMIT_BYTES = 60 << 20  # of one transfer
 MANYLINUX = ("1", "2010", "2014", *(f"_2_{minor}" for minor in (5, 12, 17, 24, 27, 28, 31, 34, 35)))
-
-TRL = (
-    *("trl==1.16.0", "accelerate==1.15.0", "datasets==4.8.5", "pyarrow==26.0.1", "pandas==3.1.1", "xxhash==3.7.0"),
-    *("multiprocess==0.70.19", "python-dateutil==2.9.0.post0", "six==1.17.0"),
-)
-TRL_WITHOUT = (
-    *("pyarrow/libarrow_flight*", "pyarrow/libarrow_s3*", "pyarrow/libarrow_python_flight*", "pyarrow/_flight*"),
-    *("pyarrow/_s3fs*", "pyarrow/_gcsfs*", "pyarrow/_azurefs*", "pyarrow/_substrait*", "pyarrow/_orc*"),
-    *("pyarrow/_dataset_orc*", "pyarrow/_hdfs*", "pyarrow/_pyarrow_cpp_tests*", "pyarrow/libarrow_python*.so.*.*.*"),
-    *("pyarrow/include", "pyarrow/src", "pyarrow/tests", "pandas/tests", "multiprocess/tests"),
-)
 
 SGLANG = (
     *("sglang==0.5.11", "annotated-types==0.8.0", "apache-tvm-ffi==0.1.9", "asttokens==3.0.2", "cffi==2.1.1"),
@@ -85,12 +71,6 @@ def download(packages: Sequence[str], folder: Path) -> list[Path]:
     pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", *options, *platforms]
     subprocess.run([*pip, "-d", str(folder), *packages], check=True)
     return sorted(folder.glob("*.whl"))
-
-
-def trl(work: Path, root: Path) -> None:
-    for wheel in download(TRL, work):
-        zipfile.ZipFile(wheel).extractall(root)
-    leave_out(root, TRL_WITHOUT)
 
 
 def sglang(work: Path, root: Path) -> None:
@@ -145,18 +125,14 @@ def pack(root: Path, archive: Path) -> None:
         raise SystemExit(f"larger than {LIMIT_BYTES >> 20} MiB")
 
 
-ARCHIVES = {"trl": trl, "sglang": sglang}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=ARCHIVES)
     parser.add_argument("archive", type=Path)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as work:
         root = Path(work, "root")
         root.mkdir()
-        ARCHIVES[arguments.what](Path(work), root)
+        sglang(Path(work), root)
         pack(root, arguments.archive)
 
 

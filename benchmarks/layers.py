@@ -6,14 +6,13 @@ them.
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import importlib.metadata
 import importlib.util
 import json
 import os
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -25,24 +24,6 @@ class NotInstalled(Exception):
     """The layer cannot be measured here; the text says why."""
 
 
-@dataclass(frozen=True)
-class Hooks:
-    """The C functions that PyTorch's caching allocator calls: malloc(bytes, device, stream), free(address, …)."""
-
-    malloc: Any
-    free: Any
-
-    @classmethod
-    def of(cls, library: str, malloc: str, free: str) -> Hooks:
-        loaded = ctypes.CDLL(library)
-        hooks = cls(getattr(loaded, malloc), getattr(loaded, free))
-        hooks.malloc.argtypes = [ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p]
-        hooks.malloc.restype = ctypes.c_void_p
-        hooks.free.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p]
-        hooks.free.restype = None
-        return hooks
-
-
 class Layer:
     """What a layer can be asked for. Level 1 keeps the weights' bytes in host memory, level 2 drops them; both drop the
     KV cache.
@@ -51,11 +32,8 @@ class Layer:
         NotInstalled: on construction.
     """
 
-    title: ClassVar[str]  # of its column in the README
     packages: ClassVar[tuple[str, ...]]  # import name and distribution name
     levels: ClassVar[tuple[int, ...]] = (1, 2)
-    # Of later sleeps and wakes in one process: fewer where each of them takes tens of seconds.
-    rounds: ClassVar[int] = 3
     needs_gpu: ClassVar[bool] = True
 
     def __init__(self) -> None:
@@ -85,15 +63,10 @@ class Layer:
         """What the layer itself says of its last sleep or wake: bytes, by name, and the seconds of its `phases`."""
         return {}
 
-    def hooks(self) -> Hooks:
-        """To be called inside a pool."""
-        raise NotImplementedError
-
 
 class CumemSleep(Layer):
     """Our own, with its default settings: backups kept, restored bytes verified."""
 
-    title = "cumem-sleep"
     packages = ("cumem_sleep", "cumem-sleep")
     needs_gpu = False
 
@@ -124,16 +97,10 @@ class CumemSleep(Layer):
             "phases": dict(said.get("phases", {})),
         }
 
-    def hooks(self) -> Hooks:
-        from cumem_sleep import _core
-
-        return Hooks.of(_core.__file__, "cumem_sleep_malloc", "cumem_sleep_free")
-
 
 class Vllm(Layer):
     """vLLM's own allocator, called as its worker calls it (`GPUWorker.sleep`)."""
 
-    title = "vLLM `cumem`"
     packages = ("vllm", "vllm")
 
     def __init__(self) -> None:
@@ -146,7 +113,6 @@ class Vllm(Layer):
             raise RuntimeError("vLLM says that its cumem allocator is not available")
         if cumem.CuMemAllocator.__module__ != cumem.__name__:
             raise RuntimeError(f"vLLM's allocator was replaced by {cumem.CuMemAllocator.__module__}'s")
-        self._library = cumem.lib_name
         self._allocator = cumem.CuMemAllocator.get_instance()
 
     def pool(self, tag: str) -> AbstractContextManager[object]:
@@ -158,9 +124,6 @@ class Vllm(Layer):
     def wake(self) -> None:
         self._allocator.wake_up()
 
-    def hooks(self) -> Hooks:
-        return Hooks.of(self._library, "my_malloc", "my_free")
-
 
 class TorchMemorySaver(Layer):
     """torch_memory_saver as a pluggable allocator (its hook mode `torch`), weights backed up to pinned memory.
@@ -168,10 +131,8 @@ class TorchMemorySaver(Layer):
     Whether bytes are kept is fixed where memory is allocated, so there is no level 2 for the same memory.
     """
 
-    title = "torch_memory_saver"
     packages = ("torch_memory_saver", "torch_memory_saver")
     levels = (1,)
-    rounds = 1
     retain_backups: ClassVar[bool] = False
 
     def __init__(self) -> None:
@@ -196,36 +157,16 @@ class TorchMemorySaver(Layer):
     def wake(self) -> None:
         self._saver.resume()
 
-    def hooks(self) -> Hooks:
-        from torch_memory_saver.utils import get_binary_path_from_package
-
-        library = get_binary_path_from_package("torch_memory_saver_hook_mode_torch")
-        return Hooks.of(str(library), "tms_torch_malloc", "tms_torch_free")
-
 
 class TorchMemorySaverRetained(TorchMemorySaver):
     """The same, with its host memory kept across wakes."""
 
-    title = "torch_memory_saver, backups retained"
-    rounds = 3
     retain_backups = True
-
-
-class TorchMemorySaverDisk(TorchMemorySaver):
-    """The same, with backups in files of the folder that TMS_DISK_BACKUP_DIR names."""
-
-    title = "torch_memory_saver, backups on disk"
-
-    def pool(self, tag: str) -> AbstractContextManager[object]:
-        if tag == "kv_cache":
-            return self._saver.region(tag=tag)
-        return self._saver.region(tag=tag, enable_disk_backup=True)
 
 
 class Bare(Layer):
     """No layer: for what is measured of the machine itself."""
 
-    title = "no layer"
     packages = ("cumem_sleep", "cumem-sleep")
     needs_gpu = False
 
@@ -238,5 +179,4 @@ LAYERS: dict[str, type[Layer]] = {
     "vllm": Vllm,
     "torch_memory_saver": TorchMemorySaver,
     "torch_memory_saver-retained": TorchMemorySaverRetained,
-    "torch_memory_saver-disk": TorchMemorySaverDisk,
 }

@@ -17,9 +17,12 @@ from pathlib import Path
 from typing import Any
 
 HOST = "127.0.0.1"
+SERVE = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve"]
 POLL_S = 0.05
 STOP_S = 30.0  # what a server that is told to stop has, before it is killed
 TAIL_LINES = 40
+
+Facts = dict[str, Any]
 
 
 def exit_on_sigterm() -> None:

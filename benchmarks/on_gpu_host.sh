@@ -5,33 +5,27 @@
 # The suite, and the memory layer alone (seconds on an H200 in brackets; those marked ~ are estimates):
 #   tests [410]  vault_tests [15] belongs to it;  sanitizer [240]
 #   tests_1_of_2+tests_2_of_2 two_gpu_tests [~250]  the same on two GPUs at once; so for any number
-#   bench [100]  small [60]  beside [50 a turn; $TURNS (2)]  level_3 [25]  compressed [280]
-#   vault [~300]  vault_small [~80]
-#   spill [~270; with vLLM and .gpu/saver beside, if they are there; $SPILL_OPTIONS, as --ways memory,files]
+#   beside [50 a turn; $TURNS (2)]  level_3 [25]
+#   vault [~300; with vLLM and .gpu/saver beside, if they are there]  vault_small [~80]
 #   links [~240, several GPUs; $LINKS_OPTIONS, as --compress]
-#   peers [500]  saver_tests [~240]
+#   saver_tests [~240]
 # With vLLM, from .gpu/1/*.tar.xz and .gpu/2/*.tar.xz, unless it is installed:
-#   serve [240]  serve_vault [~180]  switching [540]  switching_fp8 [300]  switching_vault [~200]
-#   models [~330; $MODELS_OPTIONS, as --restart-seconds 120]  models_links [~220, several GPUs]
+#   serve [240]  serve_vault [~180]
+#   models [~330; $MODELS_OPTIONS, as --restart-seconds 120]
 #   serve_level_3 [~240; $LEVEL_3_OPTIONS, as --deadline 330]
 #   serve_level_3_own [~240, at once with it on a second GPU]
 #   kept_kv [~280; $KEPT_KV_OPTIONS, as --shape 8B --tokens 16000]  kept_kv_windows [~80]
-#   vault_servers [~70]  scenarios [300]  two_gpus [400]
-#   ranks [~400, two GPUs; with Ray from .gpu/3/*.tar.xz, if it is there]
-#   trl [~140; $TRL_OPTIONS, as --ways ours-2,own-2; with .gpu/3/trl.tar.xz from gpu_host_archives.py]
+#   scenarios [300]  ranks [~400, two GPUs]
 #
 # With SGLang, from .gpu/4/sglang.tar.xz (gpu_host_archives.py), in a folder of its own:
 #   sglang [~240; $SGLANG_OPTIONS, as --shape 0.6B --ways ours-graphs,theirs-graphs]
 #
 # What is in .gpu may come in several calls to one machine: each call unpacks what it finds, once. Other things in .gpu:
-#   switching.json, to which both parts of that benchmark add
-#   checkpoint.safetensors, real weights for `compressed`
 #   base/, a wheel of an earlier commit, for `beside`
-#   saver/, the `test` folder of torch_memory_saver's repository and its wheel, for `saver_tests`, `spill` and
-#   `peers`, which needs vLLM, too
+#   saver/, the `test` folder of torch_memory_saver's repository and its wheel, for `saver_tests` and `vault`
 #
 # Parts joined by + run at the same time, the first on GPU 0, the second on GPU 1; those joined by a comma one after the
-# other (`vault+compressed,peers`). A wheel in .gpu/wheel/HASH/ is installed instead of a build if it is of these
+# other (`vault+level_3,links`). A wheel in .gpu/wheel/HASH/ is installed instead of a build if it is of these
 # sources (the first line printed names HASH).
 #
 # Runs of the suite leave their output in OUT/tests*.txt, with the commit that $COMMIT names (a copy of the tree does not
@@ -105,12 +99,8 @@ unpack() {
             touch "$mark"
         fi
     done
-    # Python's zipfile, by which wheels are made smaller for these archives, leaves no program executable.
-    if [ -d "$vllm_site/ray/core" ]; then chmod -R a+rx "$vllm_site/ray/core"; fi
 }
 unpack || status=1
-checkpoint=()
-if [ -f .gpu/checkpoint.safetensors ]; then checkpoint=(--checkpoint .gpu/checkpoint.safetensors); fi
 
 # What starts vaults, each with a context of its own.
 with_vaults=(tests/vault tests/backups/test_tiers.py)
@@ -204,19 +194,6 @@ saver_tests() {
     } | tee "$out/saver_tests.txt"
 }
 
-# The rest of ten minutes; what is not measured by then keeps what it has.
-switching() {
-    with_vllm || return 1
-    mkdir -p /tmp/switching
-    if [ -f .gpu/switching.json ] && [ ! -f /tmp/switching/switching.json ]; then
-        cp .gpu/switching.json /tmp/switching/ || return 1
-    fi
-    timeout -k 40 $((580 - SECONDS)) python3 benchmarks/switching.py --out /tmp/switching/switching.json \
-        --deadline $((545 - SECONDS)) "$@"
-    local result=$?
-    cp /tmp/switching/switching.* "$out" && return "$result"
-}
-
 part() {
     case $1 in
     tests) suite tests "${with_vaults[@]/#/--ignore=}" "${without_gpu[@]/#/--ignore=}" ;;
@@ -241,17 +218,11 @@ part() {
             -k "not 200_cycles and not in_flight and not without_room and not captured_in_its_pool and not cupy" 2>&1 |
             tee "$out/sanitizer.txt"
         ;;
-    compressed) measure 280 compressed compressed "${checkpoint[@]}" ;;
     kept_kv | kept_kv_windows)
         local shape=()
         if [ "$1" = kept_kv_windows ]; then shape=(--shape windows --own-rounds 0); fi
         # shellcheck disable=SC2086 # several words
         with_vllm && measure 420 vllm_kept_kv "vllm_$1" --deadline "$(left 170)" ${KEPT_KV_OPTIONS:-} "${shape[@]}"
-        ;;
-    bench) timeout 280 python3 -m cumem_sleep bench --weights 62488MiB --kv 54.63GiB --json >"$out/bench.json" ;;
-    small)
-        timeout 200 python3 -m cumem_sleep bench --weights 8000MiB --segment-size 2MiB --kv 20GiB --json \
-            >"$out/bench_small_segments.json"
         ;;
     level_3)
         limited 200 python3 -m cumem_sleep bench --level 3 --weights 30GiB --kv 30GiB --json >"$out/bench_level_3.json"
@@ -270,38 +241,21 @@ part() {
         ;;
     vault)
         with_vllm || echo "vLLM's own layer is not measured"
+        with_saver || echo "torch_memory_saver is not measured"
         # shellcheck disable=SC2086 # several words
-        measure 420 vault vault --deadline "$(left 400)" ${VAULT_OPTIONS:-}
+        PYTHONPATH=$PYTHONPATH:$theirs measure 420 vault vault --deadline "$(left 400)" ${VAULT_OPTIONS:-}
         ;;
     vault_small) measure 150 vault vault_small --scale 8 --deadline "$(left 140)" ;;
     links)
         # shellcheck disable=SC2086 # several words
         measure 560 vault_links vault_links --deadline "$(left 540)" ${LINKS_OPTIONS:-}
         ;;
-    spill)
-        with_vllm || echo "vLLM's loader is not measured"
-        with_saver || echo "torch_memory_saver is not measured"
-        # shellcheck disable=SC2086 # several words
-        PYTHONPATH=$PYTHONPATH:$theirs measure 360 vault_spill vault_spill --deadline "$(left 300)" ${SPILL_OPTIONS:-}
-        ;;
     saver_tests) saver_tests ;;
     sglang) (with_sglang) ;;
-    peers)
-        # After --deadline seconds no process is started that would end later; a minute on, none is left.
-        with_vllm && with_saver && PYTHONPATH=$PYTHONPATH:$theirs measure 570 peers peers --deadline "$(left 450)"
-        ;;
     scenarios) with_vllm && measure 400 vllm_scenarios vllm_scenarios --jobs 6 ;;
-    two_gpus)
-        with_vllm && measure 540 vllm_scenarios vllm_scenarios --only model_8b,model_32b,tensor_parallel_2 --jobs 2
-        ;;
     ranks)
         with_vllm && measure 560 vllm_scenarios vllm_scenarios --gpus 2 --jobs "${SCENARIO_JOBS:-3}" \
             --limit "${SCENARIO_LIMIT_S:-150}" ${ONLY:+--only "$ONLY"}
-        ;;
-    vault_servers) with_vllm && measure 200 vllm_scenarios vllm_scenarios --only two_servers_through_the_vault --limit 150 ;;
-    trl)
-        # shellcheck disable=SC2086 # several words
-        with_vllm && measure 260 trl_colocated trl_colocated --deadline "$(left 220)" ${TRL_OPTIONS:-}
         ;;
     serve) with_vllm && measure 570 vllm_serve vllm_serve --deadline "$(left 550)" ;;
     serve_vault) with_vllm && measure 300 vllm_serve vllm_serve --ways vault,vault_compressed --deadline "$(left 290)" ;;
@@ -318,18 +272,6 @@ part() {
         # shellcheck disable=SC2086 # several words
         with_vllm && measure 570 serve_models serve_models --deadline "$(left 540)" ${MODELS_OPTIONS:-}
         ;;
-    models_links)
-        local gpus
-        gpus=$(nvidia-smi --query-gpu=index --format=csv,noheader | paste -sd ' ')
-        with_vllm && measure 400 serve_models serve_models_links --deadline "$(left 380)" --models a=32B,b=32B --compress \
-            --vault 110 --vault-options "--gpus $gpus" --phases "answers,one after the other" --requests 40
-        ;;
-    switching_vault)
-        with_vllm && measure 300 switching switching_vault --load-format dummy --ways vault,level1-unprepared \
-            --server-args="-cc.mode=none -cc.cudagraph_mode=full --max-num-seqs=64" --deadline "$(left 280)"
-        ;;
-    switching) switching ;;
-    switching_fp8) switching --fp8 --ways vllm,level1 ;;
     *) echo "unknown: $what" && false ;;
     esac
 }

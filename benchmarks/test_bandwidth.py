@@ -58,7 +58,7 @@ class Measured:
         self._open.close()
 
 
-@pytest.fixture(params=[name for name in LAYERS if not name.endswith("-disk")])
+@pytest.fixture(params=LAYERS)
 def measured(request: pytest.FixtureRequest) -> Iterator[Measured]:
     found = Measured(request.param)
     try:

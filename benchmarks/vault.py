@@ -1,4 +1,4 @@
-"""Sleeps and wakes of a 32B model's memory through the vault, beside those of processes that pin their own memory.
+"""Sleeps and wakes of a 32B model's memory: its own, through the vault, and in other layers.
 
     python benchmarks/vault.py --out results/vault.json                 # about six minutes on an H200
     python benchmarks/vault.py --out results/vault.json --scale 8       # with an eighth of the memory: one minute
@@ -8,7 +8,8 @@ from a seed), 54.63 GiB of KV cache; every byte is checked after every wake. The
 
     own         the first process that touches so much of this machine's memory, and pins it itself
     own_again   the next one
-    vllm        vLLM's own layer, if vLLM is installed
+    vllm, torch_memory_saver, torch_memory_saver-retained
+                those layers, if they are installed; a sleep of torch_memory_saver's lasts 20 s
     vault       a client of a vault that has all its memory; then a replica of it, while the first one sleeps
     compressed  a client of the vault, with compressed backups
     together    two clients with half the weights and half the cache each, that sleep and wake at the same moment, and
@@ -28,10 +29,11 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from layers import NotInstalled
+from layers import LAYERS, NotInstalled
 from model_server import exit_on_sigterm, gpu_memory_in_use_bytes
 from record import machine
 from recording import GIB, LINK, Process, WorkerFailed, qwen3_32b_bytes, segment_bytes
@@ -180,14 +182,8 @@ class Bench:
             self.facts.setdefault("gpu bytes of the vault", {})[when] = used - before
 
 
-def own(bench: Bench) -> Steps:
-    with Sleeper(bench, bench.sizes, FIRST) as sleeper:
-        sleeper.all_steps()
-        return sleeper.steps
-
-
-def vllm(bench: Bench) -> Steps:
-    with Sleeper(bench, bench.sizes, FIRST, "vllm") as sleeper:
+def of_layer(layer: str, bench: Bench) -> Steps:
+    with Sleeper(bench, bench.sizes, FIRST, layer) as sleeper:
         sleeper.all_steps()
         return sleeper.steps
 
@@ -292,9 +288,9 @@ def seconds_of(taken: Sequence[Steps]) -> float:
 
 
 WAYS: dict[str, Callable[[Bench], Steps]] = {
-    "own": own,
-    "own_again": own,
-    "vllm": vllm,
+    "own": partial(of_layer, "cumem-sleep"),
+    "own_again": partial(of_layer, "cumem-sleep"),
+    **{layer: partial(of_layer, layer) for layer in LAYERS if layer != "cumem-sleep"},
     "vault": vault,
     "compressed": compressed,
     "together": together,

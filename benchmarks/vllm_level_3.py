@@ -28,6 +28,7 @@ import math
 import os
 import re
 import shlex
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -37,17 +38,12 @@ from pathlib import Path
 
 import record
 from checkpoints import SHAPES, write_config
-from level_3_table import Facts, table
-from model_server import Answer, Deadline, Server, exit_on_sigterm
+from model_server import SERVE, Answer, Deadline, Facts, Server, exit_on_sigterm
 from vault_process import Vault
 
-from cumem_sleep import DriverError, _core, sim
-from cumem_sleep.core.driver import driver_path
 from cumem_sleep.tools.machine import machine_facts
 
 HERE = Path(__file__).resolve().parent
-SERVE = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve"]
-SIMULATED = os.environ.get("CUMEM_SLEEP_DRIVER") == "sim"
 MIB = 1 << 20
 PROMPT = [3 + (7919 * (j + 3)) % 97 for j in range(64)]  # within the vocabulary of every shape
 TOKENS = 16
@@ -115,41 +111,6 @@ class Gpu:
     def free_bytes(self) -> int:
         return int(self._nvml.nvmlDeviceGetMemoryInfo(self._handle).free)
 
-    def by_process(self) -> dict[str, int | None]:
-        """By process number, which is the host's, and not the container's."""
-        try:
-            running = self._nvml.nvmlDeviceGetComputeRunningProcesses(self._handle)
-        except self._nvml.NVMLError:  # not in every container
-            return {}
-        return {str(each.pid): each.usedGpuMemory for each in running}
-
-    def watch(self, pid: int) -> None:
-        """NVML knows all processes."""
-
-
-class SimulatedGpu(Gpu):
-    """What is free, less what the watched processes use: simulated GPUs are not shared."""
-
-    def __init__(self) -> None:
-        _core.open_driver(driver_path("sim"))
-        self._uuid = _core.device_info(0).uuid
-        self._pids: set[int] = set()
-        self.name = "simulated"
-        self.total_bytes = sim.process_memory(os.getpid(), self._uuid)[1]
-
-    def free_bytes(self) -> int:
-        return self.total_bytes - sum(used or 0 for used in self.by_process().values())
-
-    def by_process(self) -> dict[str, int | None]:
-        found: dict[str, int | None] = {}
-        for pid in self._pids:
-            with contextlib.suppress(DriverError):  # it has ended
-                found[str(pid)] = sim.process_memory(pid, self._uuid)[0]
-        return found
-
-    def watch(self, pid: int) -> None:
-        self._pids.add(pid)
-
 
 def settled(gpu: Gpu, limit_s: float = 5.0) -> int:
     """Free bytes once they stay the same: the driver gives the memory of a process back after its end."""
@@ -161,22 +122,10 @@ def settled(gpu: Gpu, limit_s: float = 5.0) -> int:
     return free
 
 
-def host_memory(pids: Sequence[int]) -> dict[str, int]:
-    """What these processes have in host memory, as the kernel counts it, added up."""
-    found = {"anonymous": 0, "shared": 0, "files": 0}
-    lines = {"RssAnon": "anonymous", "RssShmem": "shared", "RssFile": "files"}
-    for pid in pids:
-        with contextlib.suppress(OSError):
-            for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-                if (name := line.split(":")[0]) in lines:
-                    found[lines[name]] += int(line.split()[1]) * 1024
-    return found
-
-
-def system_memory() -> dict[str, int]:
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    known = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
-    return {"shared": known["Shmem"], "available": known["MemAvailable"]}
+def host_memory(pid: int) -> int:
+    """Bytes of its own and shared ones, as the kernel counts them."""
+    lines = [line.split() for line in Path(f"/proc/{pid}/status").read_text().splitlines()]
+    return sum(int(words[1]) * 1024 for words in lines if words[0] in ("RssAnon:", "RssShmem:"))
 
 
 # One server
@@ -214,7 +163,7 @@ class Sleeper:
         self.folder = arguments.work / shape
         write_config(self.folder, SHAPES[shape])
         command = [
-            *(shlex.split(arguments.server_command) if arguments.server_command else SERVE),
+            *SERVE,
             str(self.folder),
             *("--load-format", "dummy", "--skip-tokenizer-init", "--enable-sleep-mode", "--max-model-len", "4096"),
             *("--gpu-memory-utilization", str(arguments.gpu_memory_utilization), "--seed", "0"),
@@ -248,7 +197,6 @@ class Sleeper:
         """Until the first tokens."""
         facts: Facts = {"command": self.command, "start_s": self.server.start(START_S)}
         self.worker = int(self.server.call_worker("process_id"))
-        self._bench.gpu.watch(self.worker)
         if self.compress:  # how far weights shrink depends on their values
             facts["bytes_of_normal_values"] = int(self.server.call_worker("fill_with_normal_values"))
         answer = self.server.complete(PROMPT, TOKENS)
@@ -321,15 +269,7 @@ class Sleeper:
 
     def memory(self) -> Facts:
         """After a step."""
-        others = [pid for pid in self.server.processes() if pid != self.worker] + helpers_of(self.worker)
-        return {
-            "gpu_free_bytes": self._bench.gpu.free_bytes(),
-            "gpu_by_process": self._bench.gpu.by_process(),
-            "worker": host_memory([self.worker]),
-            "others": host_memory(others),
-            "vault": host_memory([] if self._vault is None else [self._vault.pid]),
-            "system": system_memory(),
-        }
+        return {"gpu_free_bytes": self._bench.gpu.free_bytes(), "host_bytes": host_memory(self.worker)}
 
     def answers(self) -> Facts:
         """What it says at level 3, and in how many seconds; the right things, or it fails."""
@@ -346,38 +286,15 @@ class Sleeper:
             raise Failed(f"{self.name} at level 3 answers wrongly: {'; '.join(wrong)}")
         return found
 
-    def answers_awake(self) -> Facts:
-        return {path: self.server.ask("GET", path, limit_s=20.0)[0] for path in ANSWERS}
-
     def end(self, way: Facts) -> None:
         """Told to stop at level 3: when it is gone, and what it leaves."""
         self.sleep()
         gpu = self._bench.gpu
-        before, named = gpu.free_bytes(), gpu.by_process()
+        before = gpu.free_bytes()
         seconds = self.server.stop(self._bench.arguments.stop_limit)
-        after, left = settled(gpu), gpu.by_process()
-        facts = way["end"] = {
-            "sigterm_s": seconds,
-            "gpu_free_before_bytes": before,
-            "gpu_free_after_bytes": after,
-            "gpu_at_level_3_bytes": after - before,
-            "gpu_at_level_3_by_process": {pid: nbytes for pid, nbytes in named.items() if pid not in left},
-            "helpers_left": helpers_of(self.worker),
-        }
+        way["end"] = {"sigterm_s": seconds, "gpu_at_level_3_bytes": settled(gpu) - before}
         if seconds >= self._bench.arguments.stop_limit:
             raise Failed(f"{self.name} had to be killed after {seconds:.1f} s")
-        if facts["helpers_left"]:
-            raise Failed(f"{self.name} left its helper: {facts['helpers_left']}")
-
-
-def helpers_of(worker: int) -> list[int]:
-    found = []
-    for file in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):
-            words = file.read_text(errors="replace").split("\0")
-            if str(worker) in words and any("cumem_sleep.checkpoint.helper" in word for word in words):
-                found.append(int(file.parent.name))
-    return found
 
 
 # Steps
@@ -386,7 +303,6 @@ def helpers_of(worker: int) -> list[int]:
 def cycles(bench: Bench, sleeper: Sleeper, facts: Facts, count: int, reserve_s: float) -> None:
     """Down and up; the first sleep, which copies, is one of them."""
     done: list[Facts] = facts.setdefault("cycles", [])
-    facts["answers_awake_s"] = sleeper.answers_awake()
     for number in range(count):
         if number >= FEWEST_CYCLES and bench.left_s() < reserve_s:
             facts["cut"] = f"{number} of {count} cycles: the time of the later steps begins"
@@ -445,7 +361,6 @@ def vault_of(bench: Bench, name: str, nbytes: int, facts: Facts) -> Iterator[Vau
         yield None
         return
     with Vault(max(nbytes, 64 * MIB), *bench.arguments.vault_options.split(), log=bench.logs / f"{name}.log") as vault:
-        bench.gpu.watch(vault.pid)
         yield vault
         with contextlib.suppress(Exception):
             facts["vault"] = vault.status()
@@ -516,12 +431,21 @@ def run(bench: Bench) -> None:
 
 
 def machine(gpu: Gpu) -> Facts:
-    try:
-        vllm = importlib.metadata.version("vllm")
-    except importlib.metadata.PackageNotFoundError:
-        vllm = "none"
+    vllm = importlib.metadata.version("vllm")
     facts = asdict(machine_facts(gpu.name, record.command()))
     return {**facts, "gpu_memory_bytes": gpu.total_bytes, "vllm": vllm, "commit": os.environ.get("COMMIT")}
+
+
+def said_of(result: Facts) -> list[str]:
+    """Medians of the cycles after the first, and what has failed."""
+    lines = []
+    for name, facts in result["ways"].items():
+        later = [cycle for cycle in facts.get("cycles", ()) if "awake" in cycle][1:]
+        for what in ("sleep_s", "checkpoint_s", "restore_s", "wake_s", "wake_and_first_token_s"):
+            if measured := [cycle[what] for cycle in later if what in cycle]:
+                lines.append(f"{name}: {what} {statistics.median(measured):.3f}, {len(measured)} times")
+        lines += [f"{name}: {step_name} FAILED: {why.splitlines()[0]}" for step_name, why in facts["failed"].items()]
+    return lines
 
 
 def parse() -> argparse.Namespace:
@@ -542,7 +466,6 @@ def parse() -> argparse.Namespace:
     add("--port", type=int, default=8070, help="of the first server; the second one has the next")
     add("--vault-options", default="", help="more of `cumem-sleep vault`")
     add("--server-options", default="", help="more of `vllm serve`")
-    add("--server-command", default="", help="instead of vLLM's; its results are marked as simulated")
     arguments = parser.parse_args()
     ways = arguments.ways.split(",")
     if unknown := set(ways) - {*WAYS, "two"}:
@@ -556,7 +479,7 @@ def main() -> None:
     arguments = parse()
     exit_on_sigterm()
     deadline = Deadline(arguments.deadline)
-    gpu = SimulatedGpu() if SIMULATED else Gpu()
+    gpu = Gpu()
     logs = arguments.out.parent / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     ways: Facts = json.loads(arguments.out.read_text())["ways"] if arguments.out.exists() else {}
@@ -566,7 +489,7 @@ def main() -> None:
         run(bench)
     finally:
         bench.save()
-        print(*table(bench.facts), sep="\n", flush=True)
+        print(*said_of(bench.facts), sep="\n", flush=True)
     sys.exit(any(ways[name]["failed"] for name, _ in chained(arguments.ways.split(","))))
 
 

@@ -23,9 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from checkpoints import SHAPES, write_config
-from model_server import Deadline, Server, exit_on_sigterm, gpu_memory_in_use_bytes
+from model_server import SERVE, Deadline, Server, exit_on_sigterm, gpu_memory_in_use_bytes
 from record import machine_apart, touch_host_memory
-from switching import SERVE
 from vault_process import Vault
 
 PROMPT = [(7919 * (j + 3)) % 150000 for j in range(64)]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import statistics
 import sys
 import time
 import traceback
@@ -178,47 +177,8 @@ class Worker:
         differ = [i for i, (a, b) in enumerate(zip(self._checksums(), self._expected, strict=True)) if a != b]
         return {"checked_tensors": len(self._weights), "differing_tensors": differ}
 
-    def hook_cost(self, sizes: list[int], segments: int, rounds: int) -> dict[str, Any]:
-        """Seconds of one malloc and one free, called as PyTorch's caching allocator does; of each round the median."""
-        with self._layer.pool("hooks"):  # once: vLLM's layer aborts when the pool of a tag is made anew
-            hooks = self._layer.hooks()
-            return {str(nbytes): self._hook_cost(hooks, nbytes, segments, rounds) for nbytes in sizes}
-
-    def _hook_cost(self, hooks: Any, nbytes: int, segments: int, rounds: int) -> dict[str, list[float]]:
-        seconds: dict[str, list[float]] = {"malloc": [], "free": []}
-        for _ in range(rounds):
-            time.sleep(0.1)  # the driver has scrubbed what was freed by then
-            self._memory.synchronize()
-            addresses, durations = [], []
-            for _ in range(segments):
-                start = time.perf_counter()
-                address = hooks.malloc(nbytes, 0, None)
-                durations.append(time.perf_counter() - start)
-                if not address:
-                    raise MemoryError(f"malloc of {nbytes} bytes returned null")
-                addresses.append(address)
-            seconds["malloc"].append(statistics.median(durations))
-            durations = []
-            for address in addresses:
-                start = time.perf_counter()
-                hooks.free(address, nbytes, 0, None)
-                durations.append(time.perf_counter() - start)
-            seconds["free"].append(statistics.median(durations))
-        return seconds
-
     def link(self, nbytes: int, rounds: int) -> dict[str, Any]:
         return self._memory.link_seconds(nbytes, rounds)
-
-    def touch_host_memory(self, nbytes: int) -> dict[str, Any]:
-        from record import touch_host_memory
-
-        touch_host_memory(nbytes)
-        return {}
-
-    def machine(self) -> dict[str, Any]:
-        from record import machine
-
-        return machine()
 
     def _timed(self, call: Callable[[], object]) -> float:
         self._memory.synchronize()
@@ -233,7 +193,7 @@ class Worker:
         return sums
 
 
-COMMANDS = ("load", "change", "sleep", "wake", "check", "hook_cost", "link", "touch_host_memory", "machine")
+COMMANDS = ("load", "change", "sleep", "wake", "check", "link")
 
 
 def _available_bytes() -> int:

@@ -18,6 +18,7 @@ from typing import Any
 from cumem_sleep.vllm import compatibility, kept_kv
 
 ROOT = Path(__file__).parent.parent
+EARLIER = "8d3b3c0"  # the commit of results whose scripts are gone
 
 
 def minor(version: str) -> str:
@@ -56,6 +57,19 @@ class Ran:
         if machine.get("simulated") or not machine["gpu"].startswith("NVIDIA "):
             raise SystemExit(f"docs/support.md: {self.file} is of no GPU")
         return f"[{machine['gpu'].split()[1]}](../benchmarks/results/{self.file})"
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """A raw result of a GPU that is no longer here: its script is gone."""
+
+    file: str
+    gpu: str = "H200"
+
+    @property
+    def link(self) -> str:
+        """The GPU, and where the result is."""
+        return f"{self.gpu} at {EARLIER}"
 
 
 @dataclass(frozen=True)
@@ -110,6 +124,11 @@ def _scenarios(*names: str) -> tuple[Ran, ...]:
     return tuple(Ran("vllm_scenarios.json", ("scenarios", name)) for name in names)
 
 
+def _survived(*names: str) -> tuple[Ran, ...]:
+    files = {"surviving_vllm_0.26.json": names, "surviving_vllm_0.33.json": names}
+    return tuple(Ran(file, ("scenarios", f"survives_{name}")) for file, names in files.items() for name in names)
+
+
 @dataclass(frozen=True)
 class WithVllm:
     """A feature of the plugin, the gate or the front."""
@@ -117,6 +136,7 @@ class WithVllm:
     name: str
     ran: tuple[Ran, ...] = ()
     test: Tested | None = None
+    earlier: Earlier | None = None  # with vLLM 0.26.0
     versions: Sequence[str] = field(default=())  # if any, others are refused ...
     refused_in: str = ""  # ... in this file
 
@@ -126,20 +146,22 @@ class WithVllm:
             return "[refused](../cumem_sleep/vllm/compatibility.py)"
         if self.versions and minor(version) not in self.versions:
             return f"[refused](../{self.refused_in})"
-        if self.ran and {ran.version("vllm") for ran in self.ran} == {version}:
-            return _links(self.ran)
+        if ran := [each for each in self.ran if each.version("vllm") == version]:
+            return _links(ran)
+        if self.earlier and version == "0.26.0":
+            return _links(self.earlier)
         return _links(self.test if self.test and self.test.runs_with(version) else None)
 
 
 WITH_VLLM = (
-    WithVllm("levels 1 and 2", _scenarios("graphs_and_compile"), Tested("vllm/test_worker.py", "test_level_2")),
+    WithVllm("levels 1 and 2", _survived("dense"), Tested("vllm/test_worker.py", "test_level_2")),
     WithVllm("level 3", (Ran("vllm_level_3_own.json"),), Tested("vllm/test_worker_level_3.py", "test_from_awake")),
     WithVllm(
         "level 3, several workers", test=Tested("vllm/test_worker_level_3.py", "test_several_ranks", says="refused")
     ),
     WithVllm(
         "tensor and pipeline parallelism",
-        _scenarios("tensor_parallel_2", "pipeline_parallel_2"),
+        _scenarios("ranks_agree", "pipeline_parallel_2"),
         Tested("vllm/test_engine_group.py", "test_all_workers_of_an_engine_or_none"),
     ),
     WithVllm(
@@ -147,9 +169,9 @@ WITH_VLLM = (
         _scenarios("data_parallel_2"),
         Tested("vllm/test_engine_group.py", "test_all_workers_of_an_engine_or_none"),
     ),
-    WithVllm("Ray", _scenarios("tensor_parallel_2_on_ray")),
-    WithVllm("FP8, LoRA, a draft model", _scenarios("fp8_weights", "fp8_kv_cache", "lora", "draft_model")),
-    WithVllm("compressed backups", _scenarios("compressed")),
+    WithVllm("Ray", earlier=Earlier("vllm_scenarios.json", "H100")),
+    WithVllm("FP8, LoRA, a draft model", _survived("fp8_static", "lora", "draft_model")),
+    WithVllm("compressed backups", (Ran("vllm_serve.json", ("ways", "compressed")),)),
     WithVllm(
         "the vault",
         _scenarios("two_servers_through_the_vault"),
@@ -164,8 +186,8 @@ WITH_VLLM = (
     ),
     WithVllm(
         "the gate",
-        _scenarios("gate_rejects", "gate_wakes", "gate_waits", "gate_guards"),
-        Tested("vllm/test_random_gate.py", "test_nothing_runs_on_memory_that_is_not_there"),
+        test=Tested("vllm/test_random_gate.py", "test_nothing_runs_on_memory_that_is_not_there"),
+        earlier=Earlier("vllm_scenarios.json"),
     ),
     WithVllm(
         "no development mode",
@@ -176,16 +198,15 @@ WITH_VLLM = (
     WithVllm("`cumem-sleep serve`", (Ran("serve_models.json"),)),
 )
 
-_SAVER = ("results", "30 GiB")
 _CALLS = "integrations/test_trainers_calls.py"
 TRAINERS = "slime, miles, verl"
 ENGINES = ("PyTorch", "torch_memory_saver", "SGLang", TRAINERS, "TRL")
-WITH_OTHERS: dict[str, dict[str, Ran | Tested | Sequence[Tested]]] = {
+WITH_OTHERS: dict[str, dict[str, Ran | Earlier | Tested | Sequence[Tested]]] = {
     "sleep and wake": {
-        "PyTorch": Ran("decoder.json"),
-        "torch_memory_saver": Ran("saver.json", (*_SAVER, "ours")),
+        "PyTorch": Earlier("decoder.json"),
+        "torch_memory_saver": Earlier("saver.json"),
         "SGLang": Ran("sglang_cycles.json", ("ways", "ours")),
-        "TRL": Ran("trl_colocated.json", ("ways", "ours-2")),
+        "TRL": Earlier("trl_colocated.json"),
         TRAINERS: (
             Tested(_CALLS, "test_buffers_of_deep_ep_are_left_out"),
             Tested(_CALLS, "test_gradients_are_dropped_and_parameters_stay_for_the_update"),
@@ -193,26 +214,26 @@ WITH_OTHERS: dict[str, dict[str, Ran | Tested | Sequence[Tested]]] = {
         ),
     },
     "training": {
-        "torch_memory_saver": Ran("saver.json", ("training loop", "ours")),
-        "TRL": Ran("trl_colocated.json", ("ways", "ours-1")),
+        "torch_memory_saver": Earlier("saver.json"),
+        "TRL": Earlier("trl_colocated.json"),
     },
     "compressed backups": {
-        "PyTorch": Ran("compressed.json"),
-        "SGLang": Ran("sglang_cycles_special.json", ("ways", "ours-compressed")),
+        "PyTorch": Ran("vault.json", ("ways", "compressed")),
+        "SGLang": Earlier("sglang_cycles_special.json"),
     },
     "the vault": {
-        "PyTorch": Ran("vault.json"),
-        "torch_memory_saver": Ran("saver.json", (*_SAVER, "ours, vault")),
-        "SGLang": Ran("sglang_cycles_special.json", ("ways", "ours-vault")),
+        "PyTorch": Ran("vault.json", ("ways", "vault")),
+        "torch_memory_saver": Earlier("saver.json"),
+        "SGLang": Earlier("sglang_cycles_special.json"),
     },
     "level 3": {"PyTorch": Ran("bench_level_3.json")},
     "several ranks": {
         "PyTorch": Tested("operations/test_agreement.py", "test_a_group_of_torch_distributed"),
-        "SGLang": Ran("sglang_cycles_tensor_parallel.json", ("ways", "ours")),
+        "SGLang": Earlier("sglang_cycles_tensor_parallel.json"),
     },
-    "kept ranges": {"PyTorch": Ran("kept_ranges.json")},
+    "kept ranges": {"PyTorch": Earlier("kept_ranges.json")},
     "backups on disk": {
-        "PyTorch": Ran("vault_spill.json"),
+        "PyTorch": Earlier("vault_spill.json"),
         "torch_memory_saver": Tested(
             "integrations/test_torch_memory_saver.py", "test_disk_backups_go_to_a_vault_that_spills"
         ),
@@ -220,11 +241,12 @@ WITH_OTHERS: dict[str, dict[str, Ran | Tested | Sequence[Tested]]] = {
 }
 
 
-def _links(evidence: Ran | Tested | Sequence[Ran | Tested] | None) -> str:
+def _links(evidence: Ran | Earlier | Tested | Sequence[Ran | Tested] | None) -> str:
     """Of all of it, each once."""
     if evidence is None:
         return "unknown"
-    return ", ".join(sorted({one.link for one in ([evidence] if isinstance(evidence, (Ran, Tested)) else evidence)}))
+    each = [evidence] if isinstance(evidence, (Ran, Earlier, Tested)) else evidence
+    return ", ".join(sorted({one.link for one in each}))
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -237,7 +259,7 @@ def _versions() -> dict[str, str]:
     ran = {one.version("torch") for shown in WITH_OTHERS.values() if isinstance(one := shown.get("PyTorch"), Ran)}
     return {
         "PyTorch": ", ".join(sorted(ran)),
-        "torch_memory_saver": str(Ran("saver.json", (*_SAVER, "theirs")).result["version"]),
+        "torch_memory_saver": "0.0.10",
         "SGLang": str(Ran("sglang_cycles.json", ("ways", "ours")).result["sglang"]),
     }
 

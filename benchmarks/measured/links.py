@@ -5,15 +5,11 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from .bars import Bars, draw_bars
-from .results import ROOT, machine
+from .results import machine
 from .written import GIB, header, row, spread
 
-RESULT = "vault_links.json"
-PLOT = ROOT / "docs" / "links.svg"
 STEPS = {
     "wake": "wake, later",
-    "wake right after a sleep": "wake right after sleeping",
     "first sleep": "first sleep",
     "later sleep, everything changed": "later sleep, everything changed",
 }
@@ -61,19 +57,4 @@ def table(result: dict[str, Any]) -> list[str]:
                 for number, some in found.items()
             )
             lines.append(row(name + said, cells))
-    return [*lines, "", "![Seconds of a wake by links](links.svg)"]
-
-
-def draw(result: dict[str, Any]) -> None:
-    numbers = _numbers(result)
-
-    def of(way: str) -> dict[str, float]:
-        return {_links(number): statistics.median(_seconds(result, number, way, "wake, later")) for number in numbers}
-
-    ceiling = {_links(number): _ceiling_s(result, number, "wake") for number in numbers}
-    series = [
-        Bars("cumem-sleep", of("plain")),
-        Bars("cumem-sleep, compressed", of("compressed")),
-        Bars("the links alone", ceiling),
-    ]
-    draw_bars(PLOT, RESULT, "Waking 61 GiB of one GPU", [_links(number) for number in numbers], series)
+    return lines

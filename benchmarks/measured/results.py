@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -11,21 +10,13 @@ ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 
 
-def is_there(name: str) -> bool:
-    return (RESULTS / name).is_file()
-
-
 def load(name: str) -> dict[str, Any]:
-    if not is_there(name):
+    if not (RESULTS / name).is_file():
         raise SystemExit(f"benchmarks/results/{name} is missing: benchmarks/on_gpu_host.sh makes it")
     result: dict[str, Any] = json.loads((RESULTS / name).read_text())
     if result["machine"].get("simulated"):
         raise SystemExit(f"benchmarks/results/{name} is of the simulated driver, whose times mean nothing")
     return result
-
-
-def digest_of(name: str) -> str:
-    return "sha256:" + hashlib.sha256((RESULTS / name).read_bytes()).hexdigest()
 
 
 def machine(result: dict[str, Any]) -> str:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from statistics import median
 from typing import Any
 
 from .results import machine
 from .written import digits, header, row, spread
 
 Facts = dict[str, Any]
-OVER_LINKS = "serve_models_links.json"
 _EXECUTION = {
     "eager": "without CUDA graphs",
     "graphs": "with CUDA graphs, not compiled",
@@ -56,15 +56,19 @@ def table(result: Facts) -> list[str]:
     ]
 
 
-def over_links(result: Facts) -> list[str]:
-    """Large models whose compressed backups lie in a vault that uses the links of all GPUs."""
-    one = result["one after the other"]
-    switches, awake = one["switches"], one["first tokens of a model that is awake"].values()
-    sleeps, wakes = ([switch["own"][switch[end]] for switch in switches] for end in ("old", "new"))
+def headline(result: Facts) -> list[str]:
+    """Of the README: the first token of each model, by what had to be done for it."""
+    one, restarts = result["one after the other"], result["restarts"]["switches"]
+    titles = {name: " ".join((f"Qwen3-{shape}", *options[1:])) for name, (shape, *options) in result["models"].items()}
+    after = {name: [each["first_token_s"] for each in one["switches"] if each["new"] == name] for name in titles}
+    started = {each["new"]: each["first_token_s"] for each in restarts}
+    awake = one["first tokens of a model that is awake"]
     return [
-        f"**Two {next(iter(result['models'].values()))[0]} models on one GPU behind `cumem-sleep serve`**, compressed,"
-        f" over the links of {result['machine']['gpus']} × {machine(result)}, vLLM {result['machine']['vllm']}: a first"
-        f" token came {spread([switch['first_token_s'] for switch in switches])} s after a switch, of which the sleep"
-        f" took {spread(sleeps)}, the wake {spread(wakes)} and the request itself"
-        f" {spread([seconds for each in awake for seconds in each])}."
+        f"Models that share one {result['machine']['gpu']} behind `cumem-sleep serve`: seconds to the first token"
+        " ([medians](docs/benchmarks.md)).",
+        "",
+        *header(titles.values()),
+        row("its server is started again", (digits(started[name]) for name in titles)),
+        row("**it wakes, the other one sleeps**", (f"**{digits(median(after[name]))}**" for name in titles)),
+        row("it was awake", (digits(median(awake[name])) for name in titles)),
     ]

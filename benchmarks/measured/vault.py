@@ -67,22 +67,3 @@ def table(result: dict[str, Any]) -> list[str]:
     lines.append(row("stored by the first sleep, GiB", stored))
     left = [f"{way['first sleep'][0]['left_on_gpu_bytes'] / GIB:.2f}" for way in ways.values()]
     return [*lines, row("in use on the whole GPU asleep, GiB", left)]
-
-
-def clients_together(result: dict[str, Any]) -> str:
-    """Two clients at once, and the same two in turn."""
-    link, together = link_rates(result), result["ways"]["together"]
-    clients = together["the clients"]
-
-    def taken(step: str, direction: str) -> str:
-        seconds = [answer["seconds"] for answer in together[step]]
-        times = low_to_high([each * link[direction] / together["bytes"] for each in seconds], "{:.2f}".format)
-        return f"{low_to_high(seconds)} s ({times} ×)"
-
-    return (
-        f"{len(clients)} clients on one GPU, of {clients[0]['bytes'] / GIB:.2f} GiB of weights each, at the same"
-        f" moment: both were asleep for the first time after {taken('first sleep', 'to_host')}, and awake again after"
-        f" {taken('wake', 'to_device')}. Then every weight changed before each sleep. Both were asleep after"
-        f" {taken('sleep at once', 'to_host')} at once, after {taken('sleeps in turn', 'to_host')} one after the other;"
-        f" and awake again after {taken('wake at once', 'to_device')} and {taken('wakes in turn', 'to_device')}."
-    )

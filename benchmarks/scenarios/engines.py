@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import fcntl
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from .registry import Facts, check, timed
 GIB = 1 << 30
 KV_CACHE_BYTES = 4 * GIB
 PROMPTS = [[(7919 * (i + 1) * (j + 3)) % 150000 for j in range(24 + 5 * i)] for i in range(8)]
-TAGS = ("weights", "kv_cache")
 IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 
@@ -46,75 +44,19 @@ def tokens(llm: Any, **options: Any) -> list[list[int]]:
     return found
 
 
-def batches_repeat(llm: Any) -> dict[str, int]:
-    """How many greedy tokens are the same if all prompts go in at once, twice, with no sleep between."""
-    from vllm import SamplingParams
-
-    greedy = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, detokenize=False)
-    requests = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
-    runs = []
-    for _ in range(2):
-        llm.reset_prefix_cache()
-        runs.append([t for o in llm.generate(requests, greedy, use_tqdm=False) for t in o.outputs[0].token_ids])
-    return {"same": sum(a == b for a, b in zip(*runs, strict=True)), "of": len(runs[0])}
-
-
-def allocator() -> Any:
-    """The layer's allocator, where the engine is in this process."""
-    from vllm.device_allocator.cumem import CuMemAllocator
-
-    import cumem_sleep
-
-    check("vLLM's memory comes from this layer", CuMemAllocator is cumem_sleep.CuMemAllocator)
-    return CuMemAllocator.get_instance()
-
-
-def model_of(llm: Any) -> Any:
-    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.model
-
-
-def used_bytes() -> int:
-    import torch
-
-    free, total = torch.cuda.mem_get_info()
-    return total - free
-
-
-def pytorch_bytes_outside_of_pools() -> int:
-    import torch
-
-    return int(torch.cuda.memory_reserved()) - allocator().get_current_usage()
-
-
-def cycle(
-    llm: Any, facts: Facts, *, level: int = 1, selective: bool = False, asleep: Callable[[], None] = lambda: None
-) -> None:
+def cycle(llm: Any, facts: Facts, *, level: int = 1, asleep: Callable[[], None] = lambda: None) -> None:
     """A sleep and a wake; `asleep` is called in between."""
     with timed(facts, f"sleep level {level} s"):
         llm.sleep(level=level)
-    if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0" and os.environ.get("CUMEM_SLEEP_DISABLE") != "1":
-        usages = allocator().usage().values()
-        check("all memory sleeps, in this layer", usages and all(u.asleep_segments == u.segments for u in usages))
     asleep()
     if level == 2:
         llm.wake_up(tags=["weights"])
         with timed(facts, "reload_weights s"):
             llm.collective_rpc("reload_weights")
         llm.wake_up(tags=["kv_cache"])
-    elif selective:
-        for tag in TAGS:
-            llm.wake_up(tags=[tag])
     else:
         with timed(facts, "wake s"):
             llm.wake_up()
-
-
-def cycles_keep_tokens(llm: Any, facts: Facts, levels: Sequence[int] = (1, 1, 2)) -> None:
-    """Sleeps and wakes, after each of which the model answers as before."""
-    before = tokens(llm)
-    for level in levels:
-        cycle(llm, facts, level=level)
-        check(f"tokens after level {level}", tokens(llm) == before)
 
 
 def checkpoint(model: Path, shape: str) -> Path:

@@ -18,7 +18,6 @@ from types import SimpleNamespace
 from typing import Any
 
 from .engines import IN_PROCESS, engine, tokens
-from .models import write_adapter
 from .registry import Facts, check, scenario, timed
 
 _IN_WORKERS = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}  # functions are sent to them
@@ -207,7 +206,7 @@ def survives_lora(folder: Path) -> Facts:
     from vllm.lora.request import LoRARequest
 
     adapter = folder.parent / "surviving-adapter"
-    write_adapter(folder, adapter)
+    _write_adapter(folder, adapter)
     facts: Facts = {}
     llm = engine(folder, enable_lora=True, max_lora_rank=8)
     request = LoRARequest("adapter", 1, str(adapter))
@@ -217,6 +216,25 @@ def survives_lora(folder: Path) -> Facts:
     # vLLM's reload reads a checkpoint into layers that carry adapters in versions that can; a trainer's way always can.
     _survive(llm, facts, lambda: llm.collective_rpc(write_parameters), lambda: tokens(llm, lora_request=request))
     return facts
+
+
+def _write_adapter(folder: Path, adapter: Path) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    config = json.loads((folder / "config.json").read_text())
+    hidden, heads, kv_heads = (config[k] for k in ("hidden_size", "num_attention_heads", "num_key_value_heads"))
+    generator = torch.Generator().manual_seed(5)
+    weights = {}
+    for layer in range(config["num_hidden_layers"]):
+        for name, size in (("q_proj", heads * 128), ("v_proj", kv_heads * 128)):
+            path = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            weights[f"{path}.lora_A.weight"] = torch.randn(8, hidden, generator=generator, dtype=torch.bfloat16) * 0.05
+            weights[f"{path}.lora_B.weight"] = torch.randn(size, 8, generator=generator, dtype=torch.bfloat16) * 0.05
+    adapter.mkdir(exist_ok=True)
+    save_file(weights, adapter / "adapter_model.safetensors")
+    described = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"], "bias": "none"}
+    (adapter / "adapter_config.json").write_text(json.dumps(described))
 
 
 @scenario(**IN_PROCESS)
