@@ -9,13 +9,10 @@ crashed goes on behind the test that did it.
 from __future__ import annotations
 
 import gc
-import importlib
 import os
-import sys
 import traceback
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -113,15 +110,3 @@ def memory(make_allocator: Callable[..., CuMemAllocator]) -> Iterator[Memory]:  
     content = Memory()
     yield content
     content.close()
-
-
-@pytest.fixture
-def benchmark_module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType]]:
-    """Imports the benchmarks' modules; none of them stays, since their names are common ones."""
-    folder = str(Path(__file__).parents[1] / "benchmarks")
-    before = set(sys.modules)
-    monkeypatch.syspath_prepend(folder)
-    yield importlib.import_module
-    for name in set(sys.modules) - before:
-        if (getattr(sys.modules[name], "__file__", None) or "").startswith(folder):
-            del sys.modules[name]
