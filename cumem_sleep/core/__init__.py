@@ -1,1 +1,1 @@
-"""What every room builds on: segments, tags, pools, levels, the driver, and the one object of an operation."""
+"""What every other package builds on: segments, tags, pools, levels, the driver, and the one object of an operation."""
