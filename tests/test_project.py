@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import importlib
 import pathlib
 import re
@@ -18,7 +17,6 @@ from cumem_sleep.vllm import compatibility
 ROOT = pathlib.Path(__file__).parent.parent
 PROJECT = (ROOT / "pyproject.toml").read_text()
 CI = (ROOT / ".ci" / "run").read_text()
-PACKAGE = ROOT / "cumem_sleep"
 
 
 def test_the_version_is_said_once() -> None:
@@ -96,17 +94,3 @@ def test_a_release_has_absolute_links_and_urls(tmp_path: pathlib.Path) -> None:
     assert f"]({repository}/raw/{tag}/docs/serve-page.png)" in readme
     assert f"]({repository}/blob/{tag}/docs/vllm.md#security)" in readme
     assert f'[project.urls]\nHomepage = "{repository}"\n' in (tmp_path / "pyproject.toml").read_text()
-
-
-def test_a_class_name_stands_for_one_thing() -> None:
-    """In the whole package, the aliases of types included."""
-    places: dict[str, list[str]] = {}
-    for path in sorted(PACKAGE.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            aliases = [target for target in getattr(node, "targets", []) if isinstance(target, ast.Name)]
-            names = [node.name] if isinstance(node, ast.ClassDef) else [target.id for target in aliases]
-            for name in names:
-                if re.fullmatch(r"_?[A-Z][a-z]\w*", name) and not (name.startswith("_") and aliases):
-                    places.setdefault(name, []).append(str(path.relative_to(PACKAGE)))
-    assert len(places) > 300
-    assert {name: where for name, where in places.items() if len(where) > 1} == {}
