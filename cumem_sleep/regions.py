@@ -8,6 +8,7 @@ from functools import partial
 
 from . import _core
 from .backups.ranges import NOTHING_DECLARED
+from .core import preload
 from .core.driver import driver_path
 from .core.levels import SegmentGroup, by_plan, with_own_plan
 from .core.operation import Call, CudaUse, Operation, Operations
@@ -15,7 +16,6 @@ from .core.pools import entered
 from .core.scopes import scoped
 from .core.tags import DEFAULT_TAG, UsedTags, checked_tag, tag_or_default
 from .errors import InvalidArgument, InvalidState, check_bool, check_integer
-from .integrations import preload
 from .operations.forget import forget
 from .operations.layer import Layer
 from .operations.look import usage
@@ -116,7 +116,7 @@ class Regions:
         Raises:
             InvalidArgument: not a tag.
             InvalidState: the hook is not in front of cudaMalloc: the process has to be started with it in LD_PRELOAD
-                (`cumem_sleep.integrations.preload.library_path()`).
+                (`cumem_sleep.core.preload.library_path()`).
         """
         tag, plan = tag_or_default(tag), plan_of(backup)
         if not preload.serve():

@@ -25,6 +25,7 @@ from cumem_sleep import errors
 from cumem_sleep.core.levels import dropped_at_level
 from cumem_sleep.settings import VARIABLES
 from cumem_sleep.tools import cli
+from cumem_sleep.tools.options import parser
 
 READ_FIRST = ("README.md", "index.md")  # whose snippets every run tries, the others `pytest -m slow`
 TAKES_LONG = re.compile(r"cumem-sleep (demo|bench)")
@@ -69,7 +70,7 @@ def test_commands_are_those_of_the_parser(page: pathlib.Path) -> None:
     for found in re.finditer(r"(?<![-\w./])cumem-sleep((?: [^`;&|>\n#]+)?)", "\n".join(code)):
         arguments = shlex.split(found[1])
         if arguments and arguments not in (["--help"], ["--version"]):
-            assert cli._parser().parse_args(arguments).run is not None, arguments
+            assert parser("").parse_args(arguments).command, arguments
 
 
 @EACH_PAGE

@@ -10,39 +10,22 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
-
-from rich.console import RenderableType
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from .. import __version__, _core
-from ..allocator import CuMemAllocator
 from ..core.misspelt import warn_of_misspelt
 from ..errors import BackupMismatch, CumemSleepError, InvalidArgument
-from ..settings import parse_bytes
-from . import bench, demo, doctor, help_texts, serve, shim, simulated, vault
+from . import help_texts
 from .console import one_line, print_all, progress_bar, say, tell
-from .layout import lay_out
-from .machine import Machine
-from .simulated import SIMULATED_NOTE
+from .options import BadUsage, parser
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from ..allocator import CuMemAllocator
 
 EXIT_OK, EXIT_CHECK_FAILED, EXIT_ERROR = 0, 1, 2
 EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 130, 141  # as a shell reports SIGINT and SIGPIPE
-
-_LONGEST_PAUSE_S = 3600
-
-
-class _BadUsage(Exception):
-    """Arguments that the parser of a command does not take."""
-
-    def __init__(self, parser: argparse.ArgumentParser, message: str) -> None:
-        super().__init__(message)
-        self.parser = parser
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        """Leave to `main` what argparse would print itself, and never as JSON."""
-        raise _BadUsage(self, message)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -57,19 +40,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without "✓" gets "?"
-    parser = _parser()
     given = sys.argv[1:] if arguments is None else arguments
     try:
-        options = parser.parse_args(given)
-    except _BadUsage as error:
+        options = parser(_build()).parse_args(given, argparse.Namespace(shown=False))
+    except BadUsage as error:
         _refuse(error, given)
     options.command_line = ["cumem-sleep", *given]
-    if options.run is None:
+    if options.command is None:
         print(help_texts.SHORT, file=sys.stderr)
         return EXIT_ERROR
     warn_of_misspelt()
     try:
-        code: int = options.run(options)
+        code = _COMMANDS[options.command](options)
         sys.stdout.flush()
         return code
     except CumemSleepError as error:
@@ -87,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_ERROR
 
 
-def _refuse(error: _BadUsage, given: Sequence[str]) -> NoReturn:
+def _refuse(error: BadUsage, given: Sequence[str]) -> NoReturn:
     """Say what is wrong with the arguments as argparse does, and as JSON if they want that."""
     error.parser.print_usage(sys.stderr)
     print(f"{error.parser.prog}: error: {one_line(str(error))}", file=sys.stderr)
@@ -119,82 +101,6 @@ def _write_no_more() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _parser() -> argparse.ArgumentParser:
-    def new(make: Callable[..., Any], *names: str, **texts: str) -> Any:
-        return make(*names, formatter_class=argparse.RawDescriptionHelpFormatter, **texts)
-
-    parser = new(
-        _Parser,
-        prog="cumem-sleep",
-        description=help_texts.DESCRIPTION,
-        epilog=help_texts.EPILOG + help_texts.environment(),
-    )
-    parser.add_argument("--version", action="version", version=_build())
-    parser.set_defaults(run=None, shown=False)
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-
-    text = "sleep and wake a model, and compare every byte"
-    command = new(
-        commands.add_parser, "demo", help=text, description=help_texts.DEMO_DESCRIPTION, epilog=help_texts.DEMO_EPILOG
-    )
-    command.add_argument(
-        "models",
-        nargs="*",
-        type=_path,
-        metavar="PATH",
-        help="the weights: a model's folder, or its safetensors files (default: a small random model, 193 MiB)",
-    )
-    command.add_argument("--device", type=int, default=0, metavar="N", help="CUDA ordinal (default: 0)")
-    command.add_argument(
-        "--kv",
-        type=_size,
-        default=demo.DEFAULT_KV_BYTES,
-        metavar="SIZE",
-        help="size of the KV cache, such as 8GiB or 500MB (default: 256MiB)",
-    )
-    command.add_argument(
-        "--rounds", type=_count, default=1, metavar="N", help="how often to repeat all steps (default: 1)"
-    )
-    command.set_defaults(run=_demo, command="demo")
-
-    text = "measure sleep and wake on this machine, compared with the link"
-    bench_command = new(
-        commands.add_parser,
-        "bench",
-        help=text,
-        description=help_texts.BENCH_DESCRIPTION,
-        epilog=help_texts.BENCH_EPILOG,
-    )
-    _add_bench_options(bench_command)
-    bench_command.set_defaults(run=_bench, command="bench")
-
-    text = "check whether this machine is ready, and fast"
-    doctor_command = new(
-        commands.add_parser,
-        "doctor",
-        help=text,
-        description=help_texts.DOCTOR_DESCRIPTION,
-        epilog=help_texts.DOCTOR_EPILOG,
-    )
-    doctor_command.set_defaults(run=_doctor, command="doctor")
-    text = "print the folder of a package that puts this layer in another's place"
-    shim_command = new(
-        commands.add_parser, "shim", help=text, description=help_texts.SHIM_DESCRIPTION, epilog=help_texts.SHIM_EPILOG
-    )
-    shim_command.add_argument("package", choices=sorted(shim.FOLDERS), help="whose interface it has")
-    shim_command.set_defaults(run=_shim, command="shim")
-    text = "explain a topic, as the settings"
-    help_command = new(commands.add_parser, "help", help=text, description=help_texts.HELP_DESCRIPTION)
-    help_command.add_argument("topic", nargs="?", choices=["settings"], help="without one: as --help")
-    help_command.set_defaults(run=lambda options: _explain(parser, options.topic), command="help", json=False)
-    vault.add_command(new, commands, _size, _path, _vault, _vault_status)
-    serve.add_commands(new, commands, _path, _serve, _ask)
-    for each in (command, bench_command, doctor_command, shim_command):
-        each.add_argument("--json", action="store_true", help="print JSON (progress goes to standard error)")
-    parsed: argparse.ArgumentParser = parser
-    return parsed
-
-
 def _build() -> str:
     """The version, the commit, and what the extension was built with. Built in place, its commit changes."""
     commit = (Path(__file__).parent.parent / "commit.txt").read_text().strip()
@@ -202,90 +108,13 @@ def _build() -> str:
     return f"cumem-sleep {__version__} ({known}; {_core.BUILT_WITH})"
 
 
-def _explain(parser: argparse.ArgumentParser, topic: str | None) -> int:
-    if topic is None:
-        parser.print_help()
-    else:
-        print(help_texts.environment(tests=True))
-    return 0
-
-
-def _add_bench_options(command: argparse.ArgumentParser) -> None:
-    sizes = (
-        ("--weights", "total size of the weights, such as 30GiB or 500MB (default: see above)"),
-        ("--kv", "size of the KV cache (default: see above)"),
-        ("--segment-size", "put all weights in equal segments of this size, a multiple of 2MiB"),
-    )
-    for option, text in sizes:
-        command.add_argument(option, type=_size, metavar="SIZE", help=text)
-    command.add_argument(
-        "--model",
-        nargs="+",
-        type=_path,
-        default=[],
-        metavar="PATH",
-        help="lay segments out for the tensors of a model's folder, or of its safetensors files; only headers are read",
-    )
-    command.add_argument(
-        "--rounds", type=_count, default=3, metavar="N", help="how often to run each step (default: 3)"
-    )
-    command.add_argument("--device", type=int, default=0, metavar="N", help="CUDA ordinal (default: 0)")
-    command.add_argument(
-        "--pause", type=_seconds, default=3.0, metavar="S", help="seconds before the later wakes (default: 3)"
-    )
-    command.add_argument(
-        "--touch-host-memory",
-        action=argparse.BooleanOptionalAction,
-        help="prefault host memory before measuring, since virtual machines hand it out slowly at first"
-        " (default: yes on a GPU, no on the simulated driver)",
-    )
-    command.add_argument(
-        "--level",
-        type=int,
-        choices=[3],
-        help="measure what level 3 adds to level 1, instead of all that is listed above",
-    )
-    command.add_argument(
-        "--plot", type=_path, metavar="FILE", help="plot the seconds (.png, .svg, .pdf; needs matplotlib)"
-    )
-
-
-def _size(text: str) -> int:
-    try:
-        nbytes = parse_bytes("size", text)
-    except InvalidArgument as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    if nbytes < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected at least one byte")
-    return nbytes
-
-
-def _path(text: str) -> Path:
-    if not text:  # for example an unset shell variable; Path would take it for the current folder
-        raise argparse.ArgumentTypeError(f"{text!r}: expected the name of a file or folder")
-    return Path(text)
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number of at least 1")
-    return int(text)
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds <= _LONGEST_PAUSE_S:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected seconds from 0 to {_LONGEST_PAUSE_S}")
-    return seconds
-
-
 # Commands
 
 
 def _demo(options: argparse.Namespace) -> int:
+    from . import demo, simulated
+    from .layout import lay_out
+
     with progress_bar() as progress:
         progress("read the headers", 0, 0)
         source = demo.source_from_files(options.models) if options.models else demo.synthetic_source()
@@ -302,40 +131,40 @@ def _demo(options: argparse.Namespace) -> int:
             rounds=options.rounds,
             progress=progress,
         )
-    return _show(options, report, SIMULATED_NOTE, report.headline(), report.table(), report.conclusion())
+    return _show(options, report, simulated.SIMULATED_NOTE, report.headline(), report.table(), report.conclusion())
 
 
 def _bench(options: argparse.Namespace) -> int:
-    if options.plot is not None:
-        bench.check_plot(options.plot)
-    request = bench.Request(options.weights, options.kv, options.segment_size, tuple(options.model))
+    from . import bench, simulated
+
     with progress_bar() as progress:
         allocator = _open_allocator()
         if _core.driver_is_simulated():
             simulated.enlarge_device(os.environ)
         room = bench.Room.now(options.device, allocator.settings)
-        workload = bench.plan(request, room)
+        workload = bench.plan(options.weights, options.kv, options.segment_size, room)
         if workload.why:
             say(f"{'simulated: ' if room.simulated else ''}{workload.why}", style="")
-        touch = not room.simulated if options.touch_host_memory is None else options.touch_host_memory
-        deep = options.level == 3
-        how = bench.BenchOptions(options.device, options.rounds, options.pause, touch, deep, options.command_line)
+        how = bench.BenchOptions(
+            options.device, options.rounds, options.pause, options.level == 3, options.command_line
+        )
         report = bench.run(allocator, workload, room, how, progress)
-    code = _show(options, report, SIMULATED_NOTE, report.headline(), report.table(), report.conclusion())
-    if options.plot is not None:  # last, so that a failure loses no measurement
-        bench.draw(report, options.plot)
-        say(f"{'simulated: ' if room.simulated else ''}wrote {options.plot}", style="")
-    return code
+    return _show(options, report, simulated.SIMULATED_NOTE, report.headline(), report.table(), report.conclusion())
 
 
 def _doctor(options: argparse.Namespace) -> int:
+    from . import doctor
+    from .machine import Machine
+
     with progress_bar() as progress:
         report = doctor.examine(Machine(), lambda name: progress(name, 0, 0))
     return _show(options, report, doctor.SIMULATED_NOTE, report.table(), report.conclusion())
 
 
 def _shim(options: argparse.Namespace) -> int:
-    folder = shim.FOLDERS[options.package]
+    from .shim import FOLDERS
+
+    folder = FOLDERS[options.package]
     if options.json:
         _print_json(options, False, None, {"package": options.package, "folder": str(folder)})
     else:
@@ -343,7 +172,17 @@ def _shim(options: argparse.Namespace) -> int:
     return EXIT_OK
 
 
+def _help(options: argparse.Namespace) -> int:
+    if options.topic is None:
+        parser(_build()).print_help()
+    else:
+        print(help_texts.environment(tests=True))
+    return EXIT_OK
+
+
 def _vault(options: argparse.Namespace) -> int:
+    from . import vault
+
     if options.memory is None:
         raise InvalidArgument(
             "--memory is missing: it says how much host memory the vault takes, for example --memory 200GiB"
@@ -353,7 +192,9 @@ def _vault(options: argparse.Namespace) -> int:
 
 
 def _vault_status(options: argparse.Namespace) -> int:
-    status = vault.status(options)
+    from . import vault
+
+    status = vault.look(options.socket)
     if options.prometheus:
         sys.stdout.write(status.prometheus())
     elif options.json:
@@ -364,6 +205,8 @@ def _vault_status(options: argparse.Namespace) -> int:
 
 
 def _serve(options: argparse.Namespace) -> int:
+    from . import serve
+
     if not options.check:
         serve.serve(options, lambda line: tell(f"cumem-sleep serve: {line}"))
         return EXIT_OK
@@ -375,6 +218,8 @@ def _serve(options: argparse.Namespace) -> int:
 
 
 def _ask(options: argparse.Namespace) -> int:
+    from . import serve
+
     found = serve.ask(options)
     if options.json:
         _print_json(options, bool(found.pop("simulated", False)), None, found)
@@ -384,10 +229,25 @@ def _ask(options: argparse.Namespace) -> int:
 
 
 def _open_allocator() -> CuMemAllocator:
+    from . import simulated
+
     allocator, why_simulated = simulated.open_allocator(os.environ)
     if why_simulated:
         say(f"{why_simulated}: running on the simulated driver (CUMEM_SLEEP_DRIVER=cuda insists on a GPU)")
     return allocator
+
+
+_COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = {
+    "demo": _demo,
+    "bench": _bench,
+    "doctor": _doctor,
+    "shim": _shim,
+    "help": _help,
+    "vault": _vault,
+    "vault status": _vault_status,
+    "serve": _serve,
+    **dict.fromkeys(("status", "sleep", "wake", "stop"), _ask),
+}
 
 
 # Output

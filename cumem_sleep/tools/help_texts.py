@@ -6,6 +6,9 @@ import textwrap
 
 from ..settings import VARIABLES, plain
 
+DEFAULT_URL = "http://127.0.0.1:8000"
+URL_VARIABLE, TOKEN_VARIABLE = "CUMEM_SLEEP_SERVE_URL", "CUMEM_SLEEP_SERVE_TOKEN"
+
 DESCRIPTION = """\
 Sleep mode for GPU memory: weights and KV cache give their GPU memory back in
 seconds and take it again at the same addresses, in the same process."""
@@ -99,9 +102,9 @@ both directions; the first sleep; sleeps after nothing, one segment or everythin
 without backups, and after prepare(); level 2; and wakes with and without the KV cache,
 right after the sleep and some seconds later (meanwhile the driver scrubs freed memory).
 
-The weights have the 258 segments that a Qwen3-32B has in vLLM, scaled to the size; or
-equal segments (--segment-size); or those of a model (--model). Contents are random. After
-each wake, outside of the measured time, every byte of the weights is checked.
+The weights have the 258 segments that a Qwen3-32B has in vLLM, scaled to the size, or
+equal ones (--segment-size). Contents are random; each wake compares their digests. On a
+GPU host memory is prefaulted first, since virtual machines hand it out slowly.
 
 With --level 3, instead: level 1 and level 3 in turn, and of level 3 what it adds: lock and
 checkpoint, restore and unlock, and what is left on the GPU.
@@ -112,9 +115,8 @@ On the simulated driver everything is small, and the times mean nothing."""
 BENCH_EPILOG = """\
 examples:
   cumem-sleep bench
-  cumem-sleep bench --weights 30GiB --kv 20GiB --plot sleep.png
-  cumem-sleep bench --model model.safetensors --rounds 5 --json > bench.json
-  cumem-sleep bench --model Qwen3-8B/ --device 1
+  cumem-sleep bench --weights 30GiB --kv 20GiB --device 1
+  cumem-sleep bench --rounds 5 --json > bench.json
   cumem-sleep bench --weights 8GiB --segment-size 2MiB
   cumem-sleep bench --level 3 --rounds 10
   CUMEM_SLEEP_DRIVER=sim cumem-sleep bench --pause 0
@@ -136,6 +138,51 @@ SHIM_EPILOG = """\
 examples:
   export PYTHONPATH="$(cumem-sleep shim torch_memory_saver)"
   PYTHONPATH=$(cumem-sleep shim torch_memory_saver) python -m sglang.launch_server --enable-memory-saver ..."""
+
+VAULT_DESCRIPTION = """\
+One process that owns this host's pinned memory and keeps the backups of all others. They
+then pin nothing themselves, and equal bytes are kept once.
+
+It takes its memory in the background, and serves at once with what is there. On each GPU that
+it uses it takes about 0.5 GiB and 2 MiB for each GiB of its memory: on those that --gpus names
+at once, otherwise on the first one at once and on others when their first client comes.
+
+That client waits until all memory is mapped there (on an H200 2 s for 100 GiB). The vault ends
+with SIGTERM or Ctrl-C."""
+
+VAULT_EPILOG = """\
+examples:
+  cumem-sleep vault --memory 200GiB
+  cumem-sleep vault --memory 64GiB --gpus 0 1 --socket /run/models/vault.sock
+  cumem-sleep vault --memory 200GiB --metrics 9400
+  cumem-sleep vault --memory 64GiB --spill /nvme/cumem-sleep --spill-size 500GiB
+  cumem-sleep vault status
+  cumem-sleep vault status --json | jq '.clients[].asleep_bytes'
+  cumem-sleep vault status --prometheus"""
+
+VAULT_STATUS_DESCRIPTION = """\
+Shows the memory of the vault, its GPUs, and its clients. "asleep" is what segments that sleep
+need; "awake" are retained backups of segments that are awake, and kept ranges: both are evicted when
+memory runs short. "relayed" is what a GPU's link has carried for other GPUs."""
+
+SERVE_DESCRIPTION = """\
+Several models behind one OpenAI-compatible port. It starts their servers, puts idle
+models to sleep, and wakes a model when a request comes for it.
+
+models.yaml says which models there are; docs/several-models.md has every key. SIGHUP, or a
+change of the file, reloads what can be. It ends with SIGTERM or Ctrl-C, and its servers too."""
+
+SERVE_EPILOG = """\
+examples:
+  cumem-sleep serve --demo                 try it: simulated models, no GPU
+  cumem-sleep serve models.yaml --check    is the file valid, and will it work here? (exit code 0 or 2)
+  cumem-sleep serve models.yaml
+  cumem-sleep serve models.yaml --host 0.0.0.0 --port 8080"""
+
+CLIENT_EPILOG = f"""\
+environment variables:
+  {URL_VARIABLE}     the front to ask (default: {DEFAULT_URL})
+  {TOKEN_VARIABLE}   its admin token, or for `status` an API key"""
 
 
 def environment(*, tests: bool = False) -> str:

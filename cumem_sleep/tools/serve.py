@@ -23,76 +23,22 @@ from ..vault import protocol
 from ..vault.client import VaultClient
 from . import vault
 from .console import one_line, say
+from .help_texts import DEFAULT_URL, TOKEN_VARIABLE, URL_VARIABLE
 from .vault import notify_systemd
 
 if TYPE_CHECKING:
     from ..serve.config import Config
     from ..serve.status import VaultStatus
 
-DEFAULT_URL = "http://127.0.0.1:8000"
-URL_VARIABLE, TOKEN_VARIABLE = "CUMEM_SLEEP_SERVE_URL", "CUMEM_SLEEP_SERVE_TOKEN"
 _OF_VAULTS = ("memory", "pinned", "adopted", "touched", "asleep", "left", "spilled", "files_free", "files_read")
 _LOOK_WITHIN_S = 30.0
 _ASK_WITHIN_S = 1800.0  # a model that is to be woken may have to be started
 _MOST_ANSWER_BYTES = 64 << 20
 _NO_FRONT = "what answers there is no `cumem-sleep serve`"
 
-DESCRIPTION = """\
-Several models behind one OpenAI-compatible port. It starts their servers, puts idle
-models to sleep, and wakes a model when a request comes for it.
-
-models.yaml says which models there are; docs/several-models.md has every key. SIGHUP, or a
-change of the file, reloads what can be. It ends with SIGTERM or Ctrl-C, and its servers too."""
-
-EPILOG = """\
-examples:
-  cumem-sleep serve --demo                 try it: simulated models, no GPU
-  cumem-sleep serve models.yaml --check    is the file valid, and will it work here? (exit code 0 or 2)
-  cumem-sleep serve models.yaml
-  cumem-sleep serve models.yaml --host 0.0.0.0 --port 8080"""
-
-CLIENT_EPILOG = f"""\
-environment variables:
-  {URL_VARIABLE}     the front to ask (default: {DEFAULT_URL})
-  {TOKEN_VARIABLE}   its admin token, or for `status` an API key"""
-
 
 class FrontUnavailable(CumemSleepError):
     """The front cannot be asked, or refuses; the message says why."""
-
-
-def add_commands(
-    new: Callable[..., Any],
-    commands: Any,
-    path: Callable[[str], Path],
-    run: Callable[[argparse.Namespace], int],
-    ask: Callable[[argparse.Namespace], int],
-) -> None:
-    """Add `serve`, `status`, `sleep`, `wake` and `stop` to the parser."""
-    text = "several models behind one OpenAI-compatible port"
-    command = new(commands.add_parser, "serve", help=text, description=DESCRIPTION, epilog=EPILOG)
-    command.add_argument("config", nargs="?", type=path, metavar="models.yaml", help="which models there are")
-    command.add_argument("--check", action="store_true", help="only check the file, and whether it will work here")
-    command.add_argument("--demo", action="store_true", help="serve simulated models, without a GPU and without a file")
-    command.add_argument("--host", metavar="HOST", help="listen here (default: the file's, or 127.0.0.1)")
-    command.add_argument("--port", type=_port, metavar="N", help="listen here (default: the file's, or 8000)")
-    command.set_defaults(run=run, command="serve", json=False)
-    asks = {
-        "status": "show the models of a running `cumem-sleep serve`",
-        "sleep": "put a model of a running `cumem-sleep serve` to sleep",
-        "wake": "wake or start a model of a running `cumem-sleep serve`",
-        "stop": "stop a model's server of a running `cumem-sleep serve`",
-    }
-    for name, text in asks.items():
-        described = f"{text[0].upper()}{text[1:]}."
-        command = new(commands.add_parser, name, help=text, description=described, epilog=CLIENT_EPILOG)
-        if name != "status":
-            command.add_argument("model", metavar="MODEL", help="its name or alias")
-        if name == "sleep":
-            command.add_argument("--level", type=int, choices=(1, 2, 3), help="how deep (default: as configured)")
-        command.add_argument("--url", help=f"the front to ask (default: ${URL_VARIABLE}, or {DEFAULT_URL})")
-        command.add_argument("--json", action="store_true", help="print JSON")
-        command.set_defaults(run=ask, command=name)
 
 
 def serve(options: argparse.Namespace, say: Callable[[str], None]) -> None:
@@ -366,9 +312,3 @@ def _depth(depth: int) -> str:
     from ..serve.policy import STOP
 
     return "stop" if depth == STOP else f"level {depth}"
-
-
-def _port(text: str) -> int:
-    if not text.isdecimal() or int(text) > 65535:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a port from 0 to 65535")
-    return int(text)

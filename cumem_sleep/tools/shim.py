@@ -5,6 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from ..integrations import preload
+from ..core import preload
 
 FOLDERS: Mapping[str, Path] = {"torch_memory_saver": preload.library_path().parent}

@@ -24,7 +24,7 @@ from ..settings import Settings
 from ..vault import protocol
 from ..vault.address import VaultAddress
 from ..vault.client import VaultClient
-from ..vault.pool import DEFAULT_SLAB_BYTES, VaultHost
+from ..vault.pool import VaultHost
 from ..vault.server import Vault, keep_pauses_short, visible_gpus
 from ..vault.service import VaultGpu
 from ..vault.spill import SpillPlan
@@ -33,79 +33,6 @@ from .vault_metrics import MetricsServer, prometheus
 # Of a GPU, measured on H200s (docs/vault.md): a bare context, and what maps each pinned GiB there.
 _CONTEXT_BYTES, _CONTEXT_BYTES_PER_GIB = 512 << 20, 2 << 20
 _MOST_THREADS = 16  # threads that prefault memory; more are not faster
-
-DESCRIPTION = """\
-One process that owns this host's pinned memory and keeps the backups of all others. They
-then pin nothing themselves, and equal bytes are kept once.
-
-It takes its memory in the background, and serves at once with what is there. On each GPU that
-it uses it takes about 0.5 GiB and 2 MiB for each GiB of its memory: on those that --gpus names
-at once, otherwise on the first one at once and on others when their first client comes.
-
-That client waits until all memory is mapped there (on an H200 2 s for 100 GiB). The vault ends
-with SIGTERM or Ctrl-C."""
-
-EPILOG = """\
-examples:
-  cumem-sleep vault --memory 200GiB
-  cumem-sleep vault --memory 64GiB --gpus 0 1 --socket /run/models/vault.sock
-  cumem-sleep vault --memory 200GiB --metrics 9400
-  cumem-sleep vault --memory 64GiB --spill /nvme/cumem-sleep --spill-size 500GiB
-  cumem-sleep vault status
-  cumem-sleep vault status --json | jq '.clients[].asleep_bytes'
-  cumem-sleep vault status --prometheus"""
-
-STATUS_DESCRIPTION = """\
-Shows the memory of the vault, its GPUs, and its clients. "asleep" is what segments that sleep
-need; "awake" are retained backups of segments that are awake, and kept ranges: both are evicted when
-memory runs short. "relayed" is what a GPU's link has carried for other GPUs."""
-
-
-def add_command(
-    new: Callable[..., Any],
-    commands: Any,
-    size: Callable[[str], int],
-    path: Callable[[str], Path],
-    run: Callable[[argparse.Namespace], int],
-    status: Callable[[argparse.Namespace], int],
-) -> None:
-    """Add `vault` and `vault status` to the parser."""
-    text = "keep the backups of all processes of this host"
-    command = new(commands.add_parser, "vault", help=text, description=DESCRIPTION, epilog=EPILOG)
-    command.set_defaults(run=run, command="vault", json=False)
-    text = "how much host memory to take, as 200GiB (needed to run it)"
-    command.add_argument("--memory", type=size, metavar="SIZE", help=text)
-    socket_text = "where clients find it (default: $XDG_RUNTIME_DIR/cumem-sleep/vault.sock, or in /tmp without that)"
-    command.add_argument("--socket", type=path, metavar="PATH", help=socket_text)
-    text = "the GPUs to serve, by CUDA ordinal or UUID, all prepared at the start (default: all, of which the first is)"
-    command.add_argument("--gpus", nargs="+", default=[], metavar="GPU", help=text)
-    text = "whose links carry copies for other GPUs, over NVLink: those of all GPUs that the vault uses already (auto,"
-    text += " default), none (off), or those of these GPUs, by CUDA ordinal or UUID, which it prepares at the start"
-    command.add_argument("--relay", nargs="+", default=["auto"], metavar="GPU", help=text)
-    text = f"take memory in slabs of this size (default: {format_bytes(DEFAULT_SLAB_BYTES)}, or more with much memory)"
-    command.add_argument("--slab-size", type=size, metavar="SIZE", help=text)
-    text = "serve Prometheus metrics at http://HOST:PORT/metrics (HOST by default 127.0.0.1; port 0: any that is free)"
-    command.add_argument("--metrics", type=_address, metavar="[HOST:]PORT", help=text)
-    text = "take the huge pages that the system has reserved (vm.nr_hugepages) first, and other memory after them"
-    command.add_argument("--reserved-huge-pages", action="store_true", help=text)
-    text = "spill what sleeps longest to files in this folder, when memory runs short; only this user may enter it"
-    command.add_argument("--spill", type=path, metavar="DIR", help=text)
-    text = "how much the files may hold (needed with --spill)"
-    command.add_argument("--spill-size", type=size, metavar="SIZE", help=text)
-    text = "spill in the background so that this much memory is free, or can be at once (default: 0)"
-    command.add_argument("--spill-free", type=size, metavar="SIZE", help=text)
-    text = "when it is told to end while others sleep: hand-over (default): end; they wake from its memory themselves,"
-    text += " and the next vault adopts it. wait: end when they have woken; a second signal ends it"
-    command.add_argument("--at-exit", choices=("hand-over", "wait"), default="hand-over", help=text)
-
-    subcommands = command.add_subparsers(title="commands", metavar="COMMAND")
-    text = "what it holds, and for whom"
-    status_command = new(subcommands.add_parser, "status", help=text, description=STATUS_DESCRIPTION)
-    status_command.add_argument("--socket", type=path, metavar="PATH", help=socket_text)
-    form = status_command.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="print JSON")
-    form.add_argument("--prometheus", action="store_true", help="print metrics as Prometheus reads them")
-    status_command.set_defaults(run=status, command="vault status")
 
 
 def serve(options: argparse.Namespace, say: Callable[[str], None]) -> None:
@@ -202,15 +129,6 @@ def _metrics(at: tuple[str, int] | None, path: Path) -> AbstractContextManager[M
     return nullcontext() if at is None else MetricsServer(*at, lambda: look(path).prometheus())
 
 
-def _address(text: str) -> tuple[str, int]:
-    """`9400` or `0.0.0.0:9400` or `[::1]:9400`."""
-    host, colon, port = text.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]") if colon else "127.0.0.1"
-    if not (host and port.isdecimal() and port.isascii() and int(port) < 1 << 16):
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a port from 0 to 65535, such as 9400 or 0.0.0.0:9400")
-    return host, int(port)
-
-
 def room_bytes(committed: Mapping[Path, int]) -> int:
     """How much memory the host has left, by the kernel's estimate and the container's limit.
 
@@ -291,15 +209,6 @@ class VaultReport:
     def prometheus(self) -> str:
         """For Prometheus."""
         return prometheus(self.facts)
-
-
-def status(options: argparse.Namespace) -> VaultReport:
-    """What the vault at that socket holds.
-
-    Raises:
-        VaultUnavailable: none answers there.
-    """
-    return look(options.socket)
 
 
 def look(path: Path | None) -> VaultReport:

@@ -28,9 +28,8 @@ from cumem_sleep import (
     _core,
     sim,
 )
-from cumem_sleep.core import log
+from cumem_sleep.core import log, preload
 from cumem_sleep.core.operation import Operation
-from cumem_sleep.integrations import preload
 from cumem_sleep.integrations.torch_memory_saver import TorchMemorySaver, configure_subprocess
 from cumem_sleep.integrations.torch_memory_saver.environment import Environment
 from cumem_sleep.regions import Regions

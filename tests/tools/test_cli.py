@@ -78,7 +78,7 @@ def test_every_command_and_every_error_begins_alike(
 ) -> None:
     common = {"version": cumem_sleep.__version__, "ok": True, "simulated": SIMULATED, "error": None}
     small = ["--weights", "4MiB", "--segment-size", "2MiB", "--kv", "2MiB", "--pause", "0", "--rounds", "1"]
-    for command in (["demo", str(model), *KV], ["doctor"], ["bench", *small, "--no-touch-host-memory"]):
+    for command in (["demo", str(model), *KV], ["doctor"], ["bench", *small]):
         code, report = run_json(capsys, *command)
         assert (code, list(report)[:5]) == (0, ["command", *common])
         assert {name: report[name] for name in ("command", *common)} == {"command": command[0], **common}
@@ -242,7 +242,7 @@ def test_closed_output(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
     assert "standard output is closed" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [["demo", ""], ["bench", "--model", ""], ["bench", "--plot", ""]])
+@pytest.mark.parametrize("arguments", [["demo", ""], ["vault", "--socket", ""]])
 def test_no_name_is_not_the_current_folder(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
         cli.main(arguments)

@@ -13,6 +13,7 @@ from support import PAGE
 
 from cumem_sleep import CuMemAllocator, OutOfHostMemory, VaultError, VaultUnavailable
 from cumem_sleep.tools import cli, vault_metrics
+from cumem_sleep.tools.options import parser
 from cumem_sleep.tools.vault_metrics import CONTENT_TYPE, MetricsServer
 from cumem_sleep.vault.client import VaultClient
 
@@ -124,7 +125,7 @@ class TestAddresses:
         [("9400", ("127.0.0.1", 9400)), ("0.0.0.0:0", ("0.0.0.0", 0)), ("[::1]:80", ("::1", 80))],
     )
     def test_what_is_one(self, text: str, address: tuple[str, int]) -> None:
-        assert cli._parser().parse_args(["vault", "--metrics", text]).metrics == address
+        assert parser("").parse_args(["vault", "--metrics", text]).metrics == address
 
 
 @pytest.mark.slow

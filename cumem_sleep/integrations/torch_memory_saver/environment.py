@@ -9,11 +9,11 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from ...core import preload
 from ...core.scopes import scoped
 from ...errors import InvalidArgument, VaultError
 from ...settings import Settings
 from ...vault.client import VaultClient
-from .. import preload
 
 _TRUE, _FALSE = ("1", "true", "TRUE", "yes", "YES"), ("0", "false", "FALSE", "no", "NO")
 MMAP, PINNED = BACKENDS = ("mmap", "pinned")

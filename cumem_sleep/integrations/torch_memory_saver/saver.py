@@ -10,11 +10,10 @@ from contextlib import suppress
 from typing import Any, cast
 
 from ...allocator import CuMemAllocator
-from ...core import log
+from ...core import log, preload
 from ...core.scopes import scoped
 from ...core.tags import DEFAULT_TAG
 from ...errors import CumemSleepError, InvalidArgument, InvalidState, OutOfDeviceMemory
-from .. import preload
 from .environment import Environment, check_backend, check_vault_spills, is_backed_up
 from .native import Native
 

@@ -7,11 +7,10 @@
 from __future__ import annotations
 
 from .report import DemoReport
-from .run import DEFAULT_KV_BYTES, run
+from .run import run
 from .source import Source, source_from_files, synthetic_source
 
 __all__ = [
-    "DEFAULT_KV_BYTES",
     "DemoReport",
     "Source",
     "run",

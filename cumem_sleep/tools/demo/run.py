@@ -23,7 +23,6 @@ from .copies import DeviceCopies
 from .report import DemoReport, DemoStep, short
 from .source import Source
 
-DEFAULT_KV_BYTES = 256 << 20
 _KV_SEGMENT_BYTES = 1 << 30
 
 _PROBE_BYTES = 1 << 20

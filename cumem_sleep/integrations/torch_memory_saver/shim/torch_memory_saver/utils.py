@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from cumem_sleep.integrations.preload import library_path
+from cumem_sleep.core.preload import library_path
 from cumem_sleep.integrations.torch_memory_saver.environment import changed as change_env
 
 __all__ = ["change_env", "get_binary_path_from_package", "is_xpu"]

@@ -21,7 +21,8 @@ _HOOKS = ("cumem_sleep_malloc", "cumem_sleep_free", "cumem_sleep_wants", "cumem_
 
 def library_path() -> Path:
     """Of the hook, for LD_PRELOAD."""
-    return Path(__file__).parent / "torch_memory_saver" / "shim" / "torch_memory_saver_hook_mode_preload.abi3.so"
+    shim = Path(__file__).parents[1] / "integrations" / "torch_memory_saver" / "shim"
+    return shim / "torch_memory_saver_hook_mode_preload.abi3.so"
 
 
 @cache
