@@ -214,7 +214,7 @@ def both(asked: argparse.Namespace, slow_wake_s: float) -> Iterator[tuple[int, i
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder, "models.yaml")
         config.write_text(
-            f"front: {{port: {front_port}, max_waiting: 100000}}\nhost_memory: 1GiB\n"
+            f"front: {{port: {front_port}, max_waiting: 100000, allowed_hosts: ['*']}}\nhost_memory: 1GiB\n"
             f"models:\n  m: {{url: 'http://127.0.0.1:{server_port}', gpus: [0]}}\n"
         )
         with (

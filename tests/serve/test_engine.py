@@ -206,13 +206,6 @@ def test_from_level_1_to_3_nothing_wakes() -> None:
     assert server.called == ["collective_rpc"]
 
 
-def test_from_level_2_to_3_the_weights_come_back_first() -> None:
-    server = Server(collective_rpc=[_deepened("")])
-    assert do(server, lambda one: _with_layer(one, 3, 2)) == Outcome(None, Phase.ASLEEP, 3)
-    assert server.called[-2:] == ["sleep?level=1", "collective_rpc"]
-    assert "reload_weights" in server.called
-
-
 def test_without_the_layer_level_3_is_level_1() -> None:
     """VLLM takes it for level 2, or refuses it."""
 
@@ -296,11 +289,6 @@ def test_a_failed_wake_leaves_a_model_asleep_only_where_this_layer_is_in_it() ->
     assert do(Server(wake_up=[FAILS], is_sleeping=AWAKE), lambda one: one.wake(1)).state is None
     assert do(Server(wake_up=[FAILS], is_sleeping=ASLEEP), lambda one: one.wake(1), has_layer=False).state is None
     assert do(Server(sleep=[FAILS], is_sleeping=AWAKE), lambda one: one.sleep(1), has_layer=False).state is None
-
-
-def test_a_model_whose_weights_were_woken_and_not_loaded_is_not_taken_for_asleep() -> None:
-    server = Server(reload_weights=[FAILS], is_sleeping=ASLEEP)
-    assert do(server, lambda one: one.wake(2)).state is None
 
 
 def test_a_look_first_completes_a_wake_that_was_begun() -> None:
@@ -499,13 +487,6 @@ def test_a_server_that_says_it_sleeps_while_its_workers_have_memory_mapped_is_no
     found = do(server, lambda one: one.look())
     assert found.state is None
     assert found.error == "it says that it sleeps, and its workers have 6.0 GiB mapped"
-
-
-def test_a_wake_that_fails_half_way_leaves_it_unknown_what_the_server_is_in() -> None:
-    server = Server(wake_up=[FAILS], is_sleeping=ASLEEP, collective_rpc=[_workers(6 << 30)])
-    assert do(server, lambda one: one.wake(1)).state is None
-    asleep = Server(wake_up=[FAILS], is_sleeping=ASLEEP, collective_rpc=[_workers(0)])
-    assert do(asleep, lambda one: one.wake(1)).state is Phase.ASLEEP
 
 
 def test_what_a_wake_needs_is_that_of_the_gpu_where_it_is_most() -> None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-import signal
 import socket
 import sys
 import time
 from collections.abc import Collection, Coroutine, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import httpx
 import pytest
@@ -135,71 +134,6 @@ def test_a_request_is_counted_by_what_it_found(tmp_path: Path) -> None:
     run(scenario())
 
 
-def test_many_requests_cause_one_wake(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with running(config(tmp_path, a={})) as fleet:
-            await until(fleet, a=Phase.ASLEEP)
-
-            async def one() -> None:
-                async with fleet.lease("a"):
-                    pass
-
-            await asyncio.gather(*(one() for _ in range(100)))
-            assert fleet.counters.switches["a", "wake", "ok"] == 1
-
-    run(scenario())
-
-
-def test_what_runs_does_not_wait(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        one = config(tmp_path, a={})
-        front = one.front.model_copy(update={"max_waiting": 1})
-        async with running(one.model_copy(update={"front": front})) as fleet:
-            async with fleet.lease("a"), fleet.lease("a"), fleet.lease("a"):
-                assert fleet.status().models[0].waiting == 0
-            assert fleet.counters.requests == {("a", "granted"): 3}
-
-    run(scenario())
-
-
-@pytest.mark.slow
-def test_a_request_that_is_cancelled_while_it_waits_is_withdrawn(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with running(config(tmp_path, a={}, b={"keep": "1h"})) as fleet:
-            async with fleet.lease("b"):
-                pass
-            waits = asyncio.create_task(fleet.wake("a"))
-            while not fleet.status().models[0].waiting:
-                await asyncio.sleep(0.01)
-            await asyncio.sleep(0.2)
-            waits.cancel()
-            await asyncio.wait({waits})
-            assert fleet.status().models[0].waiting == 0
-            assert fleet.counters.requests["a", "cancelled"] == 1
-            assert fleet.counters.waited_seconds["a", "turn"] >= 0.2
-
-    run(scenario())
-
-
-@pytest.mark.slow
-def test_a_request_is_refused_when_its_time_is_up(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with running(config(tmp_path, a={"wait": "200ms", "at_start": "stopped"}, b={"keep": "1h"})) as fleet:
-            async with fleet.lease("b"):
-                pass
-            asked_at = time.monotonic()
-            with pytest.raises(NotInTime, match="did not become available in time") as caught:
-                async with fleet.lease("a"):
-                    pass
-            in_all_s = time.monotonic() - asked_at
-            assert caught.value.retry_after_s >= 1
-            assert fleet.counters.requests["a", "not_in_time"] == 1
-            waited_s = fleet.counters.waited_seconds["a", "turn"]
-            assert 0.2 <= waited_s <= in_all_s
-
-    run(scenario())
-
-
 @pytest.mark.slow
 def test_a_server_that_does_not_start_is_named_with_its_last_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -276,41 +210,6 @@ def test_an_order_that_is_not_carried_out_ends_with_the_fleet(tmp_path: Path) ->
     run(scenario())
 
 
-def test_a_server_starts_although_its_log_has_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> BinaryIO:
-        return open("/dev/full", "ab")
-
-    monkeypatch.setattr(servers, "open_log", full)
-
-    async def scenario() -> None:
-        async with running(config(tmp_path, a={})) as fleet, fleet.lease("a"):
-            assert fleet.status().models[0].error is None
-
-    run(scenario())
-
-
-@pytest.mark.slow
-def test_a_server_that_is_killed_ends_its_requests_and_comes_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(policy, "FIRST_PAUSE_S", 0.01)
-
-    async def scenario() -> None:
-        async with running(config(tmp_path, a={})) as fleet:
-            async with fleet.lease("a") as lease:
-                pid = fleet.status().models[0].pid
-                assert pid is not None
-                os.kill(pid, signal.SIGKILL)
-                assert "was killed by SIGKILL" in await lease.revoked
-            async with fleet.lease("a") as lease:
-                assert "This is a," in await ask(lease, "a")
-            model = fleet.status().models[0]
-            assert model.restarts == 1
-            assert model.pid not in (None, pid)
-
-    run(scenario())
-
-
 @pytest.mark.slow
 def test_a_server_that_lives_and_does_not_serve_is_started_afresh(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -329,40 +228,6 @@ def test_a_server_that_lives_and_does_not_serve_is_started_afresh(
             async with fleet.lease("a") as lease:
                 assert "This is a," in await ask(lease, "a")
             assert fleet.status().models[0].pid not in (None, pid)
-
-    run(scenario())
-
-
-@pytest.mark.slow
-def test_a_server_and_what_it_has_started_end_together(tmp_path: Path) -> None:
-    child = tmp_path / "child"
-    shell = f"sleep 1000 & echo $! > {child}; exec {command('a')}"
-
-    async def scenario() -> None:
-        async with running(config(tmp_path, a={"command": ["sh", "-c", shell]})) as fleet:
-            await fleet.wake("a")
-            assert lives(int(child.read_text()))
-
-    run(scenario())
-    assert not lives(int(child.read_text()))
-
-
-@pytest.mark.slow
-def test_an_operator_sleeps_wakes_and_stops_a_model(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with running(config(tmp_path, a={"at_start": "awake"})) as fleet:
-            await fleet.wake("a")
-            await fleet.sleep("a")
-            assert phases(fleet.status()) == {"a": Phase.ASLEEP}
-            assert fleet.status().models[0].level == 1
-            await fleet.sleep("a", 2)
-            assert fleet.status().models[0].level == 2
-            await fleet.wake("a")
-            await fleet.stop_model("a")
-            assert phases(fleet.status()) == {"a": Phase.STOPPED}
-            assert fleet.status().models[0].pid is None
-            with pytest.raises(OrderRefused, match="level 7"):
-                await fleet.sleep("a", 7)
 
     run(scenario())
 
@@ -489,19 +354,6 @@ def test_host_memory_is_looked_up_before_a_sleep(tmp_path: Path, monkeypatch: py
             assert status.host.held_bytes == 10 << 30
 
     run(scenario())
-
-
-def test_the_log_says_in_which_servers_the_layer_is_not_active(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    async def scenario() -> None:
-        with_layer = command("a", f"--weights-bytes {1 << 30}")
-        async with running(config(tmp_path, a={"command": with_layer}, b={"gpus": [1]})) as fleet:
-            await until(fleet, a=Phase.ASLEEP, b=Phase.ASLEEP)
-
-    with caplog.at_level("INFO", "cumem_sleep.serve"):
-        run(scenario())
-    assert [text for text in caplog.messages if "not active" in text] == ["b: cumem-sleep is not active in its server"]
 
 
 @pytest.mark.parametrize("is_asked", [True, False])

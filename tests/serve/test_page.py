@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,36 +18,8 @@ from cumem_sleep.serve.status import HostStatus, Phase, VaultStatus
 
 STATIC = Path(served.__file__).parent / "static"
 TOKEN = "operator's-token"
-LONG_NAME = "a-model-with-a-name-that-is-as-long-as-names-of-models-are/today-FP8"
 needs_browser = pytest.mark.skipif(PROGRAM is None, reason="needs Chromium")
 pytestmark = pytest.mark.slow
-
-CONTRAST = """
-(() => {
-  const parse = (color) => color.match(/[\\d.]+/g).map(Number);
-  const light = (color) => {
-    const linear = (part) => part <= .03928 ? part / 12.92 : ((part + .055) / 1.055) ** 2.4;
-    const [r, g, b] = parse(color).map((part) => linear(part / 255));
-    return .2126 * r + .7152 * g + .0722 * b;
-  };
-  const behind = (element) => {
-    for (let at = element; at; at = at.parentElement) {
-      const color = getComputedStyle(at).backgroundColor;
-      if (parse(color)[3] !== 0) return color;
-    }
-    return getComputedStyle(document.body).backgroundColor;
-  };
-  const poor = [];
-  for (const element of document.querySelectorAll("body *")) {
-    const own = [...element.childNodes].some((node) => node.nodeType === 3 && node.textContent.trim());
-    if (!own || !element.offsetWidth || element.disabled) continue;
-    const [one, two] = [light(getComputedStyle(element).color), light(behind(element))];
-    const ratio = (Math.max(one, two) + .05) / (Math.min(one, two) + .05);
-    if (ratio < 4.5) poor.push(`${element.textContent.trim()}: ${ratio.toFixed(2)}`);
-  }
-  return poor;
-})()
-"""
 
 
 async def opened(world: World, page: Page) -> None:
@@ -197,28 +168,6 @@ def test_it_comes_back_when_the_front_does() -> None:
     run(scenario)
 
 
-@needs_browser
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("phase", [Phase.ASLEEP, Phase.AWAKE, Phase.WAKING])
-def test_it_can_be_read_on_a_phone_by_day_and_night(scheme: str, phase: Phase) -> None:
-    async def scenario() -> None:
-        async with a_world("one", LONG_NAME) as world, a_page() as page:
-            world.fleet.phase = phase
-            world.fleet.config.front.admin_token = TOKEN
-            await opened(world, page)
-            await page.looks(360, 700, scheme)
-            failed = "last.models.map((model) => ({...model, error: 'it failed'}))"
-            await page.value(f"show({{...last, operator: true, models: {failed}}})")
-            assert await page.value("document.documentElement.scrollWidth") <= 360
-            assert await page.value(CONTRAST) == []
-            buttons = "[...document.querySelectorAll('button')].filter((each) => each.offsetWidth)"
-            assert await page.value(f"{buttons}.filter((each) => each.offsetHeight < 40).length") == 0
-            assert await page.value(f"{buttons}.every((each) => each.textContent)")
-            assert await page.value("document.querySelector('#token').labels.length") == 1
-
-    run(scenario)
-
-
 # Without a browser
 
 
@@ -250,45 +199,3 @@ async def _until_called(world: World, *calls: tuple[Any, ...]) -> None:
 
 
 # The demo
-
-
-@needs_browser
-def test_a_newcomer_sees_a_switch() -> None:
-    """`serve --demo` as it is documented: the page, a click, and a request that pushes the model out again."""
-
-    async def scenario() -> None:
-        command = (sys.executable, "-m", "cumem_sleep", "serve", "--demo", "--port", "0")
-        demo = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
-        assert demo.stderr is not None
-        try:
-            said = ""
-            while "admin token: " not in said:
-                said += (await demo.stderr.readline()).decode()
-            port, token = re.findall(r"http://127\.0\.0\.1:(\d+)/ \(admin token: ([^)]+)\)", said)[0]
-            reading = asyncio.create_task(demo.stderr.read())
-            async with a_page() as page:
-                await page.looks(1000, 1000)
-                await page.go(f"http://127.0.0.1:{port}/")
-                await page.until("last && last.simulated && last.models.every((model) => model.phase !== 'starting')")
-                await page.value(f"use('{token}')")
-                await page.until("last && last.operator")
-                first, second = await page.value("last.models.slice(0, 2).map((model) => model.name)")
-                for name, other in ((first, second), (second, first), (first, second)):
-                    await page.until(f"!{button(name, 'wake')}.disabled || {phase(name)} === 'awake'")
-                    await page.value(f"{button(name, 'wake')}.click()")
-                    await page.until(f"{phase(name)} === 'awake' && {phase(other)} !== 'awake'")
-                reading.cancel()
-                assert page.complaints == []
-        finally:
-            demo.terminate()
-            assert await demo.wait() == 0
-
-    run(scenario)
-
-
-def button(model: str, call: str) -> str:
-    return f"document.querySelector('[data-model=\"{model}\"] [data-call={call}]')"
-
-
-def phase(model: str) -> str:
-    return f"last.models.find((model) => model.name === '{model}').phase"

@@ -167,16 +167,3 @@ def test_what_comes_unasked_ends_a_connection() -> None:
         assert transport.closed
 
     run(scenario)
-
-
-def test_of_two_answers_to_one_request_one_counts() -> None:
-    async def scenario() -> None:
-        connection, _ = connected()
-        connection.send((b"head", b""), more=False)
-        answer = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
-        connection.data_received(answer + answer)
-        await connection.head()
-        assert await connection.read() == b"ok"
-        assert not connection.may_be_reused()
-
-    run(scenario)
