@@ -13,12 +13,11 @@ from ..http.asgi import Inbox, Message, Scope, Send, deliver, lost, refusal, res
 from ..metrics import CONTENT_TYPE
 from .access import Access, PathMeaning
 from .fleet import Fleet, NotInTime, OrderRefused, UnknownModel
-from .live import LiveStatus
 from .metrics import exposition
 from .status import FleetStatus, ModelStatus
 
 MOST_CALL_BYTES = 64 << 10
-MOST_WATCHERS = 64
+MOST_WATCHERS = 16  # the status is made for each of them
 MOST_LOG_LINES = 1000
 _FOR_OPERATORS = ("url", "log", "pid", "last_words")
 
@@ -29,7 +28,7 @@ class Answers:
     def __init__(self, fleet: Fleet, access: Access) -> None:
         self._fleet = fleet
         self._access = access
-        self._live = LiveStatus(fleet, self._view)
+        self._watchers = 0
         self._calls: set[asyncio.Task[None]] = set()
         self._given: dict[str, Callable[[PathMeaning, Scope, Inbox], Awaitable[list[Message]]]] = {
             "/health": self._health,
@@ -99,10 +98,10 @@ class Answers:
 
     async def _send_live(self, scope: Scope, inbox: Inbox, send: Send) -> None:
         """The status now and after every change, as server-sent events, until the client leaves or the fleet ends."""
-        if self._live.watchers >= MOST_WATCHERS:
+        if self._watchers >= MOST_WATCHERS:
             answer = refusal(503, f"{MOST_WATCHERS} clients watch already", {"Retry-After": "10"})
             return await deliver(scope, inbox, send, answer)
-        self._live.come()
+        self._watchers += 1
         tasks = (asyncio.ensure_future(self._send_events(scope, send)), asyncio.ensure_future(inbox.until_gone()))
         try:
             await asyncio.wait((*tasks, lost(scope)), return_when=asyncio.FIRST_COMPLETED)
@@ -110,14 +109,15 @@ class Answers:
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
-            self._live.go()
+            self._watchers -= 1
         if not tasks[0].cancelled():
             tasks[0].result()
 
     async def _send_events(self, scope: Scope, send: Send) -> None:
         headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-store")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        async for event in self._live.events(self._access.is_admin(scope)):
+        async for status in self._fleet.watch():
+            event = b"data: " + json.dumps(self._view(status, self._access.is_admin(scope))).encode() + b"\n\n"
             await send({"type": "http.response.body", "body": event, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
 

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from . import hardware
-from .command import is_loopback, shell_words
+from .command import is_loopback
 from .config import Config, ModelConfig
-from .engines import ENGINES
-
-_SHELLS = ("sh", "bash", "dash", "zsh")
-_ASSIGNMENT = re.compile(r"\w+=")
-_BEGIN_ANOTHER = ("env", "nice", "nohup", "setsid", "exec")
 
 
 def problems(config: Config) -> Iterator[str]:
@@ -39,29 +33,5 @@ def _of_model(model: ModelConfig, gpus: set[int]) -> Iterator[str]:
     if model.command is None:
         return
     path = model.env.get("PATH", os.environ.get("PATH", os.defpath))
-    if (program := missing_program(model.command, path)) is not None:
-        yield f"command: there is no program {program!r} here: install it, or write its path"
-
-
-def missing_program(command: Sequence[str], path: str) -> str | None:
-    """The program that a command begins with, if it is not there; None if it is, or only its start will tell.
-
-    Args:
-        path: where programs are looked for, as in `PATH`.
-    """
-    words = list(command)
-    while words and (words[0] in _BEGIN_ANOTHER or _ASSIGNMENT.match(words[0])):
-        first = words.pop(0)
-        if first.startswith("PATH="):
-            return None
-        if first in _BEGIN_ANOTHER and first != "exec" and shutil.which(first, path=path) is None:
-            return first
-    if not words or words[0].startswith("-"):
-        return None
-    if shutil.which(words[0], path=path) is None:
-        return words[0]
-    is_shell = words[0].rpartition("/")[2] in _SHELLS and words[1:2] == ["-c"] and len(words) > 2
-    inner = shell_words(words[2]) if is_shell else []
-    begin = [word for word in inner if word != "exec" and not _ASSIGNMENT.match(word)]
-    is_known = any(engine.is_started_by(begin[:2]) for engine in ENGINES.values())
-    return missing_program(inner, path) if is_known else None
+    if shutil.which(model.command[0], path=path) is None:
+        yield f"command: there is no program {model.command[0]!r} here: install it, or write its path"

@@ -25,26 +25,36 @@ class Gone:
 
 
 @dataclass(frozen=True)
-class Done:
-    """A start, wake, sleep or stop has ended, well or not.
+class Outcome:
+    """What became of a start, wake, sleep or stop, and of a look at what a server is in.
 
     Attributes:
-        operation: the number that its action bore; others are out of date and are ignored.
-        error: why it failed; None if it did not.
-        state: after a failure, and of a server found running: what the server is certainly in, `Phase.AWAKE`,
-            `Phase.ASLEEP` or `Phase.STOPPED`; None where nobody knows.
-        level: at which it sleeps, if it does.
+        error: why it failed; None if it did what it should.
+        state: what the server is certainly in, `Phase.AWAKE`, `Phase.ASLEEP` or `Phase.STOPPED` (nobody answers there);
+            None where nobody knows.
+        level: at which it sleeps, as far as is known.
         lacks_host_memory: the sleep failed for want of it, so a retry at this level is of no use.
         why_not_deeper: it sleeps at a lesser level than was wanted, and would again.
     """
 
-    model: str
-    operation: int
     error: str | None = None
     state: Phase | None = None
     level: int | None = None
     lacks_host_memory: bool = False
     why_not_deeper: str = ""
+
+
+@dataclass(frozen=True)
+class Done:
+    """A start, wake, sleep or stop has ended, well or not.
+
+    Attributes:
+        operation: the number that its action bore; others are out of date and are ignored.
+    """
+
+    model: str
+    operation: int
+    outcome: Outcome = Outcome()
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import math
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
@@ -41,15 +41,16 @@ __all__ = ["Address", "Fleet", "ModelLease", "NotInTime", "OrderRefused", "Serve
 logger = logging.getLogger("cumem_sleep.serve")
 
 TOLD_EVERY_S = 0.25  # those who watch hear of changes at most so often
+SAME_AGAIN_S = 15.0  # a proxy in between takes a stream without a word for dead
 LOOK_AT_MACHINE_EVERY_S = 5.0
 LEASES_END_WITHIN_S = 5.0
 SIMULATED_GPU_BYTES = 80 << 30
 
 
 LookAtVaults = Callable[[Collection[str]], VaultStatus | None]
+"""Asks the vaults at these sockets (`auto` is the user's own); None if none answers. It may take seconds."""
 ReadAhead = Callable[[str, Collection[int]], None]
 """Has the vault at this socket read what these processes have in files. It may take seconds."""
-"""Asks the vaults at these sockets (`auto` is the user's own); None if none answers. It may take seconds."""
 
 
 class ServeError(Exception):
@@ -345,14 +346,18 @@ class Fleet:
         return FleetStatus(wall, self._version, self.simulated, gpus, models, host)
 
     async def watch(self) -> AsyncIterator[FleetStatus]:
-        """The status now, and after every change (changes that come close together are one). Ends with the fleet."""
+        """The status now, after every change (those that come close together are one), and now and then without any.
+
+        Ends with the fleet.
+        """
         while True:
             news = self._news
             yield self.status()
             if self._closed:
                 return
             await asyncio.sleep(TOLD_EVERY_S)
-            await news.wait()
+            with suppress(asyncio.TimeoutError):
+                await within(SAME_AGAIN_S, news.wait())
 
     def log_tail(self, model: str, lines: int = 100) -> list[str]:
         """The end of its server's log; empty if somebody else started it.

@@ -225,25 +225,26 @@ class Scheduler:
         if model is None or event.operation != model.operation:
             return
         model.operation = 0
-        if event.error is None:
-            self._succeeded(model, event)
+        outcome = event.outcome
+        if outcome.error is None:
+            self._succeeded(model, outcome)
         elif model.phase is Phase.FALLING_ASLEEP:
-            self._sleep_failed(model, event, event.error)
+            self._sleep_failed(model, outcome, outcome.error)
         else:
-            self._failed(model, event.error)
-            self._settle_failed(model, event)
+            self._failed(model, outcome.error)
+            self._settle_failed(model, outcome)
 
-    def _succeeded(self, model: Model, event: events.Done) -> None:
-        if model.phase is Phase.STOPPING or event.state is Phase.STOPPED:
+    def _succeeded(self, model: Model, outcome: events.Outcome) -> None:
+        if model.phase is Phase.STOPPING or outcome.state is Phase.STOPPED:
             return self._become_stopped(model)
-        if model.phase is Phase.FALLING_ASLEEP or event.state is Phase.ASLEEP:
+        if model.phase is Phase.FALLING_ASLEEP or outcome.state is Phase.ASLEEP:
             if model.phase is Phase.FALLING_ASLEEP:
                 model.refused.clear()
                 model.failures, model.error = 0, None
-            self._become_asleep(model, event.level or model.level or 1)
-            if event.why_not_deeper:
-                model.cannot_go_deeper, model.error = True, event.why_not_deeper
-                self._obey(model, event.why_not_deeper)
+            self._become_asleep(model, outcome.level or model.level or 1)
+            if outcome.why_not_deeper:
+                model.cannot_go_deeper, model.error = True, outcome.why_not_deeper
+                self._obey(model, outcome.why_not_deeper)
             return None
         model.failures, model.error = 0, None
         if model.phase is Phase.STARTING:
@@ -256,36 +257,36 @@ class Scheduler:
         model.awake_since = model.last_used = self._now
         return None
 
-    def _sleep_failed(self, model: Model, event: events.Done, error: str) -> None:
+    def _sleep_failed(self, model: Model, outcome: events.Outcome, error: str) -> None:
         depth = model.level or 1
-        if event.state is Phase.ASLEEP:  # it had slept already, and could not go deeper
+        if outcome.state is Phase.ASLEEP:  # it had slept already, and could not go deeper
             self._failed(model, error)
-            self._become_asleep(model, event.level or depth)
+            self._become_asleep(model, outcome.level or depth)
             return self._obey(model, error)
-        if event.lacks_host_memory and event.state is Phase.AWAKE:
+        if outcome.lacks_host_memory and outcome.state is Phase.AWAKE:
             model.refused.add(depth)
             model.error = error
         else:
             self._failed(model, error)
             if model.failures >= policy.ATTEMPTS:
                 model.refused.add(depth)
-        if event.state is Phase.AWAKE:
+        if outcome.state is Phase.AWAKE:
             self._become_awake(model)
         else:
-            self._settle_failed(model, event)
-        if not event.lacks_host_memory:
+            self._settle_failed(model, outcome)
+        if not outcome.lacks_host_memory:
             self._obey(model, error)
         return None
 
-    def _settle_failed(self, model: Model, event: events.Done) -> None:
+    def _settle_failed(self, model: Model, outcome: events.Outcome) -> None:
         """Where a change that failed has left the model. If that is unknown, stop or probe its server."""
         is_hopeless = model.failures >= policy.ATTEMPTS
         may_restart = model.spec.owned and model.phase is not Phase.STARTING
-        if event.state is Phase.AWAKE:
+        if outcome.state is Phase.AWAKE:
             self._become_awake(model)
-        elif event.state is Phase.ASLEEP and not (is_hopeless and may_restart):
-            self._become_asleep(model, event.level or model.level or 1)
-        elif event.state is Phase.STOPPED:
+        elif outcome.state is Phase.ASLEEP and not (is_hopeless and may_restart):
+            self._become_asleep(model, outcome.level or model.level or 1)
+        elif outcome.state is Phase.STOPPED:
             self._become_stopped(model)
         elif model.spec.owned:
             model.retry_at = self._now if may_restart else model.retry_at

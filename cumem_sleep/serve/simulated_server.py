@@ -56,19 +56,15 @@ class SimulatedServer:
     Attributes:
         asleep: the parts that sleep.
         kept_bytes: of its KV cache, what a sleep at level 1 has kept.
-        asked_asleep: what was asked while it slept.
         running: requests that it answers now.
-        left: requests whose client went away before their end.
     """
 
     options: SimulatedServerOptions
     asleep: frozenset[str] = frozenset()
     level: int = 0
     kept_bytes: int = 0
-    asked_asleep: list[str] = field(default_factory=list)
     running: int = 0
     answered: int = 0
-    left: int = 0
     sleeps: int = 0
     wakes: int = 0
     resets: int = 0
@@ -103,7 +99,6 @@ class SimulatedServer:
         answering = asyncio.ensure_future(self._complete(path, asked, len(body), send))
         try:
             await asyncio.wait((gone, answering), return_when=asyncio.FIRST_COMPLETED)
-            self.left += not answering.done()
             self.answered += answering.done()
         finally:
             self.running -= 1
@@ -139,7 +134,6 @@ class SimulatedServer:
             yield words[number % len(words)] + " "
 
     def _record(self, path: str) -> None:
-        self.asked_asleep.append(path)
         if self.options.record is not None:
             with self.options.record.open("a") as file:
                 file.write(f"{self.options.names[0]} {path}\n")
@@ -161,10 +155,7 @@ class SimulatedServer:
         if (method, path) == ("POST", "/reset_prefix_cache"):
             return await self._reset()
         if (method, path) == ("GET", "/cumem_sleep/status"):
-            counted = {"sleep": (self.sleeps, self.options.sleep_s), "wake": (self.wakes, self.options.wake_s)}
-            totals = {name: {"phases": {"copy": count * seconds}} for name, (count, seconds) in counted.items()}
-            worker = {"version": "simulated", "usage": self._usage(), "operations": totals}
-            return response(200, {"results": [worker]})
+            return response(200, {"results": [{"version": "simulated", "usage": self._usage()}]})
         if (method, path) == ("GET", "/health"):
             ready = time.monotonic() - self.started_at >= self.options.start_s
             return response(200 if ready else 503, {})

@@ -3,7 +3,6 @@
 request             from its model's name to the end of its answer; it continues its client's trace
 queue             until its model is awake
 drain, sleep, …   the switches that it waits for, the one first that has waited longest
-sleep: copy     their phases, by the workers' clocks: how long each took, laid one after the other
 first token       until the first piece of a streamed answer
 """
 

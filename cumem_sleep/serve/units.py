@@ -8,14 +8,15 @@ import os
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from . import actions, events, hardware, servers
 from .address import Address, from_url
 from .config import Config, ModelConfig
-from .engines.engine import ASK_EVERY_S, Engine, Facts, Outcome
+from .engines.engine import ASK_EVERY_S, Engine, Facts
+from .events import Outcome
 from .lock import Lock
 from .model import Model
 from .policy import STOP
@@ -215,7 +216,6 @@ class Units:
             await _until_ended(before)
         started = time.monotonic()
         kind = type(action).__name__.lower()
-        phases = {} if unit.engine is None else unit.engine.phases
         try:
             outcome = await self._do(unit, action)
         except StartFailed as error:
@@ -239,24 +239,10 @@ class Units:
             logger.info("%s: %s in %.3f s", unit.name, kind, seconds)
         if self._tracing is not None:
             ended = started + seconds
-            whole = self._tracing.span(kind, span, started, ended, outcome.error, model=unit.name, level=level)
-            if unit.engine is not None and unit.engine.has_layer:
-                self._spawn(self._asking, self._trace_phases(unit.engine, kind, phases, whole, started))
-        self._handle(events.Done(unit.name, action.operation, **asdict(outcome)))
+            self._tracing.span(kind, span, started, ended, outcome.error, model=unit.name, level=level)
+        self._handle(events.Done(unit.name, action.operation, outcome))
         if unit.engine is not None and unit.engine.has_layer and self._sleeps(unit):
             self._spawn(self._asking, self._ask_kept(unit, unit.engine))
-
-    async def _trace_phases(
-        self, engine: Engine, kind: str, before: Mapping[tuple[str, str], float], whole: Span, begin_s: float
-    ) -> None:
-        """What the workers' totals have gained since."""
-        with suppress(RuntimeError):  # its server was stopped meanwhile, and its connections are closed
-            await engine.facts()
-        for (operation, phase), total_s in engine.phases.items():
-            seconds = total_s - before.get((operation, phase), 0.0)
-            if operation == kind and seconds > 0 and self._tracing is not None:
-                self._tracing.span(f"{kind}: {phase}", whole, begin_s, begin_s + seconds)
-                begin_s += seconds
 
     async def _do(self, unit: Unit, action: actions.Change) -> Outcome:
         if isinstance(action, actions.Start):

@@ -9,9 +9,9 @@ import pytest
 from front_world import NOT_NOW, World, a_world, get, post, run, until
 from prometheus_client.parser import text_string_to_metric_families
 
-from cumem_sleep.serve import answers, live
+from cumem_sleep.serve import answers
 from cumem_sleep.serve.fleet import OrderRefused, ServerFailed
-from cumem_sleep.serve.status import FleetStatus, Phase
+from cumem_sleep.serve.status import Phase
 
 TOKEN = "Authorization: Bearer token"
 
@@ -155,7 +155,7 @@ def test_the_status_comes_live_and_its_watchers_are_counted(monkeypatch: pytest.
             for _ in range(3):  # each of them leaves
                 found = await events(world, 2)
                 assert found[-1]["models"][0]["phase"] == "awake"  # type: ignore[index]
-                await until(lambda: world.front._answers._live.watchers == 0)
+                await until(lambda: world.front._answers._watchers == 0)
             client = await world.client()
             await client.send(get("/status/live"))
             await client.head()
@@ -164,51 +164,6 @@ def test_the_status_comes_live_and_its_watchers_are_counted(monkeypatch: pytest.
             world.fleet.changed.set()
             while await client.chunk():
                 pass
-
-    run(scenario)
-
-
-def test_all_who_watch_are_sent_one_status() -> None:
-    """It is made once for operators and once for others, not once for each of them."""
-
-    async def scenario() -> None:
-        async with a_world("one", admin_token="token") as world:
-            made = 0
-            make = world.fleet.status
-
-            def status() -> FleetStatus:
-                nonlocal made
-                made += 1
-                return make()
-
-            world.fleet.status = status  # type: ignore[method-assign]
-            lines = [(), ("Authorization: Bearer token",)] * 16
-            watching = [await world.client() for _ in lines]
-            for client, each in zip(watching, lines, strict=True):
-                await client.send(get("/status/live", *each))
-                await client.head()
-                await client.chunk()
-            made = 0
-            for _ in range(5):
-                world.fleet.changed.set()
-                events = await asyncio.gather(*(client.chunk() for client in watching))
-                assert len(set(events)) == 2
-                assert [b'"pid"' in event for event in events] == [False, True] * 16
-            assert made == 5
-
-    run(scenario)
-
-
-def test_a_watcher_hears_that_the_front_lives(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live, "KEEP_ALIVE_S", 0.01)
-
-    async def scenario() -> None:
-        async with a_world("one") as world:
-            client = await world.client()
-            await client.send(get("/status/live"))
-            await client.head()
-            assert (await client.chunk()).startswith(b"data: ")
-            assert await client.chunk() == b": still here\n\n"
 
     run(scenario)
 

@@ -10,8 +10,9 @@ import pytest
 
 from cumem_sleep.serve.address import Address
 from cumem_sleep.serve.engines import vllm
-from cumem_sleep.serve.engines.engine import Facts, Outcome
+from cumem_sleep.serve.engines.engine import Facts
 from cumem_sleep.serve.engines.vllm import VllmEngine
+from cumem_sleep.serve.events import Outcome
 from cumem_sleep.serve.status import Phase
 
 Answer = httpx.Response | Exception

@@ -24,7 +24,8 @@ from cumem_sleep.serve import hardware, policy
 from cumem_sleep.serve.address import Address
 from cumem_sleep.serve.config import Config
 from cumem_sleep.serve.engines import ENGINES, engine, sglang, vllm
-from cumem_sleep.serve.engines.engine import Engine, Facts, Outcome
+from cumem_sleep.serve.engines.engine import Engine, Facts
+from cumem_sleep.serve.events import Outcome
 from cumem_sleep.serve.fleet import Fleet, ModelLease, OrderRefused, ServerFailed
 from cumem_sleep.serve.servers import Server
 from cumem_sleep.serve.status import ModelStatus, Phase

@@ -20,8 +20,9 @@ from servers_of_tests import command, config, phases, running, until
 
 from cumem_sleep.serve import fleet as fleets
 from cumem_sleep.serve import hardware, policy, servers, units
-from cumem_sleep.serve.engines.engine import Facts, Outcome
+from cumem_sleep.serve.engines.engine import Facts
 from cumem_sleep.serve.engines.vllm import VllmEngine
+from cumem_sleep.serve.events import Outcome
 from cumem_sleep.serve.fleet import Fleet, ModelLease, NotInTime, OrderRefused, ServerFailed, UnknownModel
 from cumem_sleep.serve.metrics import exposition
 from cumem_sleep.serve.status import Phase, VaultStatus
@@ -195,6 +196,18 @@ def test_what_the_front_asks_a_server_all_the_time_hides_nothing_in_its_log(tmp_
     server.log.write_text("\n".join(lines))
     assert server.tail(2) == ['INFO:  - "POST /sleep HTTP/1.1" 200 OK', "CUDA error"]
     assert server._last_words() == f"its log ({server.log}) ends with: CUDA error"
+
+
+def test_who_watches_hears_of_a_front_without_news(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleets, "SAME_AGAIN_S", 0.01)
+
+    async def scenario() -> None:
+        async with running(config(tmp_path, a={"at_start": "stopped"})) as fleet:
+            watching = fleet.watch()
+            seen = [phases(await watching.__anext__()) for _ in range(3)]
+            assert seen == [{"a": Phase.STOPPED}] * 3
+
+    run(scenario())
 
 
 def test_an_order_that_is_not_carried_out_ends_with_the_fleet(tmp_path: Path) -> None:

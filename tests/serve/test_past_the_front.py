@@ -13,9 +13,10 @@ from servers_of_tests import FAULTY, client_of, command, config, phases, running
 
 from cumem_sleep.serve import hardware, units
 from cumem_sleep.serve.config import Config
-from cumem_sleep.serve.engines.engine import Engine, Outcome
+from cumem_sleep.serve.engines.engine import Engine
 from cumem_sleep.serve.engines.sglang import SglangEngine
 from cumem_sleep.serve.engines.vllm import VllmEngine
+from cumem_sleep.serve.events import Outcome
 from cumem_sleep.serve.fleet import Fleet, OrderRefused
 from cumem_sleep.serve.status import Phase
 

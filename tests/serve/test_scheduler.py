@@ -35,6 +35,7 @@ from cumem_sleep.serve.events import (
     KeptBytes,
     LacksHostMemory,
     Ordered,
+    Outcome,
     TimePassed,
 )
 from cumem_sleep.serve.model import KeptState
@@ -131,7 +132,7 @@ class World:
             self.host[model] = self.spec(model).host_bytes_at(level)
         if state is Phase.STOPPED:
             self.host[model] = 0
-        return self.send(Done(model, change.operation, error, state, level, lacks, stays))
+        return self.send(Done(model, change.operation, Outcome(error, state, level, lacks, stays)))
 
     def has_layer(self, *models: str) -> None:
         for model in models:

@@ -145,17 +145,11 @@ def test_check_names_what_will_not_work_here(
     assert "host: 0.0.0.0 is open to other machines, and there are no keys" in checked("--host", "0.0.0.0")[1]
     assert checked("--host", "0.0.0.0", front="{api_keys: [secret]}")[0] == 0
     assert checked(front="{host: localhost}")[0] == 0
-    (tmp_path / "sh").symlink_to("/bin/sh")
-    (tmp_path / "env").symlink_to("/bin/sh")
-    shells = ["sh -c 'exec vllm serve m --uds {socket}'", "sh -c 'A=1 vllm serve m --uds {socket}'"]
-    commands = ["vllm serve m", "env A=1 vllm serve m", "/no/where/vllm serve m", *shells]
-    for each in commands:
+    for each in ("vllm serve m", "/no/where/vllm serve m"):
         code, said = checked(command=each)
         assert (code, "vllm' here: install it, or write its path" in said) == (2, True), each
-    others = ["sh -c '. venv/bin/activate; vllm serve m --uds {socket}'", f"env PATH={tmp_path} vllm serve m"]
-    assert [checked(command=each)[0] for each in others] == [0, 0]  # only their start will tell
     (tmp_path / "vllm").symlink_to("/bin/sh")
-    assert [checked(command=each)[0] for each in commands if each[0] != "/"] == [0] * 4
+    assert checked(command="vllm serve m")[0] == 0
 
 
 def test_check_shows_no_key_of_a_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

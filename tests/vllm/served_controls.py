@@ -104,8 +104,8 @@ async def check_that_the_listener_gives_nothing_else(checked: Checked) -> None:
 async def check_as_the_front_does(checked: Checked) -> None:
     """`serve` has the token as its key, and no way but that of the gate."""
     from cumem_sleep.serve.address import Address
-    from cumem_sleep.serve.engines.engine import Outcome
     from cumem_sleep.serve.engines.vllm import VllmEngine
+    from cumem_sleep.serve.events import Outcome
     from cumem_sleep.serve.status import Phase
 
     at = (f"http://127.0.0.1:{checked.ports[0]}",) if not checked.admin else ("http://model", checked.admin)

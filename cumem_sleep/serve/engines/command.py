@@ -5,8 +5,9 @@ llama.cpp, Ollama, Triton and TensorRT-LLM have such servers.
 
 from __future__ import annotations
 
+from ..events import Outcome
 from ..status import Phase
-from .engine import Engine, Facts, Outcome
+from .engine import Engine, Facts
 
 _NO_SLEEP_MODE = "its server has no sleep mode"
 

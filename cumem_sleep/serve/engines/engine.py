@@ -16,6 +16,7 @@ import httpx
 from ...http.asgi import within
 from ..address import Address
 from ..command import LOOPBACK, inner_words, is_loopback, values
+from ..events import Outcome
 from ..status import Phase
 
 ASK_WITHIN_S = 10.0
@@ -24,25 +25,6 @@ MOST_ANSWER_BYTES = 16 << 20
 MOST_SAID = 500  # letters of what a server says in words: they are logged, and in every status
 _PLAIN = "identity"
 _LEAVE_OPEN = "is for this front to choose: leave it out, or leave it open with {port} or {socket}"
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What became of a call.
-
-    Attributes:
-        error: None if it did what it should.
-        state: awake, asleep, or stopped (nobody answers there); None if nobody knows.
-        level: at which it sleeps, as far as is known.
-        lacks_host_memory: the server refused to sleep for want of it.
-        why_not_deeper: it sleeps, but at a lesser level than was wanted.
-    """
-
-    error: str | None = None
-    state: Phase | None = None
-    level: int | None = None
-    lacks_host_memory: bool = False
-    why_not_deeper: str = ""
 
 
 @dataclass(frozen=True)
@@ -97,7 +79,6 @@ class Engine(ABC):
         health: the path of its health check.
         has_layer: cumem-sleep is in it, as far as is known.
         kept_bytes: of its KV cache, what it keeps in host memory while it sleeps, as it has said last.
-        phases: seconds of all its sleeps and wakes, by operation and phase, likewise.
     """
 
     NAME: ClassVar[str]
@@ -193,7 +174,6 @@ class Engine(ABC):
         self.health = "/health"
         self.has_layer = False
         self.kept_bytes = 0
-        self.phases: dict[tuple[str, str], float] = {}
         self._within_s = within_s
         self._client = httpx.AsyncClient(
             transport=transport,

@@ -26,8 +26,9 @@ import httpx
 
 from ..address import Address
 from ..command import packages_beside, values
+from ..events import Outcome
 from ..status import Phase
-from .engine import ASK_WITHIN_S, Engine, Facts, Outcome, error_of, text_of
+from .engine import ASK_WITHIN_S, Engine, Facts, error_of, text_of
 
 SAVES_MEMORY = ("--enable-memory-saver", "--enable-weights-cpu-backup")
 _SHIM = Path("cumem_sleep/integrations/torch_memory_saver/shim")

@@ -14,9 +14,10 @@ import httpx
 
 from ..address import Address
 from ..command import LOOPBACK, packages_beside, values
+from ..events import Outcome
 from ..policy import OF_LAYER
 from ..status import Phase
-from .engine import ASK_EVERY_S, ASK_WITHIN_S, MOST_SAID, Engine, Facts, Failed, Outcome, error_of, text_of
+from .engine import ASK_EVERY_S, ASK_WITHIN_S, MOST_SAID, Engine, Facts, Failed, error_of, text_of
 
 GATE = "cumem_sleep.vllm.SleepGate"
 _RESET = "/reset_prefix_cache"
@@ -228,7 +229,6 @@ class VllmEngine(Engine):
             if not isinstance(vault, str) or not vault.isprintable():
                 raise ValueError(f"a vault at {vault!r}")
             version = str(workers[0].get("version", "active"))[:MOST_SAID]
-            self.phases = _phases(workers)
             self.kept_bytes = sum(_kept_bytes(tag) for worker in workers for tag in worker["usage"].values())
             mapped_bytes, wake_bytes = _mapped_and_missing(worker["usage"].values() for worker in workers)
             pids = tuple(int(worker["pid"]) for worker in workers if "pid" in worker)
@@ -311,16 +311,6 @@ def _mapped_and_missing(workers: Iterable[Iterable[dict[str, Any]]]) -> tuple[in
     mapped = [sum(mapped for _, mapped in usage) for usage in sums]
     missing = [sum(total - mapped for total, mapped in usage) for usage in sums]
     return sum(mapped), max(missing)
-
-
-def _phases(workers: Iterable[dict[str, Any]]) -> dict[tuple[str, str], float]:
-    """Seconds by operation and phase, each of the worker that took longest; older layers say nothing."""
-    longest: dict[tuple[str, str], float] = {}
-    for worker in workers:
-        for operation, totals in worker.get("operations", {}).items():
-            for phase, seconds in totals["phases"].items():
-                longest[operation, phase] = max(float(seconds), longest.get((operation, phase), 0.0))
-    return longest
 
 
 def _kept_bytes(tag: dict[str, Any]) -> int:
