@@ -1,17 +1,13 @@
 """Checkpoints of Qwen3's shapes with random bf16 weights, for model servers that have no network to load a model from.
 
-    python benchmarks/checkpoints.py /tmp/model --shape 8B --seed 1
-
-writes safetensors files, one for each decoder layer and one for the rest, with the names that transformers and vLLM
-expect, and `config.json`. Weights are normal with Qwen3's initial deviation, norms are ones: greedy tokens of such a
+Safetensors files, one for each decoder layer and one for the rest, with the names that transformers and vLLM expect,
+and `config.json`. Weights are normal with Qwen3's initial deviation, norms are ones: greedy tokens of such a
 model are as varied as its prompts, and differ from seed to seed. Values are made on the GPU where there is one.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
@@ -29,7 +25,7 @@ Shard = dict[str, tuple[int, ...]]  # shapes by name of tensor
 
 @dataclass(frozen=True)
 class Shape:
-    """What a Qwen3's size is made of. With `experts`, it is a Qwen3-MoE, and `intermediate` is that of an expert."""
+    """What a Qwen3's size is made of."""
 
     hidden: int
     layers: int
@@ -38,8 +34,6 @@ class Shape:
     intermediate: int
     tied: bool = False
     vocabulary: int = VOCABULARY
-    experts: int = 0
-    experts_per_token: int = 0
     window: int = 0
 
     def shards(self) -> dict[str, Shard]:
@@ -59,8 +53,8 @@ class Shape:
 
     def config(self) -> dict[str, Any]:
         return {
-            "architectures": ["Qwen3MoeForCausalLM" if self.experts else "Qwen3ForCausalLM"],
-            "model_type": "qwen3_moe" if self.experts else "qwen3",
+            "architectures": ["Qwen3ForCausalLM"],
+            "model_type": "qwen3",
             "attention_bias": False,
             "attention_dropout": 0.0,
             "bos_token_id": 1,
@@ -80,20 +74,7 @@ class Shape:
             "torch_dtype": "bfloat16",
             "use_cache": True,
             "vocab_size": self.vocabulary,
-            **(self._config_of_experts() if self.experts else {}),
             **(self._config_of_windows() if self.window else {}),
-        }
-
-    def _config_of_experts(self) -> dict[str, Any]:
-        return {
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
-            "moe_intermediate_size": self.intermediate,
-            "norm_topk_prob": True,
-            "num_experts": self.experts,
-            "num_experts_per_tok": self.experts_per_token,
-            "output_router_logits": False,
-            "router_aux_loss_coef": 0.001,
         }
 
     def _config_of_windows(self) -> dict[str, Any]:
@@ -120,30 +101,18 @@ class Shape:
             f"{layer}.self_attn.k_norm.weight": (HEAD_DIM,),
             f"{layer}.self_attn.o_proj.weight": (self.hidden, self.heads * HEAD_DIM),
             f"{layer}.post_attention_layernorm.weight": (self.hidden,),
-            **self._mlp(f"{layer}.mlp"),
+            f"{layer}.mlp.gate_proj.weight": (self.intermediate, self.hidden),
+            f"{layer}.mlp.up_proj.weight": (self.intermediate, self.hidden),
+            f"{layer}.mlp.down_proj.weight": (self.hidden, self.intermediate),
         }
-
-    def _mlp(self, name: str) -> Shard:
-        parts: Shard = {"gate_proj": (self.intermediate, self.hidden), "up_proj": (self.intermediate, self.hidden)}
-        parts["down_proj"] = (self.hidden, self.intermediate)
-        if not self.experts:
-            return {f"{name}.{part}.weight": sizes for part, sizes in parts.items()}
-        experts = {
-            f"{name}.experts.{number}.{part}.weight": sizes
-            for number in range(self.experts)
-            for part, sizes in parts.items()
-        }
-        return {f"{name}.gate.weight": (self.experts, self.hidden), **experts}
 
 
 SHAPES = {
-    "tiny": Shape(256, 2, 2, 1, 512, vocabulary=1024),  # for tests
     "0.6B": Shape(1024, 28, 16, 8, 3072, tied=True),
     "8B": Shape(4096, 36, 32, 8, 12288),
     "14B": Shape(5120, 40, 40, 8, 17408),
     "32B": Shape(5120, 64, 64, 8, 25600),
     "windows": Shape(2560, 36, 8, 4, 10240, tied=True, window=1024),  # about Gemma 3 4B's
-    "MoE": Shape(1024, 12, 16, 8, 768, tied=True, experts=16, experts_per_token=4),  # no Qwen3's; as small as 0.6B
 }
 
 
@@ -201,20 +170,3 @@ def write_checkpoint(folder: Path, shape: Shape, seed: int) -> None:
         "weight_map": {tensor: name for name, shard in shards.items() for tensor in shard},
     }
     (folder / INDEX).write_text(json.dumps(index) + "\n")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--shape", choices=SHAPES, required=True)
-    parser.add_argument("--seed", type=int, default=1)
-    arguments = parser.parse_args()
-    shape = SHAPES[arguments.shape]
-    start = time.perf_counter()
-    write_checkpoint(arguments.folder, shape, arguments.seed)
-    seconds = time.perf_counter() - start
-    print(f"{arguments.shape}: {shape.weights_bytes / 1e9:.1f} GB in {seconds:.1f} s", flush=True)
-
-
-if __name__ == "__main__":
-    main()

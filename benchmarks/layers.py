@@ -9,15 +9,12 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
-import json
 import os
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 SIMULATED = os.environ.get("CUMEM_SLEEP_DRIVER") == "sim"
-TUNING = "BENCHMARK_TUNING"  # of our own layer, as JSON: what differs from `core/tuning.py`
 
 
 class NotInstalled(Exception):
@@ -74,7 +71,6 @@ class CumemSleep(Layer):
         super().__init__()
         from cumem_sleep import CuMemAllocator
 
-        CuMemAllocator.tuning = replace(CuMemAllocator.tuning, **json.loads(os.environ.get(TUNING, "{}")))
         self._allocator = CuMemAllocator.get_instance()
         self._report: Any = None
 

@@ -283,16 +283,3 @@ def host_memory_in_use_bytes() -> int:
     lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
     kib = {name: int(count) for name, count, *_ in lines}
     return (kib["MemTotal:"] - kib["MemAvailable:"]) << 10
-
-
-def gpu_memory_of_process_bytes(device_uuid: str, process: int) -> int | None:
-    """Of this GPU by this process alone, as NVML says; `None` where it does not list it (PID namespaces)."""
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-        listed = pynvml.nvmlDeviceGetComputeRunningProcesses(pynvml.nvmlDeviceGetHandleByUUID(device_uuid))
-    except pynvml.NVMLError:
-        return None
-    found = [each.usedGpuMemory for each in listed if each.pid == process]
-    return int(found[0]) if found and found[0] is not None else None

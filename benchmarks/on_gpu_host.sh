@@ -10,8 +10,7 @@
 #   links [~240, several GPUs; $LINKS_OPTIONS, as --compress]
 #   saver_tests [~240]
 # With vLLM, from .gpu/1/*.tar.xz and .gpu/2/*.tar.xz, unless it is installed:
-#   serve [240]  serve_vault [~180]
-#   models [~330; $MODELS_OPTIONS, as --restart-seconds 120]
+#   serve [240]  models [~330; $MODELS_OPTIONS, as --restart-seconds 120]
 #   serve_level_3 [~240; $LEVEL_3_OPTIONS, as --deadline 330]
 #   serve_level_3_own [~240, at once with it on a second GPU]
 #   kept_kv [~280; $KEPT_KV_OPTIONS, as --shape 8B --tokens 16000]  kept_kv_windows [~80]
@@ -258,7 +257,6 @@ part() {
             --limit "${SCENARIO_LIMIT_S:-150}" ${ONLY:+--only "$ONLY"}
         ;;
     serve) with_vllm && measure 570 vllm_serve vllm_serve --deadline "$(left 550)" ;;
-    serve_vault) with_vllm && measure 300 vllm_serve vllm_serve --ways vault,vault_compressed --deadline "$(left 290)" ;;
     serve_level_3 | serve_level_3_own)
         local other=()
         if [ "$1" = serve_level_3_own ]; then

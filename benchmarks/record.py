@@ -12,7 +12,7 @@ from typing import Any
 
 from cumem_sleep.tools.bench.host_memory import touch_host_memory
 
-__all__ = ["GIB", "command", "machine", "machine_apart", "machine_without_gpu", "touch_host_memory", "write"]
+__all__ = ["GIB", "command", "machine", "machine_apart", "machine_without_gpu", "touch_host_memory"]
 
 GIB = 1 << 30
 
@@ -93,10 +93,3 @@ def machine_without_gpu(*, simulated: bool = False) -> dict[str, Any]:
         "cpu": next((line.partition(":")[2].strip() for line in lines if "model name" in line), "unknown"),
         "commit": os.environ.get("COMMIT") or commit,
     }
-
-
-def write(path: Path, results: dict[str, Any]) -> None:
-    """The raw result file: facts first, then what was measured."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"machine": machine(), **results}, indent=2) + "\n")
-    print(f"wrote {path.name}", file=sys.stderr)

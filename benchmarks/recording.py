@@ -72,13 +72,9 @@ class Process:
         self.close()
 
     def ask(self, command: str, **arguments: Any) -> dict[str, Any]:
-        self.begin(command, **arguments)
-        return self.answer(command)
-
-    def begin(self, command: str, **arguments: Any) -> None:
-        """As `ask`, without its answer."""
         with contextlib.suppress(BrokenPipeError):  # the answer, or its absence, says why
             self._process.stdin.write(json.dumps({"command": command, **arguments}).encode() + b"\n")
+        return self.answer(command)
 
     def close(self) -> None:
         """End the process, and wait until its memory is free again."""

@@ -5,15 +5,9 @@
 Models with dummy weights: Qwen3-8B's shape in bf16, Qwen3-14B's in FP8, a small one, each with 90 % of the GPU.
 Requests go through the front, one after the other, to models at random: each must be answered with the tokens of the
 first time, and its first token counts as awake or as after a switch, which is compared with the sleep, the wake and the
-same model's first token when awake. Then many clients ask at once: every answer must be whole. The same server is asked
-directly and through the front, in turns. Last, each model in turn is started in place of another that is stopped: that
-is a switch without sleep mode. Those for which there is no time are named. A phase that fails says why, and the others
-are done. It needs the extra `serve`.
-
-Two models of 32B's shape whose compressed backups lie in a vault, with the links of all GPUs:
-
-    python benchmarks/serve_models.py --out serve_models_links.json --models a=32B,b=32B --compress \
-        --vault 110 --vault-options '--gpus 0 1 2 3'
+same model's first token when awake. Then many clients ask at once: every answer must be whole. Last, each model in turn
+is started in place of another that is stopped: that is a switch without sleep mode. Those for which there is no time
+are named. A phase that fails says why, and the others are done. It needs the extra `serve`.
 """
 
 from __future__ import annotations
@@ -43,14 +37,9 @@ from ending import end
 from layers import SIMULATED
 from model_server import HOST, Answer, Deadline, completion, exit_on_sigterm, read_completion
 from record import machine_apart, touch_host_memory
-from vault_process import Vault
 
 MODELS = {"large": ("8B", []), "fp8": ("14B", ["--quantization", "fp8"]), "small": ("0.6B", [])}
-EXECUTION = {
-    "eager": ["--enforce-eager"],
-    "graphs": ["-cc.mode=none", "-cc.cudagraph_mode=full"],  # CUDA graphs without torch.compile
-    "compiled": [],  # as vLLM does by itself
-}
+EXECUTION = ["-cc.mode=none", "-cc.cudagraph_mode=full"]  # CUDA graphs without torch.compile
 TOKEN = "secret"
 PROMPTS = 6
 TOKENS = 8
@@ -70,21 +59,12 @@ class Failed(Exception):
 
 @dataclass
 class Endpoint:
-    """Where requests go: a port of this machine, or a Unix socket."""
+    """Where requests go: a port of this machine."""
 
-    port: int = 0
-    socket: str = ""
-
-    def connection(self, limit_s: float) -> http.client.HTTPConnection:
-        connection = http.client.HTTPConnection(HOST, self.port or None, timeout=limit_s)
-        if self.socket:
-            connection.sock = socket.socket(socket.AF_UNIX)
-            connection.sock.settimeout(limit_s)
-            connection.sock.connect(self.socket)
-        return connection
+    port: int
 
     def call(self, method: str, path: str, body: Facts | None = None, limit_s: float = 60.0) -> Any:
-        with contextlib.closing(self.connection(limit_s)) as connection:
+        with contextlib.closing(http.client.HTTPConnection(HOST, self.port, timeout=limit_s)) as connection:
             connection.request(method, path, None if body is None else json.dumps(body), HEADERS)
             response = connection.getresponse()
             content = response.read()
@@ -95,7 +75,7 @@ class Endpoint:
     def complete(self, model: str, prompt: list[int], tokens: int = TOKENS, limit_s: float = 120.0) -> Answer:
         """Greedy tokens, streamed."""
         begin = time.perf_counter()
-        with contextlib.closing(self.connection(limit_s)) as connection:
+        with contextlib.closing(http.client.HTTPConnection(HOST, self.port, timeout=limit_s)) as connection:
             connection.request("POST", "/v1/completions", json.dumps(completion(model, prompt, tokens)), HEADERS)
             response = connection.getresponse()
             if response.status != http.HTTPStatus.OK:
@@ -151,10 +131,6 @@ class Bench:
     def stop(self, model: str) -> None:
         """Returns when its process has ended."""
         self.front.call("POST", "/admin/stop", {"model": model}, limit_s=self.deadline.limit(90.0))
-
-    def server_of(self, model: str) -> Endpoint:
-        url: str = self.status()[model]["url"]
-        return Endpoint(socket=url.removeprefix("unix:"))
 
 
 def spread(seconds: list[float]) -> Facts:
@@ -258,30 +234,6 @@ def many_at_once(bench: Bench, count: int, clients: int) -> Facts:
     return facts
 
 
-def overhead(bench: Bench, count: int, clients: int) -> Facts:
-    """Of the smallest model, awake: alone, and by many clients at once."""
-    model = bench.models[-1]
-    bench.ask(model, 0)
-    ways = {"directly": bench.server_of(model), "through the front": bench.front}
-    facts: Facts = {}
-    for name, at_once in (("one at a time", 1), (f"{clients} at once", clients)):
-        first: dict[str, list[float]] = {way: [] for way in ways}
-        whole: dict[str, list[float]] = {way: [] for way in ways}
-        for _ in range(4):  # in turns, so that both see the same machine
-            for way, endpoint in ways.items():
-                with ThreadPoolExecutor(at_once) as pool:
-                    answers = list(
-                        pool.map(lambda _, e=endpoint: e.complete(model, bench.prompt(0)), range(count // 4))  # type: ignore[misc]
-                    )
-                first[way] += [answer.first_token_s for answer in answers]
-                whole[way] += [answer.seconds for answer in answers]
-        facts[name] = {
-            "first token": {way: spread(seconds) for way, seconds in first.items()},
-            "whole answer": {way: spread(seconds) for way, seconds in whole.items()},
-        }
-    return facts
-
-
 def restarts(bench: Bench, budget_s: float) -> Facts:
     """Switches without sleep mode, as llama-swap makes them: one server runs, which is stopped before the next starts.
 
@@ -318,7 +270,7 @@ def restarts(bench: Bench, budget_s: float) -> Facts:
 # The front
 
 
-def write_models(arguments: argparse.Namespace, file: Path, vault: str) -> None:
+def write_models(arguments: argparse.Namespace, file: Path) -> None:
     models: Facts = {}
     for name, (shape, options) in arguments.models.items():
         write_config(arguments.work / shape, SHAPES[shape])
@@ -328,7 +280,7 @@ def write_models(arguments: argparse.Namespace, file: Path, vault: str) -> None:
             command += ["--load-format", "dummy", "--skip-tokenizer-init", "--max-model-len", "4096", "--seed", "0"]
             command += ["--no-enable-prefix-caching", "--middleware", "cumem_sleep.vllm.SleepGate"]
             command += ["--gpu-memory-utilization", str(arguments.gpu_memory_utilization), *options]
-            command += [*EXECUTION[arguments.execution], *shlex.split(" ".join(arguments.server_options))]
+            command += [*EXECUTION, *shlex.split(" ".join(arguments.server_options))]
         else:
             command += ["--uds", "{socket}", "--served-model-name", name]
         models[name] = {
@@ -338,9 +290,7 @@ def write_models(arguments: argparse.Namespace, file: Path, vault: str) -> None:
             "levels": [1],
         }
     environment = {"VLLM_CACHE_ROOT": str(arguments.work / "cache"), "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
-    environment |= {"VLLM_USE_FLASHINFER_SAMPLER": "0", "CUMEM_SLEEP_COMPRESS": "auto" if arguments.compress else "off"}
-    if vault:
-        environment["CUMEM_SLEEP_VAULT"] = vault
+    environment["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
     for model in models.values():
         model["env"] = environment
     front = {"port": arguments.port, "admin_token": TOKEN}
@@ -412,12 +362,11 @@ def free_port() -> int:
 
 def run(arguments: argparse.Namespace, facts: Facts, save: Callable[[], None]) -> None:
     arguments.port = arguments.port or free_port()
-    vault_bytes = arguments.vault << 30
     arguments.work.mkdir(parents=True, exist_ok=True)
     file, log = arguments.work / "models.yaml", arguments.out.with_name("serve_models.log")
     if not facts["machine"].get("simulated"):
         # The front looks up what the host has left. Some virtual machines show only what has been used.
-        touch_host_memory(TOUCHED_BYTES + vault_bytes)
+        touch_host_memory(TOUCHED_BYTES)
     deadline, names = Deadline(arguments.deadline), list(arguments.models)
     bench = Bench(Endpoint(arguments.port), deadline, random.Random(arguments.seed), names, facts)
     phases: dict[str, Callable[[], Facts]] = {
@@ -425,15 +374,10 @@ def run(arguments: argparse.Namespace, facts: Facts, save: Callable[[], None]) -
         "one after the other": lambda: one_after_the_other(bench, arguments.requests),
         "many at once": lambda: many_at_once(bench, arguments.load, arguments.clients),
         "answers are still the same": lambda: one_after_the_other(bench, 3 * len(names)),
-        "overhead": lambda: overhead(bench, arguments.overhead, arguments.clients),
         "restarts": lambda: restarts(bench, arguments.restart_seconds),
     }
     with contextlib.ExitStack() as stack:
-        vault = None
-        if vault_bytes:
-            vault = stack.enter_context(Vault(vault_bytes, *shlex.split(arguments.vault_options)))
-            facts["vault pinned after"] = vault.wait_until_pinned()
-        write_models(arguments, file, vault.socket if vault is not None else "")
+        write_models(arguments, file)
         process = stack.enter_context(front_of(file, log))
         facts["start"] = wait_until_started(bench, process, log)
         for name, phase in phases.items():
@@ -448,8 +392,6 @@ def run(arguments: argparse.Namespace, facts: Facts, save: Callable[[], None]) -
             save()
         with contextlib.suppress(Exception):
             facts["models at the end"] = bench.status()
-            if vault is not None:
-                facts["vault"] = vault.status()
     facts["the front ended in order"] = process.returncode == 0
 
 
@@ -466,10 +408,6 @@ def table(facts: Facts) -> list[str]:
     for name in ("many at once", "lost"):
         if load := facts.get(name):
             lines.append(f"{name}: {load['requests']} requests in {load['seconds']} s, errors: {load['errors']}")
-    for name, both in facts.get("overhead", {}).items():
-        for what, ways in both.items():
-            medians = {way: seconds.get("median_s") for way, seconds in ways.items()}
-            lines.append(f"{name}, {what}: {medians}")
     if restarted := facts.get("restarts"):
         for switch in restarted["switches"]:
             lines.append(
@@ -491,22 +429,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="where the raw result goes (JSON)")
     parser.add_argument("--models", type=models_of, default=MODELS, help="NAME=SHAPE,… (default: large, fp8 and small)")
-    parser.add_argument("--compress", action="store_true", help="compressed backups")
-    parser.add_argument("--vault", type=int, default=0, metavar="GIB", help="through a vault with so much memory")
-    parser.add_argument("--vault-options", default="", help="of `cumem-sleep vault`")
     parser.add_argument("--phases", type=lambda names: names.split(","), help="only these, as 'answers,overhead'")
     parser.add_argument("--requests", type=int, default=200, help="one after the other (default: %(default)s)")
     parser.add_argument("--load", type=int, default=200, help="requests by many clients (default: %(default)s)")
     parser.add_argument("--clients", type=int, default=16, help="that ask at once (default: %(default)s)")
-    parser.add_argument("--overhead", type=int, default=60, help="requests each way (default: %(default)s)")
     parser.add_argument(
         "--restart-seconds", type=float, default=math.inf, help="for the restarts (default: what is left of --deadline)"
-    )
-    parser.add_argument(
-        "--execution",
-        choices=EXECUTION,
-        default="graphs",
-        help="how vLLM runs the models; compiled ones take longest to start (default: %(default)s)",
     )
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.9)
     parser.add_argument(
@@ -526,7 +454,7 @@ def main() -> None:
     facts: Facts = {
         "machine": {"simulated": True} if SIMULATED or arguments.server_command else machine_apart("vllm"),
         "models": {name: [shape, *options] for name, (shape, options) in arguments.models.items()},
-        "execution": arguments.execution,
+        "execution": "graphs",
         "failed": {},
     }
 

@@ -3,8 +3,9 @@
     python benchmarks/sglang_cycles.py --out sglang_cycles.json --sglang FOLDER
 
 FOLDER has SGLang 0.5.11 and torch_memory_saver, as `gpu_host_archives.py sglang` packs them. Each way is a process of
-its own: `theirs` or `ours`, and behind a hyphen what is special: `graphs` (CUDA graphs in the saver, too), `torch` (the
-hook mode; otherwise it is `preload`), `retained` (backups stay), `vault`, `compressed` (both of ours alone). In each:
+its own: `theirs` or `ours`, and behind a hyphen what is special: `graphs` (CUDA graphs in the saver, too), `retained`
+(backups stay), `vault`, `compressed` (both of ours alone). In each:
+
 
 - everything is released and resumed, up to --cycles times in at most --cycles-s seconds, to see whether memory grows;
 - `kv_cache`, then `weights`, are released, and resumed the other way round;
@@ -25,7 +26,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -33,7 +34,7 @@ from typing import Any
 import dummy_weights
 from checkpoints import HEAD_DIM, SHAPES, write_config
 from model_server import exit_on_sigterm, gpu_memory_in_use_bytes, host_memory_in_use_bytes
-from record import GIB, machine_apart, machine_without_gpu
+from record import GIB, machine_apart
 from vault_process import Vault
 from ways import Facts, Notes, Way
 
@@ -41,7 +42,6 @@ from cumem_sleep.tools.shim import FOLDERS
 
 SPECIAL: dict[str, dict[str, str]] = {
     "graphs": {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1"},
-    "torch": {},
     "retained": {"TMS_RETAIN_CPU_BACKUP": "1"},
     "vault": {},
     "compressed": {"CUMEM_SLEEP_COMPRESS": "auto"},
@@ -56,15 +56,11 @@ MOST_DIFFERENCE = 1e-3  # of log probabilities
 
 
 def scheduler(*args: Any, **kwargs: Any) -> Any:
-    """SGLang's scheduler process, with these weights, and in the hook mode that is asked for."""
+    """SGLang's scheduler process, with these weights."""
     from sglang.srt.managers.scheduler import run_scheduler_process
     from sglang.srt.model_loader import loader
 
     loader.initialize_dummy_weights = dummy_weights.fill
-    if os.environ.get("SGLANG_CYCLES_HOOK_MODE"):
-        from torch_memory_saver import torch_memory_saver
-
-        torch_memory_saver.hook_mode = os.environ["SGLANG_CYCLES_HOOK_MODE"]
     return run_scheduler_process(*args, **kwargs)
 
 
@@ -94,9 +90,8 @@ class Measured:
         import torch
 
         shape = SHAPES[self._notes.facts["shape"]]
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        generator = torch.Generator(device).manual_seed(seed)
-        values = torch.empty(shape.hidden, shape.intermediate, dtype=torch.bfloat16, device=device)
+        generator = torch.Generator("cuda").manual_seed(seed)
+        values = torch.empty(shape.hidden, shape.intermediate, dtype=torch.bfloat16, device="cuda")
         values.uniform_(-0.05, 0.05, generator=generator)
         self._engine.update_weights_from_tensor([(WRITTEN, values)])
 
@@ -143,12 +138,6 @@ def one(way: str, arguments: argparse.Namespace) -> None:
     import torch
     from sglang.srt.entrypoints.engine import Engine
     from sglang.srt.managers.io_struct import CheckWeightsReqInput
-    from sglang.srt.utils import torch_memory_saver_adapter
-
-    cuda = torch.cuda.is_available()
-    if "torch" in way.split("-"):  # no library in front of cudaMalloc
-        adapter = torch_memory_saver_adapter._TorchMemorySaverAdapterReal
-        adapter.configure_subprocess = lambda _: nullcontext()
 
     class EngineWithWeights(Engine):  # type: ignore[misc]
         run_scheduler_process_func = staticmethod(scheduler)
@@ -171,12 +160,8 @@ def one(way: str, arguments: argparse.Namespace) -> None:
         "watchdog_timeout": 600,
         "tp_size": arguments.tensor_parallel,
     }
-    if cuda:
-        options |= {"attention_backend": "triton", "mem_fraction_static": 0.8, "cuda_graph_bs": [1, 2, 4]}
-        options |= {"enable_memory_saver": True, "enable_weights_cpu_backup": True}
-    else:
-        options |= {"device": "cpu", "attention_backend": "torch_native", "max_total_tokens": 8192}
-        options |= {"mem_fraction_static": 0.1, "disable_cuda_graph": True}
+    options |= {"attention_backend": "triton", "mem_fraction_static": 0.8, "cuda_graph_bs": [1, 2, 4]}
+    options |= {"enable_memory_saver": True, "enable_weights_cpu_backup": True}
     engine = EngineWithWeights(**options)
     notes.note("first answers", gpu_bytes=gpu_memory_in_use_bytes(), host_bytes=host_memory_in_use_bytes())
     measured = Measured(engine, notes)
@@ -193,17 +178,16 @@ def one(way: str, arguments: argparse.Namespace) -> None:
     notes.note("written", writing_changes_answers=measured.expected != before)
     measured.write(2)
     measured.cycle("update", [None], [["weights"], rest], write=lambda: measured.write(1))
-    if cuda:
 
-        def check(action: str) -> tuple[bool, str]:
-            asked = engine.tokenizer_manager.check_weights(CheckWeightsReqInput(action=action), None)
-            success, message = engine.loop.run_until_complete(asked)
-            return bool(success), str(message)
+    def check(action: str) -> tuple[bool, str]:
+        asked = engine.tokenizer_manager.check_weights(CheckWeightsReqInput(action=action), None)
+        success, message = engine.loop.run_until_complete(asked)
+        return bool(success), str(message)
 
-        check("snapshot")
-        measured.cycle("checked", [None], [None])
-        same, message = check("compare")
-        notes.note("compared", same_weights=same, checker=message)
+    check("snapshot")
+    measured.cycle("checked", [None], [None])
+    same, message = check("compare")
+    notes.note("compared", same_weights=same, checker=message)
     notes.note("done")
     os._exit(0)  # its processes end with the group
 
@@ -268,23 +252,7 @@ def environment(way: str, arguments: argparse.Namespace) -> dict[str, str]:
     found["TVM_FFI_CACHE_DIR"] = str(arguments.sglang / "kernels")
     for each in special:
         found |= SPECIAL[each]
-    if "torch" in special:
-        found["SGLANG_CYCLES_HOOK_MODE"] = "torch"
     return found
-
-
-def checked(ways: str) -> list[str]:
-    """
-    Raises:
-        SystemExit: a way is not one.
-    """
-    names = ways.split(",")
-    for name in names:
-        whose, *special = name.split("-")
-        ours_alone = {"vault", "compressed"} & {*special}
-        if whose not in ("theirs", "ours") or {*special} - {*SPECIAL} or (ours_alone and whose != "ours"):
-            raise SystemExit(f"no such way: {name}")
-    return names
 
 
 def main() -> None:
@@ -306,18 +274,17 @@ def main() -> None:
         one(arguments.one, arguments)
         return
     exit_on_sigterm()
-    names = checked(arguments.ways)
+    names = arguments.ways.split(",")
     arguments.work.mkdir(parents=True, exist_ok=True)
-    has_gpu = any(Path("/dev").glob("nvidia[0-9]*"))
     result: Facts = {
-        "machine": machine_apart() if has_gpu else machine_without_gpu(simulated=True),
+        "machine": machine_apart(),
         "shape": arguments.shape,
         "ways": {},
         "summary": {},
     }
     result["tensor_parallel"] = arguments.tensor_parallel
     failures = result["failures"] = {}
-    for name in [KERNELS, *names] if has_gpu else names:
+    for name in (KERNELS, *names):
         left = arguments.deadline - (time.monotonic() - begun)
         if left < LEAST_S:
             failures[name] = f"not begun, {left:.0f} s are left"

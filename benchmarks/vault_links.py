@@ -17,14 +17,13 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Callable
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
-from layers import SIMULATED, TUNING
+from layers import SIMULATED
 from model_server import exit_on_sigterm
-from record import machine, touch_host_memory, write
+from record import machine, touch_host_memory
 from recording import GIB, MIB, qwen3_32b_bytes, segment_bytes
 from vault import ROOM, Bench, Sleeper
 
@@ -98,7 +97,7 @@ def ceilings(links: int, nbytes: int, rounds: int = 3) -> dict[str, list[float]]
 
 def measure(bench: Bench, rounds: int, **variables: str) -> dict[str, Any]:
     """A client's steps, and what each GPU's link has carried."""
-    with bench.client(bench.sizes, 1, **variables) as sleeper:
+    with bench.client(**variables) as sleeper:
         all_steps(bench, sleeper, rounds)
     facts = bench.the_vault().status()["gpus"]
     carried = ("uuid", "copied_out_bytes", "copied_in_bytes", "relayed_out_bytes", "relayed_in_bytes")
@@ -126,45 +125,11 @@ def new_bench(arguments: argparse.Namespace, ends_at: float, vault_options: str)
     return bench
 
 
-def tried(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    try:
-        return call(*args, **kwargs)
-    except Exception as error:
-        return {"error": f"{type(error).__name__}: {error}"}
-
-
-def failures(result: dict[str, Any]) -> dict[str, str]:
-    """What was not measured, and why."""
-    found = {f"{links} links, {way}": found for links, ways in result["ways"].items() for way, found in ways.items()}
-    return {where: each["error"] for where, each in found.items() if "error" in each}
-
-
-def table(result: dict[str, Any]) -> list[str]:
-    lines = [f"  {where}: {error.splitlines()[0]}" for where, error in failures(result).items()]
-    for links, ceiling in result["ceilings"].items():
-        rates = {way: max(gbps) for way, gbps in ceiling.items()}
-        lines.append(f"{links} links: ceiling {rates['out']:.1f} GB/s out, {rates['in']:.1f} in")
-        for way, measured in result["ways"].get(links, {}).items():
-            if "error" in measured:
-                continue
-            steps = measured["steps"]
-            for step in ("first sleep", "later sleep, everything changed", "wake right after sleeping", "wake, later"):
-                seconds = [answer["seconds"] for answer in steps[step]]
-                best = steps["bytes"] / rates["in" if "wake" in step else "out"] / 1e9
-                shown = " ".join(f"{each:.3f}" for each in seconds)
-                lines.append(f"  {way}: {step:35}{shown}  ({min(seconds) / best:.2f} x the ceiling)")
-            lines.append(f"  {way}: relayed in {[gpu['relayed_in_bytes'] >> 20 for gpu in measured['links']]} MiB")
-    return lines
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="where the raw result goes (JSON)")
     parser.add_argument("--links", help="numbers of links, separated by commas (default: 1 to all)")
     parser.add_argument("--compress", action="store_true", help="compressed backups, too")
-    parser.add_argument(
-        "--slots", type=int, nargs="+", default=[], help="with --compress, also with so many slots of the codec"
-    )
     parser.add_argument("--rounds", type=int, default=5, help="of wakes 3 s after sleeping (default: %(default)s)")
     parser.add_argument("--decoder-layers", type=int, default=64, help="of the 32B model (default: %(default)s)")
     parser.add_argument("--scale", type=int, default=1, help="divide every tensor's size and the KV cache's by this")
@@ -187,8 +152,6 @@ def main() -> None:
     ways: dict[str, dict[str, str]] = {"plain": {}}
     if arguments.compress:
         ways["compressed"] = {"CUMEM_SLEEP_COMPRESS": "auto"}
-        for slots in arguments.slots:
-            ways[f"compressed, {slots} slots"] = {**ways["compressed"], TUNING: json.dumps({"most_slots": slots})}
     for number in numbers:
         relays = " ".join(map(str, range(1, number))) or "off"
         options = f"--gpus {' '.join(map(str, range(max(numbers))))} --relay {relays}"
@@ -196,14 +159,19 @@ def main() -> None:
         result["workload"] = {"bytes": segment_bytes(bench.sizes), "kv_bytes": bench.kv_bytes, "room": ROOM}
         try:
             for way, variables in ways.items():
-                measured = tried(measure, bench, arguments.rounds, **variables)
+                try:
+                    measured = measure(bench, arguments.rounds, **variables)
+                except Exception as error:
+                    measured = {"error": f"{type(error).__name__}: {error}"}
                 result["ways"].setdefault(str(number), {})[way] = measured
-                write(arguments.out, result)
+                arguments.out.write_text(json.dumps(result, indent=2) + "\n")
         finally:
             if bench.vault is not None:
                 bench.vault.close()
-    print(*table(result), sep="\n")
-    sys.exit(bool(failures(result)))
+    each = ((f"{number} links, {way}", found) for number, ways in result["ways"].items() for way, found in ways.items())
+    failed = {name: found["error"] for name, found in each if "error" in found}
+    print(json.dumps(failed or "all were measured", indent=2))
+    sys.exit(bool(failed))
 
 
 if __name__ == "__main__":

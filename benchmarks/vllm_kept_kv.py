@@ -5,8 +5,8 @@
 In each round the prefix is computed once, and asked for again while it is cached; then the model sleeps and wakes at
 level 1, and is asked once more, in turns with the cache kept and not. Each answer's tokens and their log probabilities
 are compared with those before the first sleep; as a control, the blocks are put in each other's places, after which
-they must differ. At the end the model wakes by tags, and twice more with other weights written in between, by a call
-and by a thread that vLLM knows nothing of: after these nothing may be found. Needs vLLM; the 32B model with 40,000
+they must differ. At the end the model wakes by tags, and once more with other weights written in between: after that
+nothing may be found. Needs vLLM; the 32B model with 40,000
 tokens takes 76 GiB of the GPU and 72 GiB of host memory. `--shape windows` has two kinds of layers, each with a KV
 cache of its own.
 """
@@ -218,24 +218,9 @@ def one(way: str, shape: str, tokens: int, rounds: int, dtype: str, ranks: dict[
         llm, other_values = measured.llm, "fill_with_telling_values"
         by_tags = measured.wake_by_tags(lambda: None)
         show_once("woken_by_tags", by_tags, is_right=by_tags["cached_tokens"] > 0)
-        with tempfile.TemporaryDirectory() as folder:
-            when = Path(folder) / "now"
-            llm.collective_rpc("fill_unseen", args=(str(when), 1))
-            unseen = measured.wake_by_tags(lambda: write_unseen(when))
-        show_once("weights_written_unseen", unseen, is_right=unseen["cached_tokens"] == 0)
         changed = measured.wake_by_tags(lambda: llm.collective_rpc(other_values, args=(2,)))
         show_once("weights_changed", changed, is_right=changed["cached_tokens"] == 0)
     print(json.dumps({**found, "is_whole": True}), flush=True)
-
-
-def write_unseen(when: Path) -> None:
-    """Have the workers write, and wait until they have."""
-    when.touch()
-    ends_at = time.monotonic() + 60
-    while list(when.parent.glob(f"{when.name}.*")):
-        if time.monotonic() > ends_at:
-            raise TimeoutError("the workers have not written")
-        time.sleep(0.01)
 
 
 def last_line(output: str, way: str) -> dict[str, Any]:
@@ -351,7 +336,7 @@ def main() -> None:
                 runs[-1].setdefault("errors", []).append(error)
             result = {"machine": facts, **given, "summary": summary(runs), "runs": runs}
             arguments.out.write_text(json.dumps(result, indent=2) + "\n")
-        for what in ("control", "woken_by_tags", "weights_written_unseen", "weights_changed", "errors"):
+        for what in ("control", "woken_by_tags", "weights_changed", "errors"):
             print(f"{way}: {what}: {runs[-1].get(what)}", flush=True)
     for row in summary(runs):
         print({name: round(value, 3) if isinstance(value, float) else value for name, value in row.items()})

@@ -2,7 +2,6 @@
 
     python benchmarks/vllm_serve.py --out result.json --shape 32B            # about four minutes on an H200
     python benchmarks/vllm_serve.py --out result.json --shape 32B --ways cold,prepared
-    python benchmarks/vllm_serve.py --out result.json --shape 32B --ways vault,vault_compressed    # about three minutes
 
 One server after the other, random weights (the same for all but `compressed`), torch.compile and CUDA graphs on. After
 every wake the greedy tokens must be those from before the first sleep. What the layer itself says about its phases is
@@ -12,20 +11,17 @@ kept as well. A result file that is there already keeps its other ways.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import shlex
 import statistics
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from checkpoints import SHAPES, write_config
 from model_server import SERVE, Deadline, Server, exit_on_sigterm, gpu_memory_in_use_bytes
 from record import machine_apart, touch_host_memory
-from vault_process import Vault
 
 PROMPT = [(7919 * (j + 3)) % 150000 for j in range(64)]
 TOKENS = 16
@@ -35,20 +31,14 @@ WAYS = {
     "prepared": {"CUMEM_SLEEP_DISABLE": "0", "CUMEM_SLEEP_PREPARE": "1"},
     "compressed": {"CUMEM_SLEEP_DISABLE": "0", "CUMEM_SLEEP_PREPARE": "1", "CUMEM_SLEEP_COMPRESS": "auto"},
     "vllm": {"CUMEM_SLEEP_DISABLE": "1"},
-    "vault": {"CUMEM_SLEEP_DISABLE": "0", "CUMEM_SLEEP_PREPARE": "0"},
-    "vault_compressed": {"CUMEM_SLEEP_DISABLE": "0", "CUMEM_SLEEP_PREPARE": "0", "CUMEM_SLEEP_COMPRESS": "auto"},
 }
-USUAL = "cold,touched,prepared,compressed,vllm"
 SAYS = {
     "cold": "this layer; the first sleep takes and pins its host memory",
     "touched": "as cold, right after another process used as much host memory: the VM has its RAM by then",
     "prepared": "this layer, CUMEM_SLEEP_PREPARE=1: backups are made in the background after the start",
     "compressed": "as prepared, with CUMEM_SLEEP_COMPRESS=auto, and normally distributed weights",
     "vllm": "vLLM's own layer",
-    "vault": "this layer, through a vault that has all of its memory when the server starts",
-    "vault_compressed": "as vault, with CUMEM_SLEEP_COMPRESS=auto, and normally distributed weights",
 }
-OF_THE_VAULT = 1.1  # its memory, per byte of weights
 
 
 def wait_until_prepared(server: Server, limit_s: float) -> float:
@@ -60,21 +50,6 @@ def wait_until_prepared(server: Server, limit_s: float) -> float:
             return time.perf_counter() - start
         time.sleep(0.5)
     raise server.failure(f"not prepared within {limit_s:.0f} s: {usage}")
-
-
-@contextlib.contextmanager
-def vault_of(way: str, arguments: argparse.Namespace, deadline: Deadline, facts: dict[str, Any]) -> Iterator[None]:
-    """The vault of the ways that use one, which then have `CUMEM_SLEEP_VAULT` in their environment."""
-    if "vault" not in way:
-        yield
-        return
-    nbytes = max(int(OF_THE_VAULT * SHAPES[arguments.shape].weights_bytes), 64 << 20)
-    with Vault(nbytes, log=arguments.out.with_name(f"{way}.log")) as vault:
-        facts["vault_ready_s"] = vault.wait_until_pinned(deadline.limit(120))
-        facts["gpu_bytes_of_the_vault"] = gpu_memory_in_use_bytes()
-        facts["environment"] = {**WAYS[way], "CUMEM_SLEEP_VAULT": vault.socket}
-        yield
-        facts["vault"] = vault.status()
 
 
 def measure(
@@ -89,11 +64,9 @@ def measure(
         *(("--worker-extension-cls", "worker_extension.Extension") if "compressed" in way else ()),
     ]
     facts: dict[str, Any] = {"says": SAYS[way], "environment": WAYS[way], "command": command[1:], "machine": machine}
-    with vault_of(way, arguments, deadline, facts):
-        environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CACHE_ROOT": str(arguments.work / "cache")}
-        environment.update(facts["environment"])
-        server = Server(way, command, arguments.port, environment, logs / f"serve_{way}.log", deadline)
-        serve(way, server, arguments, facts)
+    environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CACHE_ROOT": str(arguments.work / "cache"), **WAYS[way]}
+    server = Server(way, command, arguments.port, environment, logs / f"serve_{way}.log", deadline)
+    serve(way, server, arguments, facts)
     lines = (logs / f"serve_{way}.log").read_text(errors="replace").splitlines()
     facts["log"] = [line.split("] ", 1)[-1] for line in lines if any(word in line for word in WORDS)]
     return facts
@@ -140,7 +113,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--shape", choices=SHAPES, default="32B")
-    parser.add_argument("--ways", default=USUAL, help=f"of {', '.join(WAYS)}, separated by commas")
+    parser.add_argument("--ways", default=",".join(WAYS), help=f"of {', '.join(WAYS)}, separated by commas")
     parser.add_argument("--rounds", type=int, default=5, help="later sleeps")
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.85)
     parser.add_argument(

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import os
-import threading
-import time
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 STANDARD_DEVIATION = 0.02
@@ -46,23 +41,6 @@ class Extension:
         import dummy_weights
 
         return dummy_weights.fill(self.model_runner.model, seed * 1000 + self.rank)
-
-    def fill_unseen(self, when: str, seed: int) -> None:
-        """Write other weights when a file of this name appears; WHEN.RANK goes then. vLLM learns nothing of it."""
-        import torch
-
-        device = torch.cuda.current_device()
-
-        def fill() -> None:
-            torch.cuda.set_device(device)
-            while not Path(when).exists():
-                time.sleep(0.01)
-            self.fill_with_telling_values(seed)
-            to_do.unlink()
-
-        to_do = Path(f"{when}.{self.rank}")
-        to_do.touch()
-        threading.Thread(target=fill, daemon=True).start()
 
     def exchange_kv_blocks(self) -> int:
         """Put each block's bytes in the place of the next one's. Returns how many layers there are.
@@ -104,18 +82,6 @@ class Extension:
     def process_id(self) -> int:
         return os.getpid()
 
-    def variable(self, name: str) -> str | None:
-        """What the worker's environment says."""
-        return os.environ.get(name)
-
-    def gpu_memory_bytes(self) -> int | None:
-        """What this worker alone has on its GPU; `None` where nobody can say."""
-        import torch
-        from model_server import gpu_memory_of_process_bytes
-
-        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-        return gpu_memory_of_process_bytes(f"GPU-{properties.uuid}", os.getpid())
-
     def sums_of_parameters(self) -> dict[str, int]:
         """A checksum of each parameter, as it is on the GPU now."""
         import torch
@@ -125,48 +91,3 @@ class Extension:
             sums[name] = int(parameter.data.contiguous().view(torch.int16).sum(dtype=torch.int64))
         torch.cuda.empty_cache()
         return sums
-
-    def weights_by_segment(self) -> list[dict[str, Any]]:
-        """Of each segment with weights, all awake: its bytes, a checksum of each MiB, and the tensors in it."""
-        from cumem_sleep import _core
-
-        found = []
-        for segment in _core.segments():
-            if segment.tag == "weights":
-                sums = sums_of_mib(segment.address, segment.bytes)
-                found.append({"bytes": segment.bytes, "sums": sums, "tensors": tensors_in(segment)})
-        return found
-
-
-class DeviceMemory:
-    """Bytes of a GPU for whoever reads CUDA's array interface."""
-
-    def __init__(self, address: int, nbytes: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (nbytes // 4,),
-            "typestr": "<i4",
-            "data": (address, False),  # PyTorch refuses what is read-only
-            "version": 3,
-        }
-
-
-def sums_of_mib(address: int, nbytes: int) -> list[int]:
-    import torch
-
-    numbers = torch.as_tensor(DeviceMemory(address, nbytes), device="cuda")
-    sums: list[int] = numbers.view(-1, (1 << 20) // 4).sum(dim=1, dtype=torch.int64).tolist()
-    return sums
-
-
-def tensors_in(segment: Any) -> list[str]:
-    """Type and shape of those that Python knows."""
-    import torch
-
-    found = {}
-    for each in gc.get_objects():
-        with contextlib.suppress(RuntimeError):  # some have no storage
-            if issubclass(type(each), torch.Tensor) and each.is_cuda:
-                offset = each.untyped_storage().data_ptr() - segment.address
-                if 0 <= offset < segment.bytes:
-                    found[offset] = f"{each.dtype} {list(each.shape)}"
-    return [found[offset] for offset in sorted(found)]

@@ -10,11 +10,6 @@ from .results import machine
 from .written import digits, header, row, spread
 
 Facts = dict[str, Any]
-_EXECUTION = {
-    "eager": "without CUDA graphs",
-    "graphs": "with CUDA graphs, not compiled",
-    "compiled": "compiled, with CUDA graphs",
-}
 
 
 def table(result: Facts) -> list[str]:
@@ -26,7 +21,6 @@ def table(result: Facts) -> list[str]:
         for end in ("new", "old")
     )
     command = result["machine"]["command"]
-    graphs = _EXECUTION[result["execution"]]
     given = [f", `{option.partition('=')[2]}`" for option in command.split() if option.startswith("--server-options=")]
 
     def spreads(head: str, seconds_of: Callable[[str], list[float]]) -> str:
@@ -38,8 +32,8 @@ def table(result: Facts) -> list[str]:
     left_out = (f" {titles[name]} was not restarted: {why}." for name, why in restarts["left out"].items())
     return [
         f"**`cumem-sleep serve`**: {len(titles)} models with dummy weights on one GPU, level 1, vLLM"
-        f" {result['machine']['vllm']} {graphs}{''.join(given)}; {one['requests']} requests to models at random, one"
-        f" after the other. {machine(result)}. Seconds, median and range:",
+        f" {result['machine']['vllm']} with CUDA graphs, not compiled{''.join(given)}; {one['requests']} requests to"
+        f" models at random, one after the other. {machine(result)}. Seconds, median and range:",
         "",
         *header(titles.values()),
         spreads("first token after a switch to it", lambda name: [switch["first_token_s"] for switch in to[name]]),

@@ -19,8 +19,6 @@ TITLES = {
     "touched": "cumem-sleep, host memory used before",
     "prepared": "cumem-sleep, `CUMEM_SLEEP_PREPARE=1`",
     "compressed": "the same, `CUMEM_SLEEP_COMPRESS=auto`",
-    "vault": "cumem-sleep, the vault",
-    "vault_compressed": "the same, `CUMEM_SLEEP_COMPRESS=auto`",
     "vllm": "vLLM's own",
 }
 

@@ -1,7 +1,7 @@
 """What vLLM does with sleep mode, scenario by scenario; `benchmarks/vllm_scenarios.py` runs them. One topic a file."""
 
 from . import level_3, parallel, ranks, surviving, vault
-from .registry import ALONE, LIMIT_S, LIMITS_S, OTHER_SHAPES, SCENARIOS, TWO_GPUS, NotHere, scenario
+from .registry import ALONE, LIMIT_S, LIMITS_S, OTHER_SHAPES, SCENARIOS, TWO_GPUS, scenario
 
 __all__ = [
     "ALONE",
@@ -10,7 +10,6 @@ __all__ = [
     "OTHER_SHAPES",
     "SCENARIOS",
     "TWO_GPUS",
-    "NotHere",
     "level_3",
     "parallel",
     "ranks",

@@ -1,14 +1,13 @@
-"""`vllm serve` at level 3 where something is in its way: too little memory, or a second rank."""
+"""`vllm serve` at level 3 where something is in its way: too little memory."""
 
 from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
 
 from .engines import PROMPTS
 from .gate import DEV_MODE, GatedServer
-from .ranks import TENSOR_PARALLEL, asleep, gpu_is_full
+from .ranks import gpu_is_full
 from .registry import Facts, check, scenario, timed
 
 PORT = 8151
@@ -22,31 +21,6 @@ def levels(server: GatedServer) -> list[int]:
     found = [int(float(line.split()[-1])) for line in lines if line.startswith("cumem_sleep_sleep_level{")]
     check("metrics say the level", found)
     return found
-
-
-def refused_level_3(server: GatedServer) -> Any:
-    """Asks a server of two ranks for level 3: it sleeps at level 1, and says why not deeper."""
-    answer = server.expect(200, "POST", "/sleep?level=3")
-    check(f"it stays at level 1: {answer}", answer["level"] == 1)
-    check(f"and names the ranks: {answer}", "rank" in answer["why_not_deeper"])
-    check("all ranks sleep", asleep(server) == [True, True])
-    return answer
-
-
-@scenario(gpus=2, CUMEM_SLEEP_ON_REQUEST="wake", CUMEM_SLEEP_DEEP_AFTER_S=f"{DEEP_AFTER_S:g}", **DEV_MODE)
-def level_3_of_two_ranks(folder: Path) -> Facts:
-    """It stays at level 1, and says why."""
-    facts: Facts = {}
-    with GatedServer(folder, "level_3_ranks", PORT, *TENSOR_PARALLEL) as server:
-        _, before = server.tokens(PROMPTS[0])
-        facts["answer"] = refused_level_3(server)
-        check("tokens of a request that wakes it", server.tokens(PROMPTS[0]) == (200, before))
-        server.expect(200, "POST", "/sleep?level=1")
-        time.sleep(2 * DEEP_AFTER_S)
-        facts["levels after some time"] = levels(server)
-        check(f"it stays at level 1: {facts}", facts["levels after some time"] == [1, 1])
-        check("tokens after that", server.tokens(PROMPTS[0]) == (200, before))
-    return facts
 
 
 @scenario(alone=True, CUMEM_SLEEP_ON_REQUEST="reject", CUMEM_SLEEP_DEEP_AFTER_S=f"{DEEP_AFTER_S:g}", **DEV_MODE)

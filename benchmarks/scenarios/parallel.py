@@ -34,15 +34,6 @@ def engine_of_ranks(folder: Path, **options: Any) -> Any:
     return engine(folder, worker_extension_cls="worker_extension.Extension", **options)
 
 
-def bytes_left(llm: Any, asleep: list[dict[str, Any]], *, is_alone: bool) -> list[int] | None:
-    """What each rank has on its GPU; `None` if nobody can tell it from what others have there."""
-    of_processes: list[int | None] = llm.collective_rpc("gpu_memory_bytes")
-    known = [nbytes for nbytes in of_processes if nbytes is not None]
-    if len(known) == len(asleep):
-        return known
-    return [status["device_used_bytes"] for status in asleep] if is_alone else None
-
-
 def check_weights(llm: Any, before: list[dict[str, int]], level: int) -> None:
     after = llm.collective_rpc("sums_of_parameters")
     differ = [name for a, b in zip(before, after, strict=True) for name in a if a[name] != b[name]]
@@ -70,7 +61,8 @@ def cycles_of_ranks(llm: Any, facts: Facts, *, is_alone: bool = False) -> None:
 
         def look() -> None:
             asleep.extend(statuses(llm))  # noqa: B023  called at once
-            left.extend(bytes_left(llm, asleep, is_alone=is_alone) or ())  # noqa: B023
+            if is_alone:
+                left.extend(status["device_used_bytes"] for status in asleep)  # noqa: B023
 
         before = statuses(llm)
         cycle(llm, facts, level=level, asleep=look)

@@ -17,10 +17,6 @@ LIMIT_S = 360
 LIMITS_S: dict[str, float] = {}  # of those that take longer than most, whatever limit the others have
 
 
-class NotHere(Exception):
-    """The scenario cannot be run on this machine; the text says why."""
-
-
 def scenario(
     *, alone: bool = False, other_shape: bool = False, gpus: int = 1, limit_s: float = 0, **environment: str
 ) -> Callable[[Callable[[Path], Facts]], Callable[[Path], Facts]]:
