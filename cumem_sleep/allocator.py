@@ -11,7 +11,7 @@ import atexit
 import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, ClassVar
 
@@ -38,7 +38,6 @@ from .core.levels import (
 from .core.misspelt import warn_of_misspelt
 from .core.operation import Call, CudaUse, Operation, Operations
 from .core.pools import Pools
-from .core.scopes import scoped
 from .core.segments import awake_in_words, total_bytes
 from .core.tags import DEFAULT_TAG, GRAPH_TAG, UsedTags, checked_tag, tag_or_default
 from .core.tuning import Tuning
@@ -216,7 +215,7 @@ class CuMemAllocator:
 
     # Allocating
 
-    @scoped
+    @contextmanager
     def use_memory_pool(self, tag: str | None = None, *, backup: bool | None = None) -> Iterator[None]:
         """What this thread's PyTorch allocates inside is tagged and can sleep.
 
@@ -242,7 +241,7 @@ class CuMemAllocator:
             yield
             self._pools.warn_of_empty(tag)
 
-    @scoped
+    @contextmanager
     def cudagraph_pool(self) -> Iterator[tuple[int, int]]:
         """Tag what is allocated while a CUDA graph is captured `cudagraph`; gives the id of the pool to capture into.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 
 from . import _core
@@ -13,7 +13,6 @@ from .core.driver import driver_path
 from .core.levels import SegmentGroup, by_plan, with_own_plan
 from .core.operation import Call, CudaUse, Operation, Operations
 from .core.pools import entered
-from .core.scopes import scoped
 from .core.tags import DEFAULT_TAG, UsedTags, checked_tag, tag_or_default
 from .errors import InvalidArgument, InvalidState, check_bool, check_integer
 from .operations.forget import forget
@@ -67,7 +66,7 @@ class Regions:
         self._operations.open()
         return self._within(tag, plan_of(backup))
 
-    @scoped
+    @contextmanager
     def _within(self, tag: str, plan: _core.BackupPlan) -> Iterator[None]:
         with self._operations.cuda.lease(), entered(tag, plan):
             self._tags.add(tag)
@@ -80,7 +79,7 @@ class Regions:
         """
         return self._operations.allocating(DEFAULT_TAG, ordinary=True)
 
-    @scoped
+    @contextmanager
     def graph_pool(
         self, tag: str | None = None, *, backup: bool = False, shared_by: Hashable = None
     ) -> Iterator[tuple[int, int]]:

@@ -84,11 +84,11 @@ class SleepReport:
             graphs, buffers of NCCL, memory of no pool) and by others; 0 where nothing was done, or nobody asked.
         left: about how `left_bytes` is made up, by name. `awake`: memory of this layer. `context`: what was in use when
             this layer first allocated there: the CUDA context, other processes. `nccl`: what came with communicators
-            before that (vLLM's plugin says how much). `modules_and_graphs`: what came with the warm-up
-            (vLLM's) and is still there. `held_elsewhere`: of `freed_bytes`, what did not
-            become free, because another process maps what was exported to it; at most that, since others may also have
-            allocated meanwhile. `rest`: all else, other processes included. An item is missing where nothing is known
-            of it, or what was in use before does not fit into the sum any more.
+            before that, as vLLM's plugin says. `modules_and_graphs`: what came with vLLM's warm-up and is still there.
+            `held_elsewhere`: of `freed_bytes`, what did not become free, because another process maps what was exported
+            to it; at most that, since others may also have allocated meanwhile. `rest`: all else, other processes
+            included. An item is missing where nothing is known of it, or what was in use before does not fit into the
+            sum any more.
         checkpointed_bytes: at level 3, of the CUDA state of this process that left its devices as well.
         why_not_deeper: why a sleep at level 3 stayed at level 1, if it did.
         seconds: the whole call.

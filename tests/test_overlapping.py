@@ -1,16 +1,13 @@
-"""Scopes that do not end in the order in which they began, or not on their thread, or that a signal interrupts."""
+"""Pools that do not end in the order in which they began, or not on their thread; and those of several tasks."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import gc
-import os
 import random
-import signal
 import sys
 import threading
-import types
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
@@ -19,9 +16,7 @@ import pytest
 from support import BACKED_UP, HANGS_S, PAGE, Memory, hooks, in_thread
 
 from cumem_sleep import CuMemAllocator, InvalidArgument, InvalidState, _core
-from cumem_sleep.core import scopes
-from cumem_sleep.integrations.torch_memory_saver import TorchMemorySaver, configure_subprocess
-from cumem_sleep.integrations.torch_memory_saver.environment import changed
+from cumem_sleep.integrations.torch_memory_saver import TorchMemorySaver
 
 Label = tuple[str, _core.BackupPlan]
 Scope = Callable[[CuMemAllocator, str], AbstractContextManager[object]]
@@ -317,94 +312,6 @@ class TestThreads:
         assert_outside()
 
 
-class TestSignalHandlersThatRaise:
-    """At every line of entering, and after every call of a C function of entering and leaving."""
-
-    FILES = (os.path.join("cumem_sleep", ""), "contextlib.py")
-
-    def interrupted_at(self, number: int, work: Callable[[], object], wanted: tuple[str, ...]) -> bool:
-        """Whether there were so many places; then `work` was interrupted there."""
-        seen = 0
-
-        def reach(frame: types.FrameType, event: str, _: object) -> Callable[..., object] | None:
-            nonlocal seen
-            if not any(part in frame.f_code.co_filename for part in self.FILES):
-                return None
-            if event in wanted and frame.f_code.co_name not in ("__exit__", "__del__"):
-                seen += 1
-                if seen == number + 1:
-                    sys.settrace(None)
-                    sys.setprofile(None)
-                    signal.raise_signal(signal.SIGUSR1)
-            return reach
-
-        def handle(*_: object) -> None:
-            raise KeyboardInterrupt
-
-        before = signal.signal(signal.SIGUSR1, handle)
-        sys.setprofile(reach) if wanted == ("c_return",) else sys.settrace(reach)
-        try:
-            work()
-        finally:
-            sys.settrace(None)
-            sys.setprofile(None)
-            signal.signal(signal.SIGUSR1, before)
-        return seen > number
-
-    @pytest.mark.sim  # PyTorch does not survive everywhere that a pool of its own is interrupted as it is made
-    @pytest.mark.parametrize("wanted", [("line",), ("c_return",)])
-    def test_leave_no_label(self, scope: MakeScope, wanted: tuple[str, ...]) -> None:
-        def nest() -> None:
-            with scope("outer"), scope("kv_cache"):
-                sys.settrace(None)
-
-        number, interrupted = 0, True
-        while interrupted:
-            interrupted = False
-            try:
-                interrupted = self.interrupted_at(number, nest, wanted)
-            except KeyboardInterrupt:
-                interrupted = True
-                # While the exception is there, whose traceback holds every frame.
-                assert (_core.thread_tag(), _core.thread_backup()) == NO_LABEL, number
-                assert label_of_hook() == NO_LABEL, number
-            assert (_core.thread_tag(), _core.thread_backup()) == NO_LABEL, number
-            number += 1
-        assert number > 8
-        assert_outside()
-
-    def test_a_scope_that_is_interrupted_as_it_is_entered_or_left_has_ended(self) -> None:
-        ended: list[str] = []
-
-        @scopes.scoped
-        def hold() -> Iterator[str]:
-            try:
-                yield "given"
-            finally:
-                ended.append("ended")
-
-        class Interrupted:
-            """In the place of the generator: the signal comes when it has run, and before its caller goes on."""
-
-            def __init__(self, generator: Iterator[str]) -> None:
-                self.generator = generator
-                self.close = generator.close  # type: ignore[attr-defined]
-
-            def __next__(self) -> str:
-                next(self.generator)
-                raise KeyboardInterrupt
-
-        scope = hold()
-        scope.gen = Interrupted(scope.gen)  # type: ignore[assignment]
-        with pytest.raises(KeyboardInterrupt) as kept, scope:
-            pytest.fail("it was not entered")
-        assert ended == ["ended"]
-        assert kept.value is not None
-        with hold() as given:
-            assert given == "given"
-        assert ended == ["ended", "ended"]
-
-
 class TestTheSaversNativeInterface:
     def test_backends_that_end_in_another_order(self, allocator: CuMemAllocator) -> None:
         native = TorchMemorySaver()._initialized()
@@ -433,48 +340,6 @@ class TestTheSaversNativeInterface:
         native.tms_set_interesting_region(True)
         assert not native.tms_get_interesting_region()
         assert_outside()
-
-
-class TestEnvironmentVariables:
-    @pytest.mark.parametrize("before", [None, "", "/other.so"])
-    @pytest.mark.parametrize("first_to_leave", [0, 1])
-    def test_are_as_before_after_threads_that_overlap(
-        self, monkeypatch: pytest.MonkeyPatch, before: str | None, first_to_leave: int
-    ) -> None:
-        monkeypatch.setenv("LD_PRELOAD", before or "")
-        if before is None:
-            monkeypatch.delenv("LD_PRELOAD")
-        entered = [threading.Event(), threading.Event()]
-        leave = [threading.Event(), threading.Event()]
-
-        def run(number: int) -> None:
-            with configure_subprocess():
-                assert "torch_memory_saver_hook" in os.environ["LD_PRELOAD"]
-                entered[number].set()
-                assert leave[number].wait(HANGS_S)
-
-        threads = [threading.Thread(target=run, args=(number,)) for number in range(2)]
-        for thread, event in zip(threads, entered, strict=True):
-            thread.start()
-            assert event.wait(HANGS_S)
-        for number in (first_to_leave, 1 - first_to_leave):
-            assert "torch_memory_saver_hook" in os.environ["LD_PRELOAD"]
-            leave[number].set()
-            threads[number].join(HANGS_S)
-        assert os.environ.get("LD_PRELOAD") == before
-
-    def test_have_the_value_of_the_one_entered_last_of_those_that_are_there(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setenv("SOMETHING", "before")
-        first, second = changed("SOMETHING", "first"), changed("SOMETHING", "second")
-        first.__enter__()
-        second.__enter__()
-        assert os.environ["SOMETHING"] == "second"
-        in_thread(lambda: first.__exit__(None, None, None))
-        assert os.environ["SOMETHING"] == "second"
-        second.__exit__(None, None, None)
-        assert os.environ["SOMETHING"] == "before"
 
 
 class TestRandomHistories:

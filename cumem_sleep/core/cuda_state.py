@@ -7,12 +7,12 @@ deeper; and when the last one ends, the time until level 3 is counted anew.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 
 from .. import _core
 from ..errors import CumemSleepError
 from . import log
-from .scopes import scoped
 from .segments import everything_sleeps
 
 
@@ -51,7 +51,7 @@ class CudaState:
         """Whether the process is at level 3, or goes there by itself at some time."""
         return _core.driver_calls_suspended() or ((timer := self._timer) is not None and timer.running)
 
-    @scoped
+    @contextmanager
     def lease(self) -> Iterator[None]:
         """Put this around calls of the driver, this layer's or others'; without the lock.
 

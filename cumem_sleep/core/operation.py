@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, Generic, TypeVar, cast
@@ -22,7 +22,6 @@ from . import log
 from .cuda_state import CudaState
 from .driver import open_driver
 from .pools import Pools, entered
-from .scopes import scoped
 from .torch_pools import TorchPools
 
 _Result = TypeVar("_Result")
@@ -247,7 +246,7 @@ class Operations:
 
     # Allocating
 
-    @scoped
+    @contextmanager
     def allocating(
         self, tag: str, backup: _core.BackupPlan = _core.BackupPlan.BY_LEVEL, *, ordinary: bool = False
     ) -> Iterator[None]:
@@ -265,7 +264,7 @@ class Operations:
         if not ordinary:
             self.left_pool()
 
-    @scoped
+    @contextmanager
     def capturing(
         self, call: str, tag: str, backup: _core.BackupPlan = _core.BackupPlan.BY_LEVEL
     ) -> Iterator[TorchPools]:

@@ -12,11 +12,10 @@ import ctypes
 import importlib.util
 import threading
 from collections.abc import Hashable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from .. import _core
-from .scopes import scoped
 
 OLDEST_TORCH = (2, 8)
 # From this version on (seen with 2.11) such pools simply do not use them.
@@ -46,7 +45,7 @@ class TorchPools:
         self._inside: set[object] = set()  # one for each
         self._version = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
-    @scoped
+    @contextmanager
     def use(self) -> Iterator[None]:
         """What this thread allocates inside comes from the layer's hooks, on every visible device."""
         try:
@@ -55,7 +54,7 @@ class TorchPools:
         finally:
             self.trim()
 
-    @scoped
+    @contextmanager
     def leave(self) -> Iterator[None]:
         """The opposite: it comes from PyTorch's own allocator, although the thread is in a pool of ours.
 
@@ -70,7 +69,7 @@ class TorchPools:
             with self._in_new_pools(ordinary=True):
                 self.trim()
 
-    @scoped
+    @contextmanager
     def _in_new_pools(self, *, ordinary: bool = False) -> Iterator[None]:
         pools: list[tuple[int, Any]] = []
         try:
@@ -118,7 +117,7 @@ class TorchPools:
         pool_id: tuple[int, int] = self._graph_pools[key].id
         return pool_id
 
-    @scoped
+    @contextmanager
     def pool_of_one_graph(self) -> Iterator[tuple[int, int]]:
         """The id of a pool for the graph that is captured inside: its memory is free once the graph is gone."""
         device = self._torch.cuda.current_device()
@@ -176,7 +175,7 @@ class TorchPools:
         _make_immortal(pool)
         self._torch._C._cuda_releasePool(device, pool.id)
 
-    @scoped
+    @contextmanager
     def _without_expandable_segments(self) -> Iterator[None]:
         """Older PyTorch refuses a pool with an allocator of its own beside expandable segments (pytorch#147851)."""
         if self._version >= POOLS_IGNORE_EXPANDABLE_SEGMENTS:

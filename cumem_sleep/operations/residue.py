@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 
 from .. import _core
-from ..core.scopes import scoped
 from ..errors import CumemSleepError
 
 
@@ -34,7 +33,7 @@ class Residue:
             with suppress(CumemSleepError), _core.RelaxedCapture():  # a thread may be capturing a graph
                 self._before |= not_ours([device])
 
-    @scoped
+    @contextmanager
     def warm_up(self) -> Iterator[None]:
         """Put this around code that loads modules and captures graphs. Of several that overlap all counts once."""
         if not self._warm_ups:

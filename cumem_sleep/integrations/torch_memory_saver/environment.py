@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Iterator, Mapping
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from ...core import preload
-from ...core.scopes import scoped
 from ...errors import InvalidArgument, VaultError
 from ...settings import Settings
 from ...vault.client import VaultClient
@@ -117,11 +115,9 @@ def _flag(environment: Mapping[str, str], name: str) -> bool:
     return text in _TRUE
 
 
-@scoped
+@contextmanager
 def configure_subprocess(library: Path | None = None) -> Iterator[None]:
-    """Processes that are started inside get the hook in front of cudaMalloc, before what LD_PRELOAD names already.
-
-    Threads that are not inside start theirs with it, too, as long as one is.
+    """Processes that are started inside, by any thread, get the hook in front of cudaMalloc, before other libraries.
 
     Args:
         library: instead of the hook; None: the hook.
@@ -131,39 +127,15 @@ def configure_subprocess(library: Path | None = None) -> Iterator[None]:
         yield
 
 
-@scoped
+@contextmanager
 def changed(name: str, value: str) -> Iterator[None]:
-    """An environment variable has this value inside.
-
-    It is the whole process's: of blocks that overlap, the one entered last counts, and the last one to end puts back
-    what was there before the first.
-    """
-    block = object()
+    """An environment variable, which is the whole process's, has this value inside."""
+    before = os.environ.get(name)
+    os.environ[name] = value
     try:
-        with _lock:
-            _values.setdefault(name, {None: os.environ.get(name)})[block] = value
-            os.environ[name] = value
         yield
     finally:
-        try:
-            _take_back(name, block)
-        except BaseException:  # of a signal handler, half-way
-            _take_back(name, block)
-            raise
-
-
-_lock = threading.RLock()  # signal handlers, and what the garbage collector closes, come here too
-_values: dict[str, dict[object, str | None]] = {}  # of variables that are changed, by block; None: what was before
-
-
-def _take_back(name: str, block: object) -> None:
-    with _lock:
-        values = _values.get(name, {None: os.environ.get(name)})
-        values.pop(block, None)
-        value = values[next(reversed(values))]
-        if value is None:
-            os.environ.pop(name, None)
+        if before is None:
+            del os.environ[name]
         else:
-            os.environ[name] = value
-        if len(values) == 1:
-            _values.pop(name, None)
+            os.environ[name] = before

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +13,6 @@ from typing import Any
 from ... import _core
 from ...allocator import CuMemAllocator
 from ...core.pools import entered
-from ...core.scopes import scoped
 from ...core.tags import DEFAULT_TAG
 from .environment import MMAP, check_backend, is_backed_up
 
@@ -89,14 +88,14 @@ class Native:
         labelled = allocator.regions.use_without_pool(tag, backup=backup)
         return self._entered(labelled, tag, cpu_backup_backend, backup=backup)
 
-    @scoped
+    @contextmanager
     def _entered(
         self, labelled: AbstractContextManager[None], tag: str, backend: str | None, *, backup: bool
     ) -> Iterator[None]:
         with labelled, self.backend(tag, backend, backup=backup):
             yield
 
-    @scoped
+    @contextmanager
     def backend(self, tag: str, backend: str | None, *, backup: bool) -> Iterator[None]:
         """Within a region: the backend that was named for it. That the task has left the region ends with it, too."""
         region = self._enter(backend)

@@ -6,12 +6,11 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any, cast
 
 from ...allocator import CuMemAllocator
 from ...core import log, preload
-from ...core.scopes import scoped
 from ...core.tags import DEFAULT_TAG
 from ...errors import CumemSleepError, InvalidArgument, InvalidState, OutOfDeviceMemory
 from .environment import Environment, check_backend, check_vault_spills, is_backed_up
@@ -35,7 +34,7 @@ class TorchMemorySaver:
 
     # Regions
 
-    @scoped
+    @contextmanager
     def region(
         self,
         tag: str = DEFAULT_TAG,
@@ -59,7 +58,7 @@ class TorchMemorySaver:
         ):
             yield
 
-    @scoped
+    @contextmanager
     def cuda_graph(
         self,
         cuda_graph: Any,
@@ -100,7 +99,7 @@ class TorchMemorySaver:
         ):
             yield
 
-    @scoped
+    @contextmanager
     def disable(self) -> Iterator[None]:
         """What this thread's PyTorch allocates inside is ordinary memory.
 
