@@ -34,7 +34,6 @@ from typing import Any
 
 from checkpoints import SHAPES, write_config
 from ending import end
-from layers import SIMULATED
 from model_server import HOST, Answer, Deadline, completion, exit_on_sigterm, read_completion
 from record import machine_apart, touch_host_memory
 
@@ -274,18 +273,14 @@ def write_models(arguments: argparse.Namespace, file: Path) -> None:
     models: Facts = {}
     for name, (shape, options) in arguments.models.items():
         write_config(arguments.work / shape, SHAPES[shape])
-        command = [*shlex.split(arguments.server_command), str(arguments.work / shape)]
-        if not arguments.server_command:
-            command = [str(vllm_command(arguments.work)), "serve", str(arguments.work / shape)]
-            command += ["--load-format", "dummy", "--skip-tokenizer-init", "--max-model-len", "4096", "--seed", "0"]
-            command += ["--no-enable-prefix-caching", "--middleware", "cumem_sleep.vllm.SleepGate"]
-            command += ["--gpu-memory-utilization", str(arguments.gpu_memory_utilization), *options]
-            command += [*EXECUTION, *shlex.split(" ".join(arguments.server_options))]
-        else:
-            command += ["--uds", "{socket}", "--served-model-name", name]
+        command = [str(vllm_command(arguments.work)), "serve", str(arguments.work / shape)]
+        command += ["--load-format", "dummy", "--skip-tokenizer-init", "--max-model-len", "4096", "--seed", "0"]
+        command += ["--no-enable-prefix-caching", "--middleware", "cumem_sleep.vllm.SleepGate"]
+        command += ["--gpu-memory-utilization", str(arguments.gpu_memory_utilization), *options]
+        command += [*EXECUTION, *shlex.split(" ".join(arguments.server_options))]
         models[name] = {
             "engine": "vllm",
-            "command": shlex.join(command).replace("'{socket}'", "{socket}"),
+            "command": shlex.join(command),
             "idle": "never",
             "levels": [1],
         }
@@ -295,10 +290,6 @@ def write_models(arguments: argparse.Namespace, file: Path) -> None:
         model["env"] = environment
     front = {"port": arguments.port, "admin_token": TOKEN}
     whole = {"front": front, "logs": str(arguments.out.parent / "logs"), "models": models}
-    if SIMULATED or arguments.server_command:
-        whole["host_memory"] = "8GiB"
-        for model in models.values():
-            model["host_memory"] = "1GiB"  # such servers do not say what they need
     file.write_text(json.dumps(whole, indent=2))
 
 
@@ -364,9 +355,8 @@ def run(arguments: argparse.Namespace, facts: Facts, save: Callable[[], None]) -
     arguments.port = arguments.port or free_port()
     arguments.work.mkdir(parents=True, exist_ok=True)
     file, log = arguments.work / "models.yaml", arguments.out.with_name("serve_models.log")
-    if not facts["machine"].get("simulated"):
-        # The front looks up what the host has left. Some virtual machines show only what has been used.
-        touch_host_memory(TOUCHED_BYTES)
+    # The front looks up what the host has left. Some virtual machines show only what has been used.
+    touch_host_memory(TOUCHED_BYTES)
     deadline, names = Deadline(arguments.deadline), list(arguments.models)
     bench = Bench(Endpoint(arguments.port), deadline, random.Random(arguments.seed), names, facts)
     phases: dict[str, Callable[[], Facts]] = {
@@ -447,12 +437,11 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("/tmp/serve-models"), help="folder for configurations")
     parser.add_argument("--deadline", type=float, default=540, help="seconds that all of it may take (%(default)s)")
     parser.add_argument("--port", type=int, default=0, help="of the front (default: any that is free)")
-    parser.add_argument("--server-command", default="", help="instead of vLLM's; its results are marked as simulated")
     arguments = parser.parse_args()
     exit_on_sigterm()
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     facts: Facts = {
-        "machine": {"simulated": True} if SIMULATED or arguments.server_command else machine_apart("vllm"),
+        "machine": machine_apart("vllm"),
         "models": {name: [shape, *options] for name, (shape, options) in arguments.models.items()},
         "execution": "graphs",
         "failed": {},

@@ -293,8 +293,7 @@ def main() -> None:
     facts = machine_apart("vllm")
     shape = SHAPES[arguments.shape]
     nbytes = kv_bytes(arguments.shape, arguments.tokens, arguments.kv_dtype)
-    if not facts.get("simulated"):
-        touch_host_memory(shape.weights_bytes + nbytes + 4 * GIB)
+    touch_host_memory(shape.weights_bytes + nbytes + 4 * GIB)
     parallel = {
         "tensor_parallel_size": arguments.tensor_parallel,
         "pipeline_parallel_size": arguments.pipeline_parallel,

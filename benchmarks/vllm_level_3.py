@@ -59,7 +59,6 @@ ANSWERS: dict[str, Callable[[str], bool]] = {
     "/v1/models": lambda said: len(json.loads(said)["data"]) == 1,
 }
 BUILT = re.compile("Graph capturing finished|torch.compile|Dynamo|[Cc]ompil(?:ing|ed) (?:a|the) graph")
-WORDS = ("cumem-sleep:", "Graph capturing finished", "init engine", "level 3", "Available KV cache")
 
 
 class Failed(Exception):
@@ -381,7 +380,6 @@ def measure(bench: Bench, name: str, with_second: bool, count: int) -> None:
             for number, each in enumerate(shapes)
         ]
         for each in servers:
-            ends.callback(keep_log, each, facts)
             ends.callback(each.server.stop)
         first = servers[0]
         if step(bench, facts, "first", first.start):
@@ -398,12 +396,6 @@ def measure(bench: Bench, name: str, with_second: bool, count: int) -> None:
             step(bench, facts, "end", lambda: first.end(facts))
     facts["gpu_left_bytes"] = before - settled(bench.gpu)
     bench.save()
-
-
-def keep_log(sleeper: Sleeper, facts: Facts) -> None:
-    if sleeper.server.log.exists():
-        lines = sleeper.server.log.read_text(errors="replace").splitlines()
-        facts.setdefault("log", {})[sleeper.name] = [line for line in lines if any(word in line for word in WORDS)]
 
 
 # The command

@@ -28,9 +28,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from scenarios import ALONE, LIMIT_S, LIMITS_S, OTHER_SHAPES, SCENARIOS, TWO_GPUS, scenario
-
-__all__ = ["ALONE", "LIMITS_S", "LIMIT_S", "OTHER_SHAPES", "SCENARIOS", "TWO_GPUS", "main", "scenario"]
+from scenarios import ALONE, LIMIT_S, LIMITS_S, OTHER_SHAPES, SCENARIOS, TWO_GPUS
 
 
 def run_one(name: str, result: Path, folder: Path) -> None:

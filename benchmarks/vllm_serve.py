@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import statistics
 import sys
 import time
@@ -56,7 +55,7 @@ def measure(
     way: str, arguments: argparse.Namespace, deadline: Deadline, logs: Path, machine: dict[str, Any]
 ) -> dict[str, Any]:
     command = [
-        *(shlex.split(arguments.server_command) if arguments.server_command else SERVE),
+        *SERVE,
         str(arguments.work / arguments.shape),
         *("--load-format", "dummy", "--skip-tokenizer-init", "--enable-sleep-mode", "--max-model-len", "4096"),
         *("--gpu-memory-utilization", str(arguments.gpu_memory_utilization), "--seed", "0"),
@@ -67,12 +66,7 @@ def measure(
     environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CACHE_ROOT": str(arguments.work / "cache"), **WAYS[way]}
     server = Server(way, command, arguments.port, environment, logs / f"serve_{way}.log", deadline)
     serve(way, server, arguments, facts)
-    lines = (logs / f"serve_{way}.log").read_text(errors="replace").splitlines()
-    facts["log"] = [line.split("] ", 1)[-1] for line in lines if any(word in line for word in WORDS)]
     return facts
-
-
-WORDS = ("cumem-sleep:", "CuMemAllocator:", "Sleep mode freed", "It took", "Graph capturing finished", "init engine")
 
 
 def serve(way: str, server: Server, arguments: argparse.Namespace, facts: dict[str, Any]) -> None:
@@ -122,11 +116,10 @@ def main() -> None:
     parser.add_argument("--deadline", type=float, default=560, help="seconds that all of it may take")
     parser.add_argument("--pause", type=float, default=3, help="seconds between a sleep and a late wake")
     parser.add_argument("--port", type=int, default=8070)
-    parser.add_argument("--server-command", help="instead of vLLM's; its results are marked as simulated")
     arguments = parser.parse_args()
     if unknown := set(arguments.ways.split(",")) - set(WAYS):
         parser.error(f"--ways: {', '.join(sorted(unknown))}: no such way; there are {', '.join(WAYS)}")
-    machine = {"simulated": True, "vllm": "none"} if arguments.server_command else machine_apart("vllm")
+    machine = machine_apart("vllm")
     exit_on_sigterm()
     deadline = Deadline(arguments.deadline)
     write_config(arguments.work / arguments.shape, SHAPES[arguments.shape])
