@@ -33,14 +33,6 @@ class CudaThreadState {
         CUstreamCaptureMode mode = mode_;
         if (has_mode_) driver_->exchange_capture_mode.attempt(&mode);
     }
-    // Leaves the thread as a new one is; false if it could not, or if this object does not know how it is.
-    static bool reset() {
-        if (!Driver::is_open() || Driver::is_forked()) return false;
-        CUstreamCaptureMode mode = CU_STREAM_CAPTURE_MODE_GLOBAL;
-        const Driver& driver = Driver::get();
-        return driver.ctx_set_current.attempt(nullptr) == CUDA_SUCCESS &&
-               driver.exchange_capture_mode.attempt(&mode) == CUDA_SUCCESS;
-    }
 
   private:
     const Driver* driver_;
@@ -49,99 +41,16 @@ class CudaThreadState {
     bool has_mode_ = false;
 };
 
-// One call on a thread that nothing else uses meanwhile, which gets the caller's context variables and CUDA's
-// per-thread state. Once started, it must have ended before this object is destroyed. All is called by the caller, with
-// the interpreter lock held.
-class Operation {
-  public:
-    explicit Operation(const py::object& work)
-        : work_(work), variables_(py::reinterpret_steal<py::object>(PyContext_CopyCurrent())) {
-        if (!variables_) throw py::error_already_set();
+using Error = std::unique_ptr<py::error_already_set>;
+
+// What Python has just raised; null if there is no memory for it.
+Error raised() noexcept {
+    try {
+        return std::make_unique<py::error_already_set>();
+    } catch (const std::exception&) {
+        PyErr_Clear();
+        return nullptr;
     }
-
-    // Whether this thread may have one: not if it is the layer's own, nor while Python exits.
-    static bool is_possible() { return !thread_role.stopping && !thread_role.worker && !is_finalizing(); }
-
-    // False if no thread can be started. Otherwise waits, as `outcome`: if it took the interpreter lock before, the
-    // thread would have to wait for that.
-    bool start() {
-        const WithoutInterpreter unlocked;
-        try {
-            thread_.start([this] { return perform(); });
-        } catch (const std::exception&) {
-            return false;
-        }
-        wait();
-        return true;
-    }
-
-    // Waits until it has ended; returns what it returned, or throws what it raised. While the operation itself waits
-    // for others, signal handlers run. If one raises, the operation is asked to stop, and that is thrown when it has
-    // ended.
-    py::object outcome() {
-        Error of_handler;
-        while (!thread_.has_ended()) {
-            if (stopping_.callers_turn.exchange(false) && !of_handler && handlers_raise()) {
-                of_handler = std::make_unique<py::error_already_set>();
-                stopping_.is_asked = true;
-            }
-            const WithoutInterpreter unlocked;
-            wait();
-        }
-        if (const Error& error = of_handler ? of_handler : error_) throw py::error_already_set(*error);
-        if (!result_) throw std::bad_alloc();
-        return std::move(result_);
-    }
-
-  private:
-    using Error = std::unique_ptr<py::error_already_set>;
-
-    // Until it has ended, or signal handlers are to run. Without the interpreter lock.
-    void wait() {
-        do thread_.wait(kBetweenLooks);
-        while (!thread_.has_ended() && !stopping_.callers_turn);
-    }
-
-    // Returns whether the thread is left as it was.
-    bool perform() noexcept {
-        try {
-            cuda_.apply();
-            thread_role.stopping = &stopping_;
-            const PyGILState_STATE state = PyGILState_Ensure();
-            const bool entered = PyContext_Enter(variables_.ptr()) == 0;
-            result_ = py::reinterpret_steal<py::object>(entered ? PyObject_CallNoArgs(work_.ptr()) : nullptr);
-            if (!result_) keep_error();
-            if (entered && PyContext_Exit(variables_.ptr()) != 0) PyErr_Clear();
-            PyGILState_Release(state);
-            thread_role.stopping = nullptr;
-            return CudaThreadState::reset();
-        } catch (abi::__forced_unwind&) {
-            stay_until_the_process_ends();
-        }
-    }
-
-    void keep_error() noexcept {
-        try {
-            error_ = std::make_unique<py::error_already_set>();
-        } catch (const std::exception&) {  // no memory for it: `outcome` says so
-            PyErr_Clear();
-        }
-    }
-
-    const py::object& work_;
-    const py::object variables_;
-    const CudaThreadState cuda_;
-    Stopping stopping_;
-    OperationThread thread_;
-    py::object result_;
-    Error error_;
-};
-
-// Where no thread can be started, or this one may have none, on this one.
-py::object run_apart(const py::object& work) {
-    if (!Operation::is_possible()) return work();
-    Operation operation(work);
-    return operation.start() ? operation.outcome() : work();
 }
 
 }  // namespace
@@ -191,13 +100,54 @@ bool OperationLock::held_by_this_thread() {
 
 PyObject* OperationLock::run(PyObject* called) {
     const auto work = py::reinterpret_borrow<py::object>(called);
-    return (held_by_this_thread() ? work() : run_apart(work)).release().ptr();
+    if (thread_role.stopping || thread_role.worker || is_finalizing() || held_by_this_thread())
+        return work().release().ptr();
+    const auto variables = py::reinterpret_steal<py::object>(PyContext_CopyCurrent());
+    if (!variables) throw py::error_already_set();
+    const CudaThreadState cuda;
+    Stopping stopping;
+    Event ended;
+    py::object result;
+    Error error, of_handler;
+    std::thread thread;
+    try {
+        thread = start_thread("cumem-operation", [&] {
+            try {
+                cuda.apply();
+                thread_role.stopping = &stopping;
+                const PyGILState_STATE state = PyGILState_Ensure();
+                const bool entered = PyContext_Enter(variables.ptr()) == 0;
+                result = py::reinterpret_steal<py::object>(entered ? PyObject_CallNoArgs(work.ptr()) : nullptr);
+                if (!result) error = raised();
+                if (entered && PyContext_Exit(variables.ptr()) != 0) PyErr_Clear();
+                PyGILState_Release(state);
+                ended.set();
+            } catch (abi::__forced_unwind&) {
+                stay_until_the_process_ends();
+            }
+        });
+    } catch (const std::exception&) {
+        return work().release().ptr();
+    }
+    while (!ended.is_set()) {
+        if (stopping.callers_turn.exchange(false) && !of_handler && handlers_raise()) {
+            of_handler = raised();
+            stopping.is_asked = true;
+        }
+        const WithoutInterpreter unlocked;
+        while (!ended.wait(kBetweenLooks) && !stopping.callers_turn) continue;
+        if (ended.is_set()) thread.join();
+    }
+    if (const Error& first = of_handler ? of_handler : error) throw py::error_already_set(*first);
+    if (!result) throw std::bad_alloc();
+    return result.release().ptr();
 }
 
 bool run_callback(PyObject* called) {
+    static OperationLock lock;  // that nobody has
     const auto work = py::reinterpret_borrow<py::object>(called);
     try {
-        run_apart(work);
+        Py_DECREF(lock.run(called));
         return true;
     } catch (py::error_already_set& error) {
         if (error.matches(PyExc_Exception)) {

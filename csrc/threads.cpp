@@ -29,15 +29,14 @@ struct Started {
 // Needs no destructor, for which the C library would allocate.
 thread_local Started* started_here = nullptr;
 
-// Locked during a fork, whose child would otherwise find it locked for ever if another thread had it just then.
 std::mutex at_work_mutex;
 Started* at_work = nullptr;
 
 class AtWork {
   public:
-    AtWork() : thread_(*started_here) {
+    explicit AtWork(Started& thread) : thread_(thread) {
+        started_here = &thread_;
         std::lock_guard<std::mutex> lock(at_work_mutex);
-        thread_.before = nullptr;
         thread_.after = std::exchange(at_work, &thread_);
         if (thread_.after) thread_.after->before = &thread_;
     }
@@ -45,6 +44,7 @@ class AtWork {
         std::lock_guard<std::mutex> lock(at_work_mutex);
         (thread_.before ? thread_.before->after : at_work) = thread_.after;
         if (thread_.after) thread_.after->before = thread_.before;
+        started_here = nullptr;
     }
     AtWork(const AtWork&) = delete;
     AtWork& operator=(const AtWork&) = delete;
@@ -71,21 +71,9 @@ class SignalsBlocked {
     sigset_t before_;
 };
 
-std::thread new_thread(const std::string& name, std::function<void()> work) {
-    for (int allowed = threads_allowed; allowed >= 0;) {
-        if (allowed == 0)
-            throw std::system_error(std::make_error_code(std::errc::resource_unavailable_try_again), "refused");
-        if (threads_allowed.compare_exchange_weak(allowed, allowed - 1)) break;
-    }
-    auto started = std::make_unique<Started>(name);
-    const SignalsBlocked blocked;
-    return std::thread([started = std::move(started), work = std::move(work)] {
-        started_here = started.get();
-        pthread_setname_np(pthread_self(), started->name.c_str());
-        work();
-        started_here = nullptr;
-    });
-}
+// Locked during a fork, whose child would otherwise find it locked for ever if another thread had it just then.
+[[maybe_unused]] const int registered =
+    pthread_atfork([] { at_work_mutex.lock(); }, [] { at_work_mutex.unlock(); }, [] { at_work_mutex.unlock(); });
 
 }  // namespace
 
@@ -104,84 +92,18 @@ bool Event::wait(std::chrono::nanoseconds at_most) const noexcept {
 }
 
 std::thread start_thread(const std::string& name, std::function<void()> work) {
-    return new_thread(name, [work = std::move(work)] {
-        const AtWork here;
+    for (int allowed = threads_allowed; allowed >= 0;) {
+        if (allowed == 0)
+            throw std::system_error(std::make_error_code(std::errc::resource_unavailable_try_again), "refused");
+        if (threads_allowed.compare_exchange_weak(allowed, allowed - 1)) break;
+    }
+    auto started = std::make_unique<Started>(name);
+    const SignalsBlocked blocked;
+    return std::thread([started = std::move(started), work = std::move(work)] {
+        const AtWork here(*started);
+        pthread_setname_np(pthread_self(), started->name.c_str());
         work();
     });
-}
-
-// A thread that has done its work and waits for more.
-class IdleThread {
-  public:
-    // Null if none waits. Whoever gets one gives it work.
-    static IdleThread* take() { return threads_allowed < 0 ? waiting.exchange(nullptr) : nullptr; }
-
-    void give(OperationThread& operation) {
-        operation_ = &operation;
-        has_work_.set();
-    }
-
-    // False if another one waits already.
-    bool offer() {
-        IdleThread* none = nullptr;
-        return kForgottenByForks && threads_allowed < 0 && waiting.compare_exchange_strong(none, this);
-    }
-    // Once it was offered: the next operation, or null if none came.
-    OperationThread* wait() {
-        has_work_.wait(kAtMost);
-        IdleThread* still = this;
-        if (waiting.compare_exchange_strong(still, nullptr)) return nullptr;
-        while (!has_work_.wait(kBetweenLooks)) continue;  // whoever took it is about to give it work
-        return operation_;
-    }
-
-    static void serve(OperationThread* operation) {
-        while (operation) {
-            bool is_as_before = false;
-            {
-                const AtWork here;
-                is_as_before = operation->work_();
-            }
-            IdleThread mine;
-            const bool stays = is_as_before && mine.offer();  // before the caller can begin the next operation
-            operation->stays_ = stays;
-            operation->ended_.set();
-            operation = stays ? mine.wait() : nullptr;
-        }
-    }
-
-  private:
-    static constexpr std::chrono::seconds kAtMost{1};
-    static const bool kForgottenByForks;      // a child has only the memory of its parent's thread
-    static std::atomic<IdleThread*> waiting;  // without a mutex, which a fork could find locked
-
-    OperationThread* operation_ = nullptr;
-    Event has_work_;
-};
-
-std::atomic<IdleThread*> IdleThread::waiting{nullptr};
-const bool IdleThread::kForgottenByForks = pthread_atfork([] { at_work_mutex.lock(); }, [] { at_work_mutex.unlock(); },
-                                                          [] {
-                                                              waiting = nullptr;
-                                                              at_work_mutex.unlock();
-                                                          }) == 0;
-
-void OperationThread::start(std::function<bool()> work) {
-    work_ = std::move(work);
-    if (IdleThread* const idle = IdleThread::take())
-        idle->give(*this);
-    else
-        thread_ = new_thread("cumem-operation", [this] { IdleThread::serve(this); });
-}
-
-void OperationThread::wait(std::chrono::nanoseconds at_most) {
-    if (has_ended_ || !ended_.wait(at_most)) return;
-    has_ended_ = true;
-    if (!thread_.joinable()) return;
-    if (stays_)
-        thread_.detach();
-    else
-        thread_.join();
 }
 
 std::vector<std::string> thread_names() {

@@ -32,36 +32,13 @@ class Event {
 // std::bad_alloc, if no thread can be started.
 std::thread start_thread(const std::string& name, std::function<void()> work);
 
-// One piece of work on a thread named `cumem-operation`, started as above. When that is done the thread waits for more
-// work of this kind, a second at most, because to start and to end one takes longer than a small operation. So the work
-// leaves the thread's state as it was, and returns whether it could; if not, the thread ends. At most one waits.
-//
-// Once started, the work must have ended before this object is destroyed.
-class OperationThread {
-  public:
-    // Throws as `start_thread`.
-    void start(std::function<bool()> work);
-    // Waits as `Event::wait`.
-    void wait(std::chrono::nanoseconds at_most);
-    bool has_ended() const noexcept { return has_ended_; }
-
-  private:
-    friend class IdleThread;
-
-    std::function<bool()> work_;
-    Event ended_;
-    bool stays_ = false;  // known once it has ended
-    bool has_ended_ = false;
-    std::thread thread_;  // unless one had waited
-};
-
 // The name of this thread, if it was started here, or "".
 const char* thread_name();
 
 // The names of all threads started here that are at work; in a forked child, those of its parent.
 std::vector<std::string> thread_names();
 
-// For tests: only this many more threads can be started, and none waits for work; a negative number lifts the limit.
+// For tests: only this many more threads can be started; a negative number lifts the limit.
 void allow_threads(int count) noexcept;
 
 }  // namespace cumem_sleep

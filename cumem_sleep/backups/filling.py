@@ -11,8 +11,7 @@ from ..codec.workspace import Workspace
 from ..core.extents import Transfers
 from ..core.segments import by_device
 from ..core.tuning import Tuning
-from ..transfer.link import LinkOut
-from ..transfer.transfer import Transfer
+from ..transfer.transfer import Transfer, TransferOut
 from .catalogue import Catalogue
 
 
@@ -79,8 +78,11 @@ class Filling:
         """Made before pages are touched, because touching pages delays every change of the address space."""
         count = min(self._transfers.most_lanes, -(-self._most_bytes[device] // self._tuning.stream_bytes))
         streams = [self._streams.enter_context(_core.CopyStream(device)) for _ in range(count)]
-        link = LinkOut([self._transfers.lane(stream) for stream in streams], self._tuning)
-        return Transfer([link], lambda arrived: self._transfers.done_with(segment.address for segment in arrived))
+        return TransferOut(
+            [self._transfers.lane(stream) for stream in streams],
+            lambda arrived: self._transfers.done_with(segment.address for segment in arrived),
+            self._tuning,
+        )
 
     @property
     def in_flight(self) -> set[int]:

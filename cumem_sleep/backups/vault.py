@@ -688,10 +688,6 @@ class VaultLane(Lane):
                 if each.extent.backup.extents != each.extents:
                     self._read_itself(each._replace(extents=each.extent.backup.extents))
 
-    def is_done(self) -> bool:
-        """Not while the vault copies: only it knows."""
-        return not self._begun and not self._read and super().is_done()
-
     def synchronize(self) -> None:
         """Wait for all of it."""
         self.join()

@@ -105,14 +105,6 @@ class Lane(ABC):
     def content(self, extent: Extent, offset: int, nbytes: int) -> npt.NDArray[np.uint8]:
         """The bytes there, for the CPU; copies to them have ended."""
 
-    def is_done(self) -> bool:
-        """Whether `synchronize` would not wait, as far as that is known without asking another process.
-
-        Raises:
-            DriverError: a copy or kernel failed.
-        """
-        return self.stream.query()
-
     def synchronize(self) -> None:
         """Wait for all copies that were begun, and for the kernels on the stream.
 

@@ -21,8 +21,7 @@ from ..digest.reference import Digest
 from ..errors import OutOfDeviceMemory, counted
 from ..report import PhaseTimer, WakeReport
 from ..transfer.decoding import Decoding
-from ..transfer.link import LinkIn
-from ..transfer.transfer import Together, Transfer
+from ..transfer.transfer import Together, Transfer, TransferIn
 from .layer import Layer
 
 _Sleep = _core.Segment.Sleep
@@ -249,7 +248,7 @@ def _transfer_in(
         begin_digests(some)
         transfers.done_with(segment.address for segment in some)
 
-    transfer = Transfer([LinkIn(lanes, pace, mapping.wait, tuning)], arrived)
+    transfer = TransferIn(lanes, arrived, tuning, pace, mapping.wait)
     for backup in backups:
         transfer.add(backup.segment, backup.pieces())
     return transfer

@@ -93,8 +93,5 @@ class FakeStream:
     def write(self, extent: object, offset: int, address: int, nbytes: int) -> None:
         self.read(address, extent, offset, nbytes)
 
-    def is_done(self) -> bool:
-        return not self.log.in_flight.get(self.number)
-
     def synchronize(self) -> None:
         self.log.events += [("done", batch) for batch in self.log.in_flight.pop(self.number, [])]

@@ -11,11 +11,10 @@ from ways import BATCHES_TIMED, ENGINE, ENGINE_FOR_A_WHILE
 
 from cumem_sleep import CuMemAllocator, DriverError
 from cumem_sleep.core.extents import Piece, Transfers
-from cumem_sleep.transfer import link as link_module
+from cumem_sleep.transfer import transfer as transfer_module
 from cumem_sleep.transfer.copiers import read_pieces
 from cumem_sleep.transfer.engine_or_kernel import BestRate, Pace
-from cumem_sleep.transfer.link import Link, LinkIn, LinkOut
-from cumem_sleep.transfer.transfer import Together, Transfer
+from cumem_sleep.transfer.transfer import Together, Transfer, TransferIn, TransferOut
 
 
 class FakeDigests:
@@ -52,7 +51,7 @@ def pace(has_kernel: bool, in_flight: int = 2) -> Pace:
 
 
 @pytest.mark.usefixtures("one_segment_each")
-class TestLinkIn:
+class TestTransferIn:
     def transfer(
         self, log: Log, kernels: bool = False, digests: bool = True, lanes: int = 2, count: int = 0
     ) -> tuple[Transfer, list[FakeStream]]:
@@ -61,8 +60,8 @@ class TestLinkIn:
 
         streams = [FakeStream(number, log) for number in range(lanes)]
         tuning = CuMemAllocator.tuning
-        link = LinkIn(streams, pace(kernels, Transfers.most_lanes), mapped, tuning)  # type: ignore[arg-type]
-        transfer = Transfer([link], FakeDigests(log).start if digests else list)  # type: ignore[arg-type]
+        arrived = FakeDigests(log).start if digests else list
+        transfer = TransferIn(streams, arrived, tuning, pace(kernels, Transfers.most_lanes), mapped)  # type: ignore[arg-type]
         parts = parts_of(*[4] * count)
         return Store(parts, 4).add_all(transfer, parts), streams
 
@@ -120,7 +119,7 @@ class TestLinkIn:
         """Kernels cannot reach it otherwise, and an engine that seems slow would not be used."""
         log = Log()
         monkeypatch.setattr(
-            link_module.time, "perf_counter", lambda: log.events.append(("clock", 0)) or float(len(log.events))
+            transfer_module.time, "perf_counter", lambda: log.events.append(("clock", 0)) or float(len(log.events))
         )
         transfer, _ = self.transfer(log, kernels, count=2)
         for _, piece in transfer._pieces:
@@ -150,7 +149,7 @@ class TestLinkIn:
             counted[0] = len(starts)
             return spent[0] + next(ticks) * 1e-9
 
-        monkeypatch.setattr(link_module.time, "perf_counter", perf_counter)
+        monkeypatch.setattr(transfer_module.time, "perf_counter", perf_counter)
         transfer, _ = self.transfer(log, kernels=True, count=count)
         return self.run(transfer)
 
@@ -216,30 +215,15 @@ class TestLinkIn:
             self.run(transfer)
         assert [batch for event, batch in log.events if event == "digest"] == [1]
 
-    def test_a_link_is_free_while_a_lane_is(self) -> None:
-        log = Log()
-        _, streams = self.transfer(log, lanes=3)
-        link = LinkIn(streams, pace(False), lambda _: None, CuMemAllocator.tuning)  # type: ignore[arg-type]
-        assert link.is_free()
-        transfer = Transfer([link], list)  # type: ignore[arg-type]
-        parts = parts_of(*[4] * 3)
-        Store(parts, 4).add_all(transfer, parts)
-        free = []
-        while transfer.step():
-            free.append(link.is_free())
-        assert free == [True, False, False]
-        log.in_flight.clear()  # the device is done
-        assert link.is_free()
 
-
-class TestLinkOut:
+class TestTransferOut:
     def test_a_lane_is_waited_for_when_it_is_needed(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Until then all are in flight, while the caller works out what comes next."""
         monkeypatch.setattr(CuMemAllocator.tuning, "stream_bytes", 4)
         log = Log()
-        link: Link = LinkOut([FakeStream(number, log) for number in range(3)], CuMemAllocator.tuning)  # type: ignore[misc]
+        streams = [FakeStream(number, log) for number in range(3)]
         arrived: list[int] = []
-        transfer = Transfer([link], lambda some: arrived.extend(part.id for part in some))
+        transfer = TransferOut(streams, lambda some: arrived.extend(p.id for p in some), CuMemAllocator.tuning)  # type: ignore[arg-type]
         parts = parts_of(4, 6, 2, 4, 4)
         Store(parts, 4).add_all(transfer, parts)
         flying = []
