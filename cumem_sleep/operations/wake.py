@@ -115,7 +115,7 @@ def wake(
         dropped = [segment for segment in segments if segment.id not in with_bytes]
         expected = _digests_at_sleep(layer, restored) if layer.settings.verify == "wake" else {}
         checked = [segment for segment in restored if segment.id in expected]
-        mapping = _core.Ahead(1, {segment.id: [_core.map_task(segment)] for segment in restored})
+        mapping = _core.Ahead(1, {segment.id: [_core.map_task(segment)] for segment in restored[1:]})
         # Begins when half of the bytes are there, because it costs nothing then. Earlier it could have to wait for the
         # driver to scrub freed memory, and hold a lock of the driver meanwhile that copies need.
         mapping_dropped = _core.Ahead(1, {segment.id: [_core.map_task(segment)] for segment in dropped})
@@ -123,7 +123,10 @@ def wake(
             with mapping, mapping_dropped, DigestRun(layer.digester, checked, catalogue.tables_of(checked)) as digests:
                 with ExitStack() as leaving, _workspaces(layer, restored, segments, dropped) as workspaces:
                     transfers = {tier: leaving.enter_context(tier.transfers()) for tier in catalogue.tiers}
-                    # What fits into one batch is all mapped before its copy begins: a thread would not get ahead.
+                    # The first copy waits for this anyway. What fits into one batch is all mapped before its copy begins:
+                    # a thread would not get ahead.
+                    if restored:
+                        restored[0].map()
                     if workspaces or total_bytes(restored) > layer.tuning.engine_batch_bytes:
                         mapping.start()
                     if not all(workspace.has_memory for workspace in workspaces.values()):
