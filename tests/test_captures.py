@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from support import AWAKE, PAGE, Cuda, Memory, hooks, in_thread
 
 from cumem_sleep import CuMemAllocator, InvalidState, _core, sim
+
+Beside = Callable[..., None]
 
 
 @pytest.mark.sim
@@ -22,23 +24,38 @@ class TestCapture:
         cuda.leave()
 
     @pytest.fixture(params=[Cuda.GLOBAL, Cuda.THREAD_LOCAL, Cuda.RELAXED], ids=["global", "thread-local", "relaxed"])
-    def mode(self, request: pytest.FixtureRequest) -> int:
-        mode: int = request.param
-        return mode
+    def beside_a_capture(self, cuda: Cuda, request: pytest.FixtureRequest) -> Beside:
+        """Does some work while a stream is captured, on this thread or on another; the capture stays valid."""
+
+        def beside(work: Callable[[], object], on_another_thread: bool, is_valid: bool = True) -> None:
+            stream = cuda.stream()
+            cuda.call("cuStreamBeginCapture_v2", stream, request.param)
+            try:
+                in_thread(work) if on_another_thread else work()
+                assert not is_valid or cuda.capture_is_valid(stream)
+            finally:
+                result = cuda.end_capture(stream)
+                cuda.call("cuStreamDestroy_v2", stream)
+            assert not is_valid or result == 0
+
+        return beside
 
     @pytest.mark.parametrize("on_another_thread", [False, True])
     def test_malloc_and_free_leave_it_valid(
-        self, allocator: CuMemAllocator, memory: Memory, cuda: Cuda, mode: int, on_another_thread: bool
+        self, allocator: CuMemAllocator, memory: Memory, beside_a_capture: Beside, on_another_thread: bool
     ) -> None:
-        """Whatever PyTorch allocates and frees while a graph is captured, on this thread or on another."""
+        """Whatever PyTorch allocates and frees while a graph is captured; one has a backup, and the device is full."""
         library = hooks()
         freed = [allocator.malloc(PAGE, "weights") for _ in range(3)]
         asleep = allocator.malloc(PAGE, "kv_cache")
         memory.fill_random(freed[0], PAGE)
-        allocator.discard("kv_cache")
-        stream = cuda.stream()
+        memory.close()
+        allocator.sleep()
+        allocator.wake_up("weights")
+        eater = allocator.malloc(_core.memory_info(0)[0])
 
         def work() -> None:
+            allocator.free(eater)
             library.cumem_sleep_free(freed[0], PAGE, 0, None)
             library.cumem_sleep_free(asleep, PAGE, 0, None)
             allocator.free(freed[1])
@@ -47,65 +64,25 @@ class TestCapture:
             library.cumem_sleep_free(new, PAGE, 0, None)
             allocator.free(allocator.malloc(PAGE))
 
-        cuda.call("cuStreamBeginCapture_v2", stream, mode)
-        try:
-            in_thread(work) if on_another_thread else work()
-            assert cuda.capture_is_valid(stream)
-        finally:
-            result = cuda.end_capture(stream)
-            cuda.call("cuStreamDestroy_v2", stream)
-        assert result == 0
+        beside_a_capture(work, on_another_thread)
         assert [segment.address for segment in _core.segments()] == freed[2:]
-
-    def test_free_on_a_full_device_leaves_it_valid(self, allocator: CuMemAllocator, cuda: Cuda, mode: int) -> None:
-        allocator.malloc(PAGE)
-        eater = allocator.malloc(_core.memory_info(0)[0])
-        stream = cuda.stream()
-        cuda.call("cuStreamBeginCapture_v2", stream, mode)
-        try:
-            allocator.free(eater)
-            assert cuda.capture_is_valid(stream)
-        finally:
-            result = cuda.end_capture(stream)
-            cuda.call("cuStreamDestroy_v2", stream)
-        assert result == 0
-
-    @pytest.mark.parametrize("on_another_thread", [False, True])
-    def test_forgetting_backups_leaves_it_valid(
-        self, allocator: CuMemAllocator, memory: Memory, cuda: Cuda, mode: int, on_another_thread: bool
-    ) -> None:
-        address = allocator.malloc(PAGE, "weights")
-        memory.fill_random(address, PAGE)
-        memory.close()
-        allocator.sleep()
-        allocator.wake_up()
-        stream = cuda.stream()
-        cuda.call("cuStreamBeginCapture_v2", stream, mode)
-        try:
-            in_thread(lambda: allocator.free(address)) if on_another_thread else allocator.free(address)
-            assert cuda.capture_is_valid(stream)
-        finally:
-            result = cuda.end_capture(stream)
-            cuda.call("cuStreamDestroy_v2", stream)
-        assert result == 0
+        allocator.free(freed[2])
         assert sim.stats().registered_bytes == 0
 
     @pytest.mark.parametrize("on_another_thread", [False, True])
     def test_refuses_a_sleep(
-        self, allocator: CuMemAllocator, memory: Memory, cuda: Cuda, mode: int, on_another_thread: bool
+        self, allocator: CuMemAllocator, memory: Memory, beside_a_capture: Beside, on_another_thread: bool
     ) -> None:
         address = allocator.malloc(PAGE, "weights")
         content = memory.fill_random(address, PAGE)
         memory.close()
-        stream = cuda.stream()
-        cuda.call("cuStreamBeginCapture_v2", stream, mode)
-        try:
+
+        def work() -> None:
             with pytest.raises(InvalidState, match=r"graph.*captur"):
-                in_thread(allocator.sleep) if on_another_thread else allocator.sleep()
+                allocator.sleep()
             assert [segment.sleep for segment in _core.segments()] == [AWAKE]
-        finally:
-            cuda.end_capture(stream)
-            cuda.call("cuStreamDestroy_v2", stream)
+
+        beside_a_capture(work, on_another_thread, is_valid=False)
         assert memory.read(address, PAGE) == content
         assert allocator.sleep().copied_bytes == PAGE
         allocator.wake_up()

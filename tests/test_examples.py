@@ -47,31 +47,3 @@ def test_example(name: str) -> None:
     assert [line for line in lines if "sleep: freed" in line]
     assert [line for line in lines if "wake: mapped" in line]
     assert ("[simulated]" in process.stdout) == SIMULATED
-
-
-@pytest.mark.sim
-@pytest.mark.slow
-@pytest.mark.parametrize("name", sorted({path.name for path in EXAMPLES.glob("*.py")} - {*NEEDS}))
-def test_example_without_a_gpu_says_what_to_do(name: str, tmp_path: pathlib.Path) -> None:
-    """As somebody runs it who has read nothing yet: there is no driver, and no variable is set."""
-    (tmp_path / "libcuda.so.1").write_text("no library\n")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("CUMEM_SLEEP_")}
-    process = subprocess.run(
-        [sys.executable, EXAMPLES / name],
-        env={**environment, "LD_LIBRARY_PATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert process.returncode == 1
-    assert "CUMEM_SLEEP_DRIVER=sim" in process.stderr
-    *before, last = process.stderr.strip().splitlines()
-    assert last.startswith(f"{name}: ")
-    assert name in ("two_processes.py", "vault_replicas.py") or before == []
-
-
-def test_examples_are_listed() -> None:
-    """In README and on the page of examples, each with what it needs."""
-    listed = (EXAMPLES / "README.md").read_text()
-    assert all(f"[{path.name}]({path.name})" in listed for path in EXAMPLES.glob("*.py"))

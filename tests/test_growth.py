@@ -169,23 +169,3 @@ def test_calls_about_all_segments_look_at_each_a_few_times(operate: Callable[[Cu
     assert few.lines > FEW  # the operation's thread is watched
     assert many.lines <= growth * few.lines
     assert many.driver_calls <= growth * few.driver_calls
-
-
-@pytest.mark.slow
-def test_preparing_looks_at_each_segment_a_few_times() -> None:
-    """It works on a thread of its own, which is not watched: what it asks the driver is counted."""
-
-    def driver_calls(count: int) -> int:
-        free_everything()
-        reset_simulation()
-        allocator = fresh_allocator()
-        sim.configure(device_bytes=2 * count * PAGE)
-        for _ in range(count):
-            allocator.malloc(PAGE)
-        with Work() as work:
-            assert allocator.prepare().wait(60)
-        return work.driver_calls
-
-    few, many = driver_calls(FEW), driver_calls(MANY)
-    assert few > FEW
-    assert many <= MANY // FEW * few

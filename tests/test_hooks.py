@@ -28,22 +28,6 @@ class TestHooks:
         assert {segment.address: segment.tag for segment in _core.segments()} == tags
         assert len(tags) == 30
 
-    def test_from_many_threads(self, allocator: CuMemAllocator) -> None:
-        library = hooks()
-        allocator.usage()
-        with allocator.use_memory_pool("weights"):
-            kept = library.cumem_sleep_malloc(PAGE, 0, None)
-
-        def churn() -> None:
-            for _ in range(15):
-                addresses = [library.cumem_sleep_malloc(PAGE, 0, None) for _ in range(3)]
-                assert len(set(addresses)) == 3
-                for address in addresses:
-                    library.cumem_sleep_free(address, PAGE, 0, None)
-
-        run_together(*[churn] * 4)
-        assert [segment.address for segment in _core.segments()] == [kept]
-
     def test_return_null_when_memory_is_out(self, allocator: CuMemAllocator, capfd: pytest.CaptureFixture[str]) -> None:
         """PyTorch then frees its cache, asks again, and raises its own error: nothing is said here."""
         allocator.malloc(PAGE)

@@ -19,11 +19,10 @@ from cumem_sleep import (
     OutOfDeviceMemory,
     OutOfHostMemory,
     SleepReport,
-    TagUsage,
     WakeReport,
 )
 from cumem_sleep.errors import format_bytes
-from cumem_sleep.report import PhaseTimer, rate_gbps
+from cumem_sleep.report import PhaseTimer
 
 GIB = 1 << 30
 
@@ -62,12 +61,6 @@ WAKE = WakeReport(
             " 256.00 MiB awake, 512.00 MiB CUDA context and other processes, 256.00 MiB modules and graphs)",
         ),
         (
-            SleepReport(left_bytes=GIB, left={"context": 512 << 20, "held_elsewhere": 256 << 20, "rest": 256 << 20}),
-            "sleep: freed 0 B in 0.000 s (copied 0 B, unchanged 0 B, dropped 0 B), 1.00 GiB left on the GPU (about"
-            " 512.00 MiB CUDA context and other processes, up to 256.00 MiB freed here and still held elsewhere,"
-            " 256.00 MiB the rest)",
-        ),
-        (
             WAKE,
             "wake: mapped 61.00 GiB in 1.200 s (restored 51.22 GiB at 55.0 GB/s, verified 1.00 GiB);"
             " copy 1.000 s, map 0.100 s, verify 0.015 s",
@@ -89,17 +82,6 @@ WAKE = WakeReport(
             " found in the vault, dropped 2.00 GiB), backups in the vault at /run/v.sock, 1.00 GiB left on the GPU;"
             " quiesce 0.001 s, copy 1.000 s, release 0.200 s",
         ),
-        (
-            dataclasses.replace(WAKE, place=BackupPlace("/run/v.sock", "it has ended")),
-            "wake: mapped 61.00 GiB in 1.200 s (restored 51.22 GiB at 55.0 GB/s, verified 1.00 GiB), backups in memory"
-            " of the vault at /run/v.sock, which is lost; copy 1.000 s, map 0.100 s, verify 0.015 s",
-        ),
-        (
-            SleepReport(dropped_bytes=GIB, place=BackupPlace("/run/v.sock")),
-            "sleep: freed 0 B in 0.000 s (copied 0 B, unchanged 0 B, dropped 1.00 GiB)",
-        ),
-        (SleepReport(), "sleep: freed 0 B in 0.000 s (copied 0 B, unchanged 0 B, dropped 0 B)"),
-        (WakeReport(), "wake: mapped 0 B in 0.000 s (restored 0 B, verified 0 B)"),
         (SleepReport(note="nothing to do"), "sleep: nothing to do"),
         (WakeReport(note="nothing to do"), "wake: nothing to do"),
     ],
@@ -107,12 +89,6 @@ WAKE = WakeReport(
 def test_log_line(report: SleepReport | WakeReport, text: str) -> None:
     assert str(report) == text
     assert str(dataclasses.replace(report, simulated=True)) == f"[simulated] {text}"
-
-
-@pytest.mark.parametrize("fact", [SLEEP, WAKE, TagUsage(segments=1)])
-def test_facts_do_not_change(fact: SleepReport | WakeReport | TagUsage) -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        fact.bytes = 1  # type: ignore[misc, union-attr]
 
 
 @pytest.mark.parametrize(
@@ -132,11 +108,6 @@ def test_facts_do_not_change(fact: SleepReport | WakeReport | TagUsage) -> None:
 )
 def test_bytes_for_people(nbytes: int, text: str) -> None:
     assert format_bytes(nbytes) == text
-
-
-def test_rate() -> None:
-    assert rate_gbps(50 * 10**9, 2.0) == 25.0
-    assert rate_gbps(1, 0.0) == 0.0
 
 
 class TestPhaseTimer:
@@ -169,23 +140,12 @@ ERRORS = [
 
 class TestErrors:
     @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
-    def test_are_all_of_one_family(self, error: CumemSleepError) -> None:
-        assert isinstance(error, CumemSleepError)
-        assert isinstance(error, RuntimeError)
-
-    @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
     def test_survive_another_process(self, error: CumemSleepError) -> None:
         """A worker's error is pickled on its way to the engine, as vLLM does with everything."""
         copy = pickle.loads(pickle.dumps(error))
         assert type(copy) is type(error)
         assert str(copy) == str(error)
         assert vars(copy) == vars(error)
-
-    def test_kinds(self) -> None:
-        assert issubclass(OutOfDeviceMemory, DriverError)
-        assert issubclass(OutOfHostMemory, MemoryError)
-        assert issubclass(InvalidArgument, ValueError)
-        assert issubclass(InvalidArgumentType, TypeError)
 
     def test_driver_error(self) -> None:
         error = ERRORS[0]

@@ -138,16 +138,3 @@ class TestVault:
         for segment in _core.segments():
             allocator.free(segment.address)
         allocator.close()
-
-
-def test_registered_host_memory_stays_registered(allocator: CuMemAllocator, memory: Memory) -> None:
-    """So the next sleep copies nothing."""
-    address = fill(allocator, memory)
-    allocator.sleep(level=3)
-    registered = sim.stats().registered_bytes
-    assert registered >= 2 * PAGE
-    allocator.wake_up()
-    assert allocator.sleep(level=3).clean_bytes == 2 * PAGE
-    assert sim.stats().registered_bytes == registered
-    allocator.wake_up()
-    assert_awake_with_bytes(allocator, memory, address)

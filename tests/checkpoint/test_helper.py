@@ -124,15 +124,6 @@ class TestDriverErrors:
 
 
 class TestTheProcess:
-    def test_killed_before(self, allocator: CuMemAllocator, memory: Memory, weights: int) -> None:
-        """The next one takes its place."""
-        for _ in range(2):
-            allocator.sleep(level=3)
-            _kill_helper()
-            allocator.wake_up()
-            _kill_helper()
-            assert memory.read(weights, PAGE) == BYTES
-
     def test_stopped_and_killed_within_a_call(
         self, allocator: CuMemAllocator, memory: Memory, weights: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -238,28 +229,6 @@ class TestExit:
         assert_clean_exit(process)
         assert process.stdout == "0 False\n"  # handlers of libraries may call CUDA
 
-    @pytest.mark.slow
-    def test_while_another_thread_is_on_its_way_there(self) -> None:
-        """The end takes its turn, and does not read the answer that is meant for that thread."""
-        process = run_script(
-            """
-            import threading, time
-            from cumem_sleep.checkpoint.process import _Helper
-            allocator = fresh_allocator()
-            allocator.malloc(PAGE, "weights")
-            answer, asked = _Helper._answer, threading.Event()
-            def slow_answer(helper):
-                if _core.driver_calls_suspended() and threading.current_thread() is not threading.main_thread():
-                    asked.set()
-                    time.sleep(1)
-                return answer(helper)
-            _Helper._answer = slow_answer
-            threading.Thread(target=allocator.sleep, args=[3], daemon=True).start()
-            asked.wait()
-            """
-        )
-        assert_clean_exit(process)
-
     @pytest.mark.parametrize("standard_output", ["sys.stdout", "None"])
     def test_that_cannot_come_back(self, standard_output: str) -> None:
         process = run_script(
@@ -331,9 +300,11 @@ def test_another_tool_has_locked_the_process(
     """What it has locked is not unlocked: it counts on that."""
     package_root = str(pathlib.Path(cumem_sleep.__path__[0]).parent)
     tools: list[subprocess.Popen[str]] = []
+    asked: list[str] = []
     ask = process._Helper.ask
 
     def after_another(self: process._Helper, request: Mapping[str, Any]) -> dict[str, Any]:
+        asked.append(request["do"])
         if not tools:
             command = [sys.executable, "-c", OTHER_TOOL, str(os.getpid()), str(_core.driver_path())]
             environment = {**os.environ, "PYTHONPATH": package_root}
@@ -352,6 +323,7 @@ def test_another_tool_has_locked_the_process(
     monkeypatch.setattr(process._Helper, "ask", after_another)
     report = allocator.sleep(level=3)  # goes on when the other tool has unlocked
     assert "cuCheckpointProcessLock failed with CUDA_ERROR_ILLEGAL_STATE" in report.why_not_deeper
+    assert asked == ["checkpoint"]
     with tools[0]:
         assert tools[0].wait(30) == 0, "it could unlock itself"
     assert not _core.driver_calls_suspended()
@@ -442,25 +414,10 @@ def test_limits_of_the_system_count_before_a_checkpoint(monkeypatch: pytest.Monk
         helper._require_host_memory(os.getpid(), 2 * PAGE)
 
 
-def test_a_limit_that_the_system_does_not_tell_refuses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
-        raise PermissionError("prlimit")
-
-    assert helper._address_space_left(os.getpid()) is None  # not limited
-    monkeypatch.setattr(helper.resource, "prlimit", lambda *_: (1 << 50, 1 << 50))
-    assert 0 < (helper._address_space_left(os.getpid()) or 0) < 1 << 50
-    monkeypatch.setattr(helper.resource, "prlimit", refuse)
-    assert helper._address_space_left(os.getpid()) is None
-
-
 def _helper_pid() -> int:
     helper = THIS_PROCESS._helper
     assert helper is not None
     return helper._process.pid
-
-
-def _kill_helper() -> None:
-    os.kill(_helper_pid(), signal.SIGKILL)
 
 
 def _await_end(pid: int) -> None:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from unittest.mock import MagicMock
 
@@ -18,7 +18,6 @@ import pytest
 from checkpointing import LEFT_AT_LEVEL_1, LEFT_AT_LEVEL_3
 from support import (
     HANGS_S,
-    MIB,
     PAGE,
     Memory,
     assert_no_threads,
@@ -26,7 +25,6 @@ from support import (
     in_thread,
     raises,
     run_together,
-    threads_of_ours,
     threads_refused,
 )
 
@@ -36,15 +34,12 @@ from cumem_sleep import (
     InvalidState,
     OutOfDeviceMemory,
     OutOfHostMemory,
-    Settings,
     SleepReport,
     _core,
     sim,
 )
 from cumem_sleep.checkpoint import process
-from cumem_sleep.core.cuda_state import CudaState
 from cumem_sleep.core.levels import DEFERRABLE_TAGS
-from cumem_sleep.core.log import Notes
 from cumem_sleep.core.torch_pools import TorchPools
 from cumem_sleep.core.tuning import Tuning
 from cumem_sleep.for_plugin import drop_kept, may_deepen, stay_at_level_1
@@ -137,16 +132,6 @@ class TestSleepAndWake:
         assert memory.read(weights, PAGE) == BYTES
         assert_nothing_asked()
 
-    def test_from_level_1(self, allocator: CuMemAllocator, memory: Memory, weights: int) -> None:
-        allocator.sleep(level=1)
-        report = allocator.sleep(level=3)
-        assert_deep(allocator)
-        assert (report.freed_bytes, report.note) == (0, "")
-        assert report.checkpointed_bytes > 0
-        assert allocator.totals()["sleep"].count == 2
-        allocator.wake_up()
-        assert memory.read(weights, PAGE) == BYTES
-
     @pytest.mark.parametrize("deepen", [CuMemAllocator.deepen, functools.partial(CuMemAllocator.sleep, level=3)])
     def test_from_level_2(
         self,
@@ -186,18 +171,6 @@ class TestSleepAndWake:
         assert_deep(allocator)
         allocator.wake_up()
 
-    def test_many_times(self, allocator: CuMemAllocator, memory: Memory, weights: int) -> None:
-        held, others = None, set(threading.enumerate())  # other tests' may end at any moment
-        for _ in range(8):
-            allocator.sleep(level=3)
-            allocator.wake_up()
-            threads = len({*threading.enumerate()} - others)
-            now = (sim.stats().live_handles, sim.stats().registered_bytes, used_bytes(), threads)
-            assert held in (None, now)
-            held = now
-        assert memory.read(weights, PAGE) == BYTES
-        assert_nothing_asked()
-
     def test_going_on_without_a_sleep(self, allocator: CuMemAllocator, weights: int) -> None:
         with raises(InvalidState, "2 segments (tags kv_cache, weights) still have device memory"):
             allocator.deepen()
@@ -206,12 +179,6 @@ class TestSleepAndWake:
             allocator.free(segment.address)
         with raises(InvalidState, "there is no memory"):
             allocator.deepen()
-
-    def test_without_any_memory(self, allocator: CuMemAllocator) -> None:
-        allocator.sleep(level=3)
-        assert_deep(allocator)
-        assert allocator.wake_up().note
-        assert allocator.checkpoint is None
 
     def test_ends_a_preparation(self, allocator: CuMemAllocator, weights: int) -> None:  # noqa: ARG002
         preparation = allocator.prepare()
@@ -293,22 +260,6 @@ class TestSleepAndWake:
         allocator.wake_up()
         assert memory.read(weights, PAGE) == BYTES
 
-    def test_a_backup_that_was_unpinned_for_nothing(
-        self, allocator: CuMemAllocator, memory: Memory, weights: int, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """The process stays at level 1 after all, and its wake pins the backup."""
-        monkeypatch.setattr(_core, "suspend_driver_calls", lambda _: False)
-        allocator.sleep(level=1)
-        registered = sim.stats().registered_bytes
-        report = allocator.sleep(level=3)
-        assert "other threads" in report.why_not_deeper
-        assert report.seconds >= report.phases["unpin"] > 0
-        assert_at_level_1(allocator)
-        assert sim.stats().registered_bytes < registered
-        allocator.wake_up()
-        assert sim.stats().registered_bytes == registered
-        assert memory.read(weights, PAGE) == BYTES
-
     def test_work_that_does_not_end(
         self, allocator: CuMemAllocator, memory: Memory, weights: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -360,17 +311,6 @@ class TestSleepAndWake:
         assert_at_level_1(allocator)
         allocator.wake_up()
 
-    def test_a_wait_that_was_refused_takes_nothing_from_the_wake(
-        self, allocator: CuMemAllocator, memory: Memory, weights: int
-    ) -> None:
-        """What the driver would not free then is freed when every byte may be needed."""
-        allocator.sleep(level=1)
-        sim.configure(device_bytes=used_bytes() + 3 * PAGE)
-        sim.fail("cuMemFree", error="CUDA_ERROR_UNKNOWN")
-        assert "cuMemFree" in allocator.sleep(level=3).why_not_deeper
-        allocator.wake_up()
-        assert memory.read(weights, PAGE) == BYTES
-
     @pytest.mark.parametrize("step", ["unpin", "checkpoint"])
     def test_a_wake_while_it_goes_down(
         self, allocator: CuMemAllocator, memory: Memory, weights: int, monkeypatch: pytest.MonkeyPatch, step: str
@@ -405,13 +345,6 @@ class TestSleepAndWake:
         run_together(lambda: allocator.sleep(level=3), wake)
         assert allocator.checkpoint is None
         assert memory.read(weights, PAGE) == BYTES
-        assert_nothing_asked()
-
-    def test_a_new_allocator(self, allocator: CuMemAllocator, make_allocator: Callable[..., CuMemAllocator]) -> None:
-        allocator.sleep(level=3)
-        other = make_allocator()
-        assert not _core.driver_calls_suspended()
-        other.free(other.malloc(PAGE))
         assert_nothing_asked()
 
 
@@ -475,21 +408,6 @@ class TestMeanwhile:
         assert_nothing_asked()
         allocator.wake_up()
 
-    def test_a_wake_does_not_report_for_what_it_came_back_before(self, allocator: CuMemAllocator, weights: int) -> None:
-        allocator.sleep(level=3)
-        allocator.free(weights)
-        assert_at_level_1(allocator)
-        assert "restore" not in allocator.wake_up().phases
-
-    @pytest.mark.usefixtures("weights")
-    def test_a_wake_does_not_report_for_what_another_came_back(self, allocator: CuMemAllocator) -> None:
-        allocator.sleep(level=3)
-        sim.fail("cuMemCreate")
-        with pytest.raises(OutOfDeviceMemory):
-            allocator.wake_up()
-        assert_at_level_1(allocator)
-        assert "restore" not in allocator.wake_up().phases
-
     def test_the_hook_frees_later(self, allocator: CuMemAllocator, weights: int) -> None:
         """A tensor that goes away meanwhile."""
         pools = hooks()
@@ -501,14 +419,6 @@ class TestMeanwhile:
         assert allocator.usage()["kv_cache"].mapped_bytes == 2 * PAGE
         assert sim.stats().live_handles == 1
         assert_nothing_asked()
-
-    def test_driver_calls_fail_at_once(self, allocator: CuMemAllocator, weights: int) -> None:  # noqa: ARG002
-        allocator.sleep(level=3)
-        with raises(InvalidState, "checkpointed", "wake it up first"):
-            _core.memory_info(0)
-        assert_nothing_asked()
-        allocator.wake_up()
-        _core.memory_info(0)
 
     def test_threads_of_all_kinds(self, allocator: CuMemAllocator, memory: Memory, weights: int) -> None:
         """Whatever comes between two steps of going down and coming back."""
@@ -555,16 +465,6 @@ class TestMemory:
         assert memory.read(weights, PAGE) == BYTES
         assert_nothing_asked()
 
-    def test_enough_for_some_tags(self, allocator: CuMemAllocator, memory: Memory, weights: int) -> None:
-        report = allocator.sleep(level=3)
-        self.fill(report.checkpointed_bytes + PAGE + TABLES_OF_A_PAGE)
-        with pytest.raises(OutOfDeviceMemory):
-            allocator.wake_up()
-        allocator.wake_up(["weights"])
-        assert memory.read(weights, PAGE) == BYTES
-        sim.configure(device_bytes=256 * MIB)
-        allocator.wake_up()
-
 
 def entered_and_left(scope: AbstractContextManager[object]) -> None:
     with scope:
@@ -590,10 +490,6 @@ class TestByItself:
         assert may_deepen(counting)
         counting.wake_up()
         assert not may_deepen(counting)
-
-    def test_after_a_wake_of_nothing(self, counting: CuMemAllocator) -> None:
-        assert counting.regions.wake().note
-        assert may_deepen(counting)
 
     @pytest.mark.parametrize("in_a_region", [False, True])
     def test_after_the_last_that_was_awake_sleeps(
@@ -644,20 +540,6 @@ class TestByItself:
         counting.free(address)
         assert may_deepen(counting)
 
-    @pytest.mark.parametrize("is_first", [True, False])
-    def test_the_end_of_a_block_counts_for_the_allocator_that_has_come_meanwhile(
-        self, make_allocator: Callable[..., CuMemAllocator], is_first: bool
-    ) -> None:
-        first = make_allocator(deep_after_s=3600 if is_first else None)
-        block = first.using_cuda()
-        block.__enter__()
-        second = CuMemAllocator(Settings(driver="sim", deep_after_s=None if is_first else 3600))
-        second.malloc(PAGE, "weights")
-        second.sleep()
-        block.__exit__(None, None, None)
-        assert not may_deepen(first)
-        assert may_deepen(second) is not is_first
-
     def test_not_while_a_block_may_call_the_driver(self, counting: CuMemAllocator) -> None:
         """Only the last of several that overlap ends the wait."""
         blocks = [counting.using_cuda(), counting.use_memory_pool("weights")]
@@ -670,34 +552,12 @@ class TestByItself:
             block.__exit__(None, None, None)
         assert may_deepen(counting)
 
-    @pytest.mark.parametrize("interrupted", [(CudaState, "stop_counting"), (Notes, "log")], ids=lambda each: each[1])
-    def test_after_a_call_that_a_signal_ended(
-        self, counting: CuMemAllocator, monkeypatch: pytest.MonkeyPatch, interrupted: tuple[type, str]
-    ) -> None:
-        """As its lease begins, or as it logs what it did."""
-        whole, signals = getattr(*interrupted), iter([KeyboardInterrupt])
-
-        def raise_once(of: object) -> None:
-            whole(of)
-            for signal in signals:
-                raise signal
-
-        monkeypatch.setattr(*interrupted, raise_once)
-        with pytest.raises(KeyboardInterrupt):
-            counting.free(counting.malloc(PAGE)) if interrupted[0] is CudaState else counting.release_backups()
-        assert may_deepen(counting)
-
     def test_not_once_it_was_said_why(self, counting: CuMemAllocator, caplog: pytest.LogCaptureFixture) -> None:
         stay_at_level_1(counting, "somebody needs it")
         assert counting.sleep(level=3).why_not_deeper == "somebody needs it"
         assert not may_deepen(counting)
         assert "does not go deeper than this level by itself: somebody needs it" in caplog.text
         assert_nothing_asked()
-
-    def test_not_without_memory(self, counting: CuMemAllocator) -> None:
-        counting.free(_core.segments()[0].address)
-        assert not may_deepen(counting)
-        assert_no_threads("cumem-deepen")
 
     def test_it_may_no_more_once_it_was_refused(
         self, make_allocator: Callable[..., CuMemAllocator], monkeypatch: pytest.MonkeyPatch
@@ -734,22 +594,6 @@ class TestByItself:
         assert_nothing_asked()
         assert_no_threads("cumem-deepen")
 
-    def test_not_once_it_has_woken(self, make_allocator: Callable[..., CuMemAllocator]) -> None:
-        allocator = make_allocator(deep_after_s=0.1)
-        allocator.malloc(PAGE, "weights")
-        allocator.sleep()
-        allocator.wake_up()
-        assert_no_threads("cumem-deepen")
-        assert allocator.checkpoint is None
-
-    def test_a_wake_ends_the_wait(self, make_allocator: Callable[..., CuMemAllocator]) -> None:
-        allocator = make_allocator(deep_after_s=3600)
-        allocator.malloc(PAGE, "weights")
-        allocator.sleep()
-        wait_until(lambda: threads_of_ours("cumem-deepen"))
-        allocator.wake_up()
-        assert_no_threads("cumem-deepen")
-
     def test_not_once_it_was_told_to_stay(
         self,
         make_allocator: Callable[..., CuMemAllocator],
@@ -770,13 +614,6 @@ class TestByItself:
         assert_no_threads("cumem-deepen")
         assert allocator.checkpoint is None
         assert "did not go" not in caplog.text
-
-    def test_not_while_some_is_awake(self, make_allocator: Callable[..., CuMemAllocator]) -> None:
-        allocator = make_allocator(deep_after_s=0.1)
-        allocator.malloc(PAGE, "weights")
-        allocator.malloc(PAGE, "kv_cache")
-        allocator.discard("kv_cache")
-        assert_no_threads("cumem-deepen")
 
 
 class TestRefused:
@@ -824,26 +661,6 @@ class TestRefused:
         allocator.free(late[0])
 
     @pytest.mark.usefixtures("weights")
-    def test_memory_that_another_thread_takes_meanwhile(
-        self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """Nobody would put it to sleep at level 3."""
-        ready = process._Helper.wait_until_ready
-        taken = []
-
-        def slowly(helper: process._Helper) -> process._Helper:
-            taken.append(hooks().cumem_sleep_malloc(PAGE, 0, None))
-            return ready(helper)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(process._Helper, "wait_until_ready", slowly)
-            assert "1 segment (tags default) still have device memory" in allocator.sleep(level=3).why_not_deeper
-        assert not _core.driver_calls_suspended()
-        assert allocator.sleep(level=3).why_not_deeper == ""
-        allocator.wake_up()
-        hooks().cumem_sleep_free(taken[0], PAGE, 0, None)
-
-    @pytest.mark.usefixtures("weights")
     def test_a_thread_that_stays_in_the_driver(
         self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -886,46 +703,6 @@ class TestRefused:
         with block(allocator), monkeypatch.context() as patch:
             patch.setattr(process.THIS_PROCESS.deadlines, "calls_end_s", 0.05)
             self.assert_refused(allocator, allocator.sleep(level=3), "using_cuda()")
-        allocator.sleep(level=3)
-        assert_deep(allocator)
-        allocator.wake_up()
-
-    @pytest.mark.usefixtures("weights")
-    @pytest.mark.parametrize("order", [[0, 1, 2], [1, 0, 2], [2, 0, 1]])
-    def test_blocks_of_using_cuda_that_end_in_any_order_and_on_any_thread(
-        self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch, order: list[int]
-    ) -> None:
-        blocks = [allocator.using_cuda() for _ in range(3)]
-        blocks[0].__enter__()
-        in_thread(blocks[1].__enter__)
-        blocks[2].__enter__()
-        for number in order:
-            with monkeypatch.context() as patch:
-                patch.setattr(process.THIS_PROCESS.deadlines, "calls_end_s", 0.05)
-                self.assert_refused(allocator, allocator.sleep(level=3), "using_cuda()")
-            leave = functools.partial(blocks[number].__exit__, None, None, None)
-            if number == 2:
-                in_thread(leave)
-            else:
-                leave()
-        allocator.sleep(level=3)
-        assert_deep(allocator)
-        allocator.wake_up()
-
-    @pytest.mark.usefixtures("weights")
-    def test_a_generator_in_using_cuda_that_another_thread_closes(
-        self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        def use() -> Iterator[None]:
-            with allocator.using_cuda():
-                yield
-
-        generators = [use()]
-        next(generators[0])
-        with monkeypatch.context() as patch:
-            patch.setattr(process.THIS_PROCESS.deadlines, "calls_end_s", 0.05)
-            self.assert_refused(allocator, allocator.sleep(level=3), "using_cuda()")
-        in_thread(generators.clear)
         allocator.sleep(level=3)
         assert_deep(allocator)
         allocator.wake_up()

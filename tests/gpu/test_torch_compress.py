@@ -19,7 +19,6 @@ from cumem_sleep.codec import exponent as codec
 from cumem_sleep.codec.codec import CHUNK_BYTES, Bytes, Code, parameters_of, rows
 from cumem_sleep.codec.exponent import ExponentLayout
 from cumem_sleep.codec.memory import workspace_bytes
-from cumem_sleep.codec.workspace import Workspace
 from cumem_sleep.transfer.engine_or_kernel import CopyChoice, Pace
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("clean_pools")]
@@ -402,72 +401,6 @@ def test_of_all_kinds_at_once(allocator: CuMemAllocator, monkeypatch: pytest.Mon
     check_bytes(buffers, expected[len(weights) :])
 
 
-def nine_exponents(nbytes: int) -> Any:
-    """Normal values without the rarest ones, so that every sample of them finds the same code, in the same order."""
-    values = torch.randn(nbytes // 2, device="cuda").mul_(0.02)
-    return values.abs().clamp_(2**-13, 0.062).copysign_(values).bfloat16()
-
-
-def test_only_what_changed_is_encoded_again(allocator: CuMemAllocator) -> None:
-    weights = placed(allocator, [nine_exponents(32 * MIB) for _ in range(4)])
-
-    def cycle(*, copied: int, names: Sequence[str | None] = ("bf16",) * 4) -> list[Any]:
-        """Sleep and wake; returns the backups."""
-        expected = bytes_of(weights)
-        slept = allocator.sleep()
-        assert (slept.copied_bytes, slept.clean_bytes) == (copied * 32 * MIB, (4 - copied) * 32 * MIB)
-        assert layouts(allocator, weights) == list(names)
-        woke = allocator.wake_up()
-        assert woke.stored_bytes <= host_bytes(allocator) <= EXACT * woke.stored_bytes
-        check_bytes(weights, expected)
-        return [allocator._store.catalogue.of(segment_of(weight)) for weight in weights]
-
-    first = cycle(copied=4)
-    sizes = [backup.encoding.sizes.tolist() for backup in first]
-    backups = [cycle(copied=0)]
-    as_bytes(weights[1])[6 * MIB] ^= 0x10  # of a mantissa
-    backups.append(cycle(copied=1))
-    for weight in weights:
-        weight.copy_(nine_exponents(32 * MIB))
-    backups.append(cycle(copied=4))
-    assert all(ours is theirs for again in backups for ours, theirs in zip(again, first, strict=True))
-    assert all(backup.encoding.sizes.tolist() != before for backup, before in zip(first, sizes, strict=True))
-
-    weights[2].view(torch.float16).copy_(normal(torch.float16, 32 * MIB))
-    weights[3].view(torch.uint8).copy_(noise(32 * MIB))
-    cycle(copied=2, names=("bf16", "bf16", "fp16", None))
-    assert host_bytes_of(allocator, segment_of(weights[3])) == 32 * MIB
-    weights[2].zero_()
-    weights[3].copy_(bf16(32 * MIB))
-    cycle(copied=2)
-    cycle(copied=0)
-
-
-@pytest.mark.parametrize("change", ["other sizes", "same sizes"])
-def test_writes_during_sleep_are_noticed(
-    allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch, change: str
-) -> None:
-    """By the sizes of chunks, of which nothing is written beyond their room; or only by the digest."""
-    weights = placed(allocator, [bf16(32 * MIB) for _ in range(3)])
-    encode, other = Workspace.encode, noise(32 * MIB)
-
-    def write_and_encode(*arguments: Any) -> None:
-        as_bytes(weights[1]).copy_(other) if change == "other sizes" else weights[1].neg_()
-        torch.cuda.synchronize()
-        encode(*arguments)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Workspace, "encode", write_and_encode)
-        with pytest.raises(InvalidState, match=f"0x{segment_of(weights[1]).address:x}.* written to"):
-            allocator.sleep()
-    assert states() == {AWAKE}
-    expected = bytes_of(weights)
-    allocator.sleep()
-    assert layouts(allocator, weights) == ["bf16", None if change == "other sizes" else "bf16", "bf16"]
-    allocator.wake_up()
-    check_bytes(weights, expected)
-
-
 # Prepare
 
 
@@ -678,22 +611,6 @@ def test_on_a_full_device_who_lent_memory_has_its_bytes_when_sleep_fails(
     assert taken
 
 
-def test_on_a_full_device_without_a_lender_backups_are_not_compressed(
-    allocator: CuMemAllocator, caplog: pytest.LogCaptureFixture
-) -> None:
-    weights, caches, taken = make_tight(allocator)
-    expected = bytes_of(weights + caches)
-    before = free_bytes()
-    slept = allocator.sleep(offload_tags=("weights", "kv_cache"))
-    assert (slept.dropped_bytes, slept.stored_bytes) == (0, total_bytes(*weights, *caches))
-    assert layouts(allocator, weights + caches) == [None] * 7
-    assert ["no memory left for the codec" in warning for warning in warnings_of(caplog)] == [True]
-    allocator.wake_up()
-    check_bytes(weights + caches, expected)
-    assert abs(free_bytes() - before) <= SLACK
-    assert taken
-
-
 def test_wake_with_room_for_the_weights_alone(allocator: CuMemAllocator) -> None:
     """Nobody can lend, so kernels decode what they read from host memory."""
     weights = placed(allocator, [bf16(64 * MIB), noise(64 * MIB), normal(torch.float16, 64 * MIB)])
@@ -744,72 +661,3 @@ def test_a_flipped_bit_in_a_backup_is_found(allocator: CuMemAllocator) -> None:
 
 
 # Several devices, many cycles
-
-
-def test_two_devices(allocator: CuMemAllocator) -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
-    weights, caches = [], []
-    for device in ("cuda:0", "cuda:1"):
-        values = [bf16(64 * MIB, device), noise(32 * MIB, device), normal(torch.float16, 64 * MIB, device)]
-        weights += placed(allocator, values)
-        caches += placed(allocator, [noise(64 * MIB, device)], "kv_cache")
-    del values
-    torch.cuda.synchronize(1)
-    assert sorted(segment.device for segment in _core.segments()) == [0] * 4 + [1] * 4
-    torch.cuda.empty_cache()
-    expected = bytes_of(weights)
-    for turn in range(4):
-        if turn == 2:
-            weights[3].neg_()  # on the second
-            torch.cuda.synchronize(1)
-            expected[3] = bytes_of(weights[3:4])[0]
-        if turn == 3:
-            allocator.release_backups()
-            preparation = allocator.prepare()
-            assert preparation.wait(30)
-            assert preparation.error is None
-        before = [free_bytes(device) for device in (0, 1)]
-        slept = allocator.sleep()
-        assert slept.copied_bytes == (320, 0, 64, 0)[turn] * MIB
-        given_back = [free_bytes(device) - before[device] for device in (0, 1)]
-        assert turn == 0 or min(given_back) >= 224 * MIB - SLACK  # the first loads kernels
-        assert layouts(allocator, weights) == ["bf16", None, "fp16"] * 2
-        assert allocator.wake_up().verified_bytes == 320 * MIB
-        assert torch.cuda.current_device() == 0
-        assert turn == 0 or all(abs(free_bytes(device) - before[device]) <= SLACK for device in (0, 1))
-        check_bytes(weights, expected)
-    assert all(cache.numel() == 64 * MIB for cache in caches)
-
-
-def test_ten_cycles_leave_gpu_and_host_memory_flat(allocator: CuMemAllocator) -> None:
-    def resident_bytes() -> int:
-        with open("/proc/self/statm") as statm:
-            return int(statm.read().split()[1]) * 4096
-
-    weights = placed(allocator, [bf16(32 * MIB) for _ in range(6)] + [noise(32 * MIB)])
-    caches = placed(allocator, [noise(128 * MIB)], "kv_cache")
-    expected = [weight.cpu() for weight in weights]
-    levels: list[tuple[int, int, int, int]] = []
-    for cycle in range(13):
-        changed = cycle % len(weights)
-        weights[changed].neg_()
-        expected[changed].neg_()
-        if cycle % 2:
-            preparation = allocator.prepare()
-            assert preparation.wait(30)
-            assert preparation.error is None
-        slept = allocator.sleep()
-        assert slept.copied_bytes == (0 if cycle % 2 else len(weights) * 32 * MIB if cycle == 0 else 32 * MIB)
-        asleep = free_bytes()
-        allocator.wake_up(["weights"])
-        allocator.wake_up()
-        levels.append((asleep, free_bytes(), resident_bytes(), host_bytes(allocator)))
-    check_bytes(weights, [as_bytes(content) for content in expected])
-    for name, values in zip(("asleep", "awake", "resident", "host"), zip(*levels[3:], strict=True), strict=True):
-        assert max(values) - min(values) < SLACK, f"{name}: {values}"
-    held = allocator._store.room.bytes
-    resident = resident_bytes()
-    assert allocator.release_backups() == held
-    assert resident - resident_bytes() >= held - SLACK
-    assert caches[0].numel() == 128 * MIB

@@ -55,10 +55,6 @@ class Worker:
         """Make a call on another thread as soon as calls have to wait, or wait for one that does."""
         threading.Thread(target=self._wait_for_lock, args=(call, *arguments), daemon=True).start()
 
-    def end_work_when_locked(self, call: str, *arguments: object) -> None:
-        self.begin_when_locked(call, *arguments)
-        self._on_block(self.end_work)
-
     def die_when_locked(self, call: str, *arguments: object) -> None:
         self.begin_when_locked(call, *arguments)
         self._on_block(lambda: os.kill(os.getpid(), signal.SIGKILL))

@@ -143,12 +143,6 @@ class TestCaptures:
         driver.free_bytes()
         assert driver.end_capture(stream)[0] == OK
 
-    def test_query_of_another_stream_is_safe(self, driver: Driver) -> None:
-        stream, other = driver.stream(), driver.stream()
-        driver.ok("cuStreamBeginCapture", stream, GLOBAL)
-        driver.ok("cuStreamQuery", other)
-        assert driver.end_capture(stream)[0] == OK
-
     @pytest.mark.parametrize("call", ["cuMemsetD8Async", "cuStreamSynchronize", "cuStreamQuery", "cuEventRecord"])
     def test_legacy_stream_beside_a_blocking_capture(self, driver: Driver, call: str) -> None:
         stream, address, event = driver.stream(flags=0), driver.allocate(), driver.event()
@@ -159,13 +153,6 @@ class TestCaptures:
         assert driver.capture_status(stream) == CAPTURE_ACTIVE  # asking never invalidates
         assert driver(call, *arguments) == CAPTURE_IMPLICIT
         assert driver.end_capture(stream)[0] == CAPTURE_INVALIDATED
-
-    def test_legacy_stream_beside_a_non_blocking_capture(self, driver: Driver) -> None:
-        stream, address = driver.stream(), driver.allocate()
-        driver.ok("cuStreamBeginCapture", stream, RELAXED)
-        driver.ok("cuMemsetD8Async", address, 1, PAGE, None)
-        driver.ok("cuStreamSynchronize", None)
-        assert driver.end_capture(stream)[0] == OK
 
     @pytest.mark.parametrize("call", ["cuEventQuery", "cuEventSynchronize"])
     def test_captured_event_cannot_be_waited_for(self, driver: Driver, call: str) -> None:
@@ -204,20 +191,3 @@ class TestCaptures:
         driver.ok("cuStreamBeginCapture", stream, GLOBAL)
         assert driver("cuStreamWaitEvent", stream, event, 0) == "CUDA_ERROR_STREAM_CAPTURE_ISOLATION"
         assert driver.end_capture(stream)[0] == CAPTURE_INVALIDATED
-
-    def test_exchange_of_the_thread_mode(self, driver: Driver) -> None:
-        assert driver.set_capture_mode(RELAXED) == GLOBAL
-        assert in_thread(lambda: driver.set_capture_mode(THREAD_LOCAL)) == GLOBAL
-        assert driver.set_capture_mode(GLOBAL) == RELAXED
-        bad = Int(7)
-        assert driver("cuThreadExchangeStreamCaptureMode", ctypes.byref(bad)) == INVALID_VALUE
-
-    def test_captures_of_other_contexts_do_not_stop_a_synchronize(self, load: Callable[..., Driver]) -> None:
-        driver = load(DEVICES=2)
-        first = driver.start(0)
-        stream = driver.stream()
-        driver.ok("cuStreamBeginCapture", stream, RELAXED)
-        driver.enter(1)
-        driver.ok("cuCtxSynchronize")
-        driver.ok("cuCtxSetCurrent", first)
-        assert driver.end_capture(stream)[0] == OK

@@ -11,7 +11,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -30,7 +29,6 @@ from sim_driver import (
     PAGE,
     Driver,
     Int,
-    in_thread,
 )
 
 from cumem_sleep import sim
@@ -94,15 +92,6 @@ def a_target(**environment: object) -> contextlib.AbstractContextManager[Target]
 def uuid(device: int = 0) -> str:
     digits = f"cumem-sim-{device:05d}".encode().ljust(16, b"\0").hex()
     return f"GPU-{digits[:8]}-{digits[8:12]}-{digits[12:16]}-{digits[16:20]}-{digits[20:]}"
-
-
-def has_board(pid: int) -> bool:
-    folder = pathlib.Path(f"/proc/{pid}/fd")
-    for descriptor in folder.iterdir():
-        with contextlib.suppress(FileNotFoundError):  # closed in the meantime
-            if "cumem-sim-process" in os.readlink(descriptor):
-                return True
-    return False
 
 
 @contextlib.contextmanager
@@ -177,16 +166,6 @@ class TestStates:
         target.wait_for_blocked(1)
         assert target.ask("worker.begin('cuDriverGetVersion', None), worker.result()")[1][0] == "cuDriverGetVersion"
 
-    def test_arguments(self, helper: Helper, target: Target) -> None:
-        call = helper.driver
-        assert call("cuCheckpointProcessGetState", target.pid, None) == INVALID_VALUE
-        for change in CHANGES:
-            for wrong in (Arguments(0, 1), Arguments(0, 0, (ctypes.c_uint64 * 7)(0, 0, 0, 0, 0, 0, 1))):
-                name = f"cuCheckpointProcess{change}"
-                assert call(name, target.pid, ctypes.byref(wrong)) == INVALID_VALUE, change
-            assert call(f"cuCheckpointProcess{change}", target.pid, ctypes.byref(Arguments())) == OK
-        assert helper.state(target.pid) == RUNNING
-
 
 class TestProcesses:
     @pytest.fixture(params=[*CHANGES, "GetState"])
@@ -206,10 +185,6 @@ class TestProcesses:
             assert ask(target.pid) == NOT_INITIALIZED
             target.ask("driver.ok('cuInit', 0)")
             assert ask(target.pid) in (OK, ILLEGAL_STATE)
-
-    def test_by_a_helper_that_does_not_use_it(self, load: Callable[..., Driver], target: Target) -> None:
-        helper = Helper(load())
-        assert {helper(change, target.pid) for change in CHANGES} == {NOT_INITIALIZED}
 
     @pytest.mark.parametrize("before", [(), ("Lock",), ("Lock", "Checkpoint")])
     @pytest.mark.parametrize("reap", [False, True])
@@ -231,11 +206,6 @@ class TestProcesses:
         helper.all(target.pid, *CHANGES[len(before) :])
         assert target.ask("driver('cuCtxSynchronize')") == OK
 
-    def test_can_name_itself(self, target: Target) -> None:
-        for change in CHANGES:
-            assert target.ask(f"driver('cuCheckpointProcess{change}', os.getpid(), None)") == OK
-        assert target.ask("driver('cuCtxSynchronize')") == OK
-
     @pytest.mark.parametrize("fork", ["os.fork()", "ctypes.CDLL(None)._Fork()"])
     def test_a_forked_child_is_another_process(self, helper: Helper, target: Target, fork: str) -> None:
         """Also one made by a call that runs no handlers, as some programs do just before they start another."""
@@ -244,11 +214,6 @@ class TestProcesses:
         with a_child(target, fork) as child:
             assert helper("Lock", child) == NOT_INITIALIZED
             helper.all(target.pid, "Lock")
-
-    def test_nothing_keeps_a_board_of_a_dead_process(self, target: Target) -> None:
-        with a_child(target, "os.fork()") as child:
-            wait_until(lambda: not has_board(child))
-            assert has_board(target.pid)
 
 
 class TestBlocking:
@@ -266,19 +231,6 @@ class TestBlocking:
         assert {target.ask("worker.result()")[0] for _ in waiting} == waiting
         assert target.ask("sim.stats().blocked_calls") == len(waiting)
         target.ask("sim.reset()")
-        assert target.ask("sim.stats().blocked_calls") == 0
-
-    def test_controls_do_not_wait(self, helper: Helper, target: Target) -> None:
-        helper.all(target.pid, "Lock", "Checkpoint")
-        target.ask("worker.begin('cuCtxSynchronize')")
-        target.wait_for_blocked(1)
-        target.ask("sim.configure(device_bytes=4 << 20, context_bytes=1)")
-        target.ask("sim.fail('cuCtxSynchronize', error='CUDA_ERROR_ECC_UNCORRECTABLE')")
-        helper.all(target.pid, "Restore", "Unlock")
-        assert target.ask("worker.result()") == ("cuCtxSynchronize", "CUDA_ERROR_ECC_UNCORRECTABLE")
-
-    def test_nothing_blocks_without_a_lock(self, target: Target) -> None:
-        target.ask("driver.free(driver.allocate())")
         assert target.ask("sim.stats().blocked_calls") == 0
 
     def test_a_forked_child_of_a_locked_process(self, helper: Helper, target: Target) -> None:
@@ -322,20 +274,6 @@ class TestLock:
         assert target.ask("worker.result()")[0] == "cuMemGetInfo"
         assert target.ask("sim.stats().blocked_calls") > 0
 
-    @pytest.mark.parametrize("timeout_ms", [0, None, 60_000])
-    def test_ends_with_the_work(self, load: Callable[..., Driver], target: Target, timeout_ms: int | None) -> None:
-        driver = load()
-        driver.ok("cuInit", 0)
-        target.ask("worker.keep_busy()")
-        arguments = None if timeout_ms is None else ctypes.byref(Arguments(timeout_ms))
-
-        def lock() -> str:
-            return driver("cuCheckpointProcessLock", target.pid, arguments)
-
-        target.ask("worker.end_work_when_locked('cuCtxGetDevice', 0)")
-        assert in_thread(lock) == OK
-        assert Helper(driver).state(target.pid) == LOCKED
-
     def test_of_a_process_that_dies(self, helper: Helper, target: Target) -> None:
         target.ask("worker.keep_busy()")
         target.ask("worker.die_when_locked('cuCtxGetDevice', 0)")
@@ -357,21 +295,6 @@ class TestLock:
         assert target.ask("worker.result()")[0] == "cuCtxGetDevice"
         target.ask("worker.end_work()")
         helper.all(target.pid, *CHANGES)
-
-    def test_by_two_helpers(self, helper: Helper, target: Target) -> None:
-        target.ask("worker.keep_busy()")
-        with a_target() as other:
-            other.ask("driver.ok('cuInit', 0)")
-            other.ask(f"worker.begin('cuCheckpointProcessLock', {target.pid}, None)")
-            target.ask("worker.begin_when_locked('cuCtxGetDevice', 0)")
-            target.wait_for_blocked(1)
-            answers: list[str] = []
-            waiting = threading.Thread(target=lambda: answers.append(helper("Lock", target.pid)))
-            waiting.start()
-            target.ask("worker.end_work()")
-            waiting.join(30)
-            assert answers == [ILLEGAL_STATE]
-            assert other.ask("worker.result()") == ("cuCheckpointProcessLock", OK)
 
 
 class TestMemory:
@@ -402,63 +325,6 @@ class TestMemory:
         for _ in range(2):  # as on a GPU
             again = helper("Restore", target.pid), helper.state(target.pid)
             assert again == ("CUDA_ERROR_OPERATING_SYSTEM", CHECKPOINTED)
-
-    def test_restore_fits_exactly(self, helper: Helper, target: Target) -> None:
-        target.ask("driver.allocate(8 * PAGE)")
-        helper.all(target.pid, "Lock", "Checkpoint")
-        target.ask("sim.configure(device_bytes=8 * PAGE)")
-        helper.all(target.pid, "Restore", "Unlock")
-        assert used(target) == 8 * PAGE
-
-    def test_two_devices(self, helper: Helper) -> None:
-        """The host's devices 3 and 1, in this order; a context on the second."""
-        with a_target(DEVICES=2, DEVICE_ORDER="3,1") as target:
-            target.ask("driver.start(device=1)")
-            target.ask("driver.allocate(2 * PAGE, 1)")
-            target.ask("driver.create(PAGE, device=0)")
-            assert (used(target, 3), used(target, 1)) == (PAGE, 2 * PAGE)
-            helper.all(target.pid, "Lock", "Checkpoint")
-            assert (used(target, 3), used(target, 1)) == (0, LEFT_BYTES)
-            target.ask("sim.configure(device_bytes=2 * PAGE - 1)")
-            assert helper("Restore", target.pid) == OUT_OF_MEMORY
-            for device in (0, 2):
-                with pytest.raises(DriverError, match=INVALID_DEVICE):
-                    used(target, device)
-            target.ask("sim.configure(devices=1)")
-            with pytest.raises(DriverError, match=INVALID_DEVICE):
-                used(target, 1)
-
-    @pytest.mark.usefixtures("helper")
-    def test_is_followed(self, target: Target) -> None:
-        """A look-up sees each allocation, and what is released, however it is."""
-        assert used(target) == 0
-        address = target.ask("driver.allocate()")
-        assert used(target) == PAGE
-        other = target.ask("driver.get(Address, 'cuMemAlloc', 3 * PAGE)")
-        assert used(target) == 4 * PAGE
-        target.ask(f"driver.free({address})")
-        assert used(target) == 3 * PAGE
-        target.ask(f"driver.ok('cuMemFree', {other})")
-        assert used(target) == 0
-
-    @pytest.mark.usefixtures("helper")
-    def test_of_a_context(self) -> None:
-        with a_target(DEVICE_BYTES=8 * MIB) as target:
-            target.ask("sim.configure(context_bytes=6 << 20)")
-            target.ask("driver.start()")
-            target.ask("driver.start()")
-            assert target.ask("driver.free_bytes()") == 2 * MIB
-            target.ask("sim.configure(context_bytes=0)")  # of the next one
-            target.ask("driver.ok('cuDevicePrimaryCtxRelease', 0)")
-            assert target.ask("driver.free_bytes()") == 2 * MIB
-            assert sim.process_memory(target.pid, uuid()) == (6 * MIB, 8 * MIB)
-            target.ask("driver.ok('cuDevicePrimaryCtxRelease', 0)")
-            assert sim.process_memory(target.pid, uuid()) == (0, 8 * MIB)
-            target.ask("sim.configure(context_bytes=(8 << 20) + 1)")
-            assert target.ask("driver('cuDevicePrimaryCtxRetain', ctypes.byref(Address()), 0)") == OUT_OF_MEMORY
-            target.ask("sim.configure(context_bytes=None, device_bytes=10 << 20)")
-            target.ask("driver.start()")
-            assert sim.process_memory(target.pid, uuid()) == ((8 << 20) + 1, 10 * MIB)
 
     @pytest.mark.usefixtures("helper")
     def test_bad_arguments(self) -> None:
@@ -492,16 +358,6 @@ class TestEnvironment:
         assert pointer.value
         assert Helper(load(DRIVER_VERSION=12080)).driver("cuCheckpointProcessLock", 0, None) == NOT_INITIALIZED
 
-    def test_failures(self, load: Callable[..., Driver]) -> None:
-        rules = f"cuInit:0:{NOT_READY}:1,cuCheckpointProcessRestore_v2:1:{OUT_OF_MEMORY}:2"
-        helper = Helper(load(FAIL=rules))
-        assert [helper.driver("cuInit", 0) for _ in range(2)] == [NOT_READY, OK]
-        answers = [helper("Restore", 0) for _ in range(4)]
-        assert answers == [INVALID_VALUE, OUT_OF_MEMORY, OUT_OF_MEMORY, INVALID_VALUE]
-
-    def test_no_failures(self, load: Callable[..., Driver]) -> None:
-        load(FAIL="").start()
-
     @pytest.mark.parametrize(
         "rule",
         [
@@ -520,13 +376,6 @@ class TestEnvironment:
         message = capfd.readouterr().err
         assert f'CUMEM_SLEEP_SIM_FAIL="{other.format(rule)}"' in message
         assert f'"{rule}" is not a rule such as' in message
-
-    @pytest.mark.parametrize("value", ["-1", "many", str(2**63)])
-    def test_bad_context_bytes(
-        self, load: Callable[..., Driver], capfd: pytest.CaptureFixture[str], value: str
-    ) -> None:
-        assert load(CONTEXT_BYTES=value)("cuInit", 0) == INVALID_VALUE
-        assert f'CUMEM_SLEEP_SIM_CONTEXT_BYTES="{value}"' in capfd.readouterr().err
 
 
 class TestCore:
@@ -554,32 +403,6 @@ answer(_core=_core, attempt=attempt)
 """
         return process_that_answers(["-c", script], **environment)
 
-    def test_there_and_back_without_a_context(self, core: Target, target: Target) -> None:
-        pid = target.pid
-        seen = [core.ask(f"attempt('process_state', {pid})")]
-        for change in (
-            f"'lock_process', {pid}, 0.0001",
-            *(f"'{c}_process', {pid}" for c in ("checkpoint", "restore", "unlock")),
-        ):
-            assert core.ask(f"attempt({change})") == "None"
-            seen.append(core.ask(f"attempt('process_state', {pid})"))
-        states = ("RUNNING", "LOCKED", "CHECKPOINTED", "LOCKED", "RUNNING")
-        assert seen == [f"ProcessState.{state}" for state in states]
-        assert core.ask("_core.can_checkpoint(), _core.driver_version()") == (True, 13000)
-        calls = core.ask("dict(sim.stats().calls)")
-        assert calls["cuDevicePrimaryCtxRetain"] == calls["cuCtxPushCurrent"] == 0
-
-    def test_errors(self, core: Target, target: Target) -> None:
-        target.ask("worker.keep_busy()")
-        for change in ("checkpoint", "restore", "unlock"):
-            call, error, _ = core.ask(f"attempt('{change}_process', {target.pid})")
-            assert (call, error) == (f"cuCheckpointProcess{change.capitalize()}", ILLEGAL_STATE)
-        assert core.ask(f"attempt('lock_process', {target.pid}, 0.02)")[:2] == ("cuCheckpointProcessLock", NOT_READY)
-        assert core.ask("attempt('process_state', 0)")[:2] == ("cuCheckpointProcessGetState", INVALID_VALUE)
-        for timeout in ("0", "-1", "float('nan')"):
-            assert core.ask(f"attempt('lock_process', {target.pid}, {timeout})").startswith("timeout_s=")
-        assert core.ask(f"attempt('process_state', {target.pid})") == "ProcessState.RUNNING"
-
     @pytest.mark.parametrize("timeout", ["1e9", "float('inf')"])
     def test_others_run_while_a_lock_waits(self, core: Target, target: Target, timeout: str) -> None:
         target.ask("worker.keep_busy()")
@@ -589,10 +412,6 @@ answer(_core=_core, attempt=attempt)
         assert core.ask(f"attempt('process_state', {target.pid})") == "ProcessState.RUNNING"
         target.ask("worker.end_work()")
         wait_until(lambda: core.ask(f"attempt('process_state', {target.pid})") == "ProcessState.LOCKED")
-
-    def test_an_old_driver(self, target: Target) -> None:
-        with self.with_driver(sim.library_path(), DRIVER_VERSION=12040) as core:
-            self.check_unsupported(core, target, "12.4")
 
     def test_a_driver_that_lacks_the_calls(self, target: Target, tmp_path: pathlib.Path) -> None:
         """In whose table of symbols they go by another name; all else is found."""

@@ -16,7 +16,6 @@ from sim_driver import (
     MIB,
     OK,
     PAGE,
-    READ,
     Driver,
     Handle,
     HostBuffer,
@@ -80,16 +79,6 @@ class TestCopies:
         assert launch(driver, kernel, address, buffer.address, 16, stream, threads=0) == INVALID_VALUE
         assert launch(driver, Handle(7), address, buffer.address, 16, stream) == "CUDA_ERROR_INVALID_HANDLE"
 
-    def test_other_kernels_are_unknown(self, driver: Driver) -> None:
-        driver.start()
-        module = Handle()
-        assert driver("cuModuleLoadData", ctypes.byref(module), b".entry another()") == "CUDA_ERROR_INVALID_PTX"
-        assert driver("cuModuleLoadData", ctypes.byref(module), None) == INVALID_VALUE
-        driver.ok("cuModuleLoadData", ctypes.byref(module), b".entry cumem_sleep_copy()")
-        function = ctypes.byref(Handle())
-        assert driver("cuModuleGetFunction", function, module, b"another") == "CUDA_ERROR_NOT_FOUND"
-        assert driver("cuModuleGetFunction", function, Handle(7), b"cumem_sleep_copy") == INVALID_VALUE
-
     @pytest.mark.parametrize("fault", ["not registered", "not aligned"])
     def test_a_kernel_faults_where_a_gpu_would(self, driver: Driver, fault: str) -> None:
         address, stream, buffer = driver.allocate(), driver.stream(), HostBuffer()
@@ -116,14 +105,6 @@ class TestCopies:
             assert read(buffer.address, 12) == bytes(12)
         driver.ok("cuStreamSynchronize", stream)
         assert read(buffer.address, 12) == b"device bytes"
-
-    def test_forgotten_synchronisation_shows(self, load: Callable[..., Driver]) -> None:
-        driver = load(COPY_DELAY_US=500_000)
-        driver.start()
-        address, stream, buffer = driver.allocate(), driver.stream(), HostBuffer(fill=7)
-        driver.ok("cuMemHostRegister", buffer.address, PAGE, 0)
-        driver.ok("cuMemcpyHtoDAsync", address, buffer.address, PAGE, stream)
-        assert read(address)[0] == FILL
 
     def test_pageable_memory_is_copied_before_the_call_returns(self, load: Callable[..., Driver]) -> None:
         driver = load(COPY_DELAY_US=20_000)
@@ -175,15 +156,6 @@ class TestCopies:
         del unmapped
         assert driver("cuMemcpyDtoHAsync", gone, address, PAGE, stream) == INVALID_VALUE
 
-    def test_host_address_may_be_a_device_address(self, driver: Driver) -> None:
-        first, second, stream = driver.allocate(), driver.allocate(), driver.stream()
-        write(first, b"unified")
-        driver.ok("cuMemcpyDtoHAsync", second, first, PAGE, stream)
-        driver.ok("cuStreamSynchronize", stream)
-        assert read(second, 7) == b"unified"
-        driver.ok("cuMemUnmap", second, PAGE)
-        assert driver("cuMemcpyDtoHAsync", second, first, PAGE, stream) == INVALID_VALUE
-
 
 class TestFaults:
     """Memory that is taken away from work in flight fails the context, until reset()."""
@@ -219,22 +191,6 @@ class TestFaults:
         assert driver("cuEventQuery", event) == ILLEGAL_ADDRESS
         self.assert_faulted(driver, stream, address)
         assert read(buffer.address) == bytes(16)
-
-    def test_unmapped_and_mapped_anew(self, copying: tuple[Driver, int, int, HostBuffer]) -> None:
-        driver, stream, address, buffer = copying
-        with driver.busy(stream):
-            driver.ok("cuMemcpyDtoHAsync", buffer.address, address, PAGE, stream)
-            driver.ok("cuMemUnmap", address, PAGE)
-            driver.ok("cuMemMap", address, PAGE, 0, driver.create(), 0)
-            assert driver.allow(address, PAGE) == OK
-        self.assert_faulted(driver, stream, address)
-
-    def test_access_withdrawn(self, copying: tuple[Driver, int, int, HostBuffer]) -> None:
-        driver, stream, address, buffer = copying
-        with driver.busy(stream):
-            driver.ok("cuMemcpyHtoDAsync", address, buffer.address, PAGE, stream)
-            assert driver.allow(address, PAGE, READ) == OK
-        self.assert_faulted(driver, stream, address)
 
     def test_unregistered_before_the_copy(self, copying: tuple[Driver, int, int, HostBuffer]) -> None:
         driver, stream, address, buffer = copying

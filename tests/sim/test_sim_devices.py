@@ -9,13 +9,11 @@ from collections.abc import Callable
 
 import pytest
 from sim_driver import (
-    FABRIC,
     INVALID_CONTEXT,
     INVALID_DEVICE,
     INVALID_HANDLE,
     INVALID_VALUE,
     MIB,
-    NOT_PERMITTED,
     OUT_OF_MEMORY,
     PAGE,
     RELAXED,
@@ -24,8 +22,6 @@ from sim_driver import (
     HostBuffer,
     HostFunction,
     Int,
-    Size,
-    UInt,
     in_thread,
     properties,
     read,
@@ -36,14 +32,6 @@ from cumem_sleep import sim
 
 
 class TestDevices:
-    def test_describes_itself(self, driver: Driver) -> None:
-        name = ctypes.create_string_buffer(64)
-        driver.ok("cuDeviceGetName", name, 64, 0)
-        assert name.value == b"Simulated GPU"
-        driver.ok("cuDeviceGetPCIBusId", name, 64, 0)
-        assert name.value == b"0000:01:00.0"
-        assert driver.get(Size, "cuDeviceTotalMem", 0) == 256 * MIB
-
     @pytest.mark.parametrize(
         ("attribute", "value"),
         [
@@ -62,18 +50,6 @@ class TestDevices:
     )
     def test_attributes(self, driver: Driver, attribute: int, value: int) -> None:
         assert driver.get(Int, "cuDeviceGetAttribute", attribute, 0) == value
-
-    def test_fabric_handles_may_be_claimed_and_are_refused_all_the_same(self, load: Callable[..., Driver]) -> None:
-        driver = load(FABRIC=1)
-        driver.start()
-        assert driver.get(Int, "cuDeviceGetAttribute", 128, 0) == 1
-        handle = ctypes.c_uint64()
-        assert driver("cuMemCreate", ctypes.byref(handle), PAGE, properties(handle_types=FABRIC), 0) == NOT_PERMITTED
-
-    def test_host_pointers_may_be_disclaimed(self, load: Callable[..., Driver]) -> None:
-        driver = load(HOST_POINTERS=0)
-        driver.start()
-        assert driver.get(Int, "cuDeviceGetAttribute", 91, 0) == 0
 
     def test_invalid_ordinals(self, driver: Driver) -> None:
         value = ctypes.c_uint64()
@@ -156,25 +132,6 @@ class TestContexts:
         assert driver("cuCtxPopCurrent", None) == INVALID_CONTEXT
         assert driver.get(Handle, "cuCtxGetCurrent") is None
 
-    def test_retain_count(self, load: Callable[..., Driver]) -> None:
-        driver = load()
-        driver.ok("cuInit", 0)
-        flags, active = UInt(), Int()
-
-        def is_active() -> bool:
-            driver.ok("cuDevicePrimaryCtxGetState", 0, ctypes.byref(flags), ctypes.byref(active))
-            return bool(active.value)
-
-        assert driver("cuDevicePrimaryCtxRelease", 0) == INVALID_CONTEXT
-        assert not is_active()
-        first = driver.get(Handle, "cuDevicePrimaryCtxRetain", 0)
-        assert driver.get(Handle, "cuDevicePrimaryCtxRetain", 0) == first
-        driver.ok("cuDevicePrimaryCtxRelease", 0)
-        assert is_active()
-        driver.ok("cuDevicePrimaryCtxRelease", 0)
-        assert not is_active()
-        assert driver("cuDevicePrimaryCtxRelease", 0) == INVALID_CONTEXT
-
     def test_takes_time_for_registered_memory_of_those_who_want_it(self, load: Callable[..., Driver]) -> None:
         driver = load(DEVICES=2, DEVICE_BYTES=64 * MIB)
         driver.ok("cuInit", 0)
@@ -213,17 +170,6 @@ class TestContexts:
         driver.enter()
         assert driver("cuStreamSynchronize", stream) == INVALID_HANDLE
         assert driver("cuEventQuery", event) == INVALID_HANDLE
-
-    def test_last_release_waits_for_work(self, load: Callable[..., Driver]) -> None:
-        driver = load(COPY_DELAY_US=50_000)
-        driver.start()
-        address, buffer, stream = driver.allocate(), HostBuffer(fill=7), driver.stream()
-        driver.ok("cuMemHostRegister", buffer.address, PAGE, 0)
-        driver.ok("cuMemcpyHtoDAsync", address, buffer.address, PAGE, stream)
-        driver.ok("cuDevicePrimaryCtxRelease", 0)
-        assert read(address) == b"\x07" * 16
-        driver.enter()
-        driver.ok("cuCtxSynchronize")
 
     def test_stack_is_per_thread(self, load: Callable[..., Driver]) -> None:
         driver = load(DEVICES=2)

@@ -13,7 +13,6 @@ import pytest
 from sim_driver import (
     FABRIC,
     FILL,
-    GLOBAL,
     INVALID_DEVICE,
     INVALID_VALUE,
     MIB,
@@ -26,7 +25,6 @@ from sim_driver import (
     POSIX_FD,
     READ,
     READ_WRITE,
-    RELAXED,
     Address,
     AllocationProperties,
     Driver,
@@ -115,11 +113,6 @@ class TestVirtualMemory:
         assert driver("cuMemCreate", ctypes.byref(handle), size, property_block, flags) == error
         assert sim.stats().live_handles == 0
 
-    def test_granularity(self, driver: Driver) -> None:
-        for option in (0, 1):
-            assert driver.get(Size, "cuMemGetAllocationGranularity", properties(), option) == PAGE
-        assert driver("cuMemGetAllocationGranularity", ctypes.byref(Size()), properties(), 2) == INVALID_VALUE
-
     @pytest.mark.parametrize("alignment", [PAGE, 64 * MIB, 1 << 30])
     def test_reserve_aligns(self, driver: Driver, alignment: int) -> None:
         addresses = [driver.reserve(PAGE, alignment) for _ in range(4)]
@@ -127,12 +120,6 @@ class TestVirtualMemory:
         assert sim.stats().reserved_bytes == 4 * PAGE
         for address in addresses:
             driver.ok("cuMemAddressFree", address, PAGE)
-
-    def test_reserve_takes_a_hint(self, driver: Driver) -> None:
-        address = driver.reserve(4 * PAGE)
-        driver.ok("cuMemAddressFree", address, 4 * PAGE)
-        assert driver.get(Address, "cuMemAddressReserve", PAGE, 0, address, 0) == address
-        assert driver.get(Address, "cuMemAddressReserve", PAGE, 0, address, 0) != address
 
     def test_reserve_is_strict(self, driver: Driver) -> None:
         value = ctypes.c_uint64()
@@ -275,15 +262,6 @@ class TestVirtualMemory:
         assert driver("cuMemGetAllocationPropertiesFromHandle", ctypes.byref(found), 1) == INVALID_VALUE
         os.close(descriptor)
 
-    def test_nothing_is_left(self, driver: Driver) -> None:
-        open_files = len(os.listdir("/proc/self/fd"))
-        for _ in range(20):
-            driver.free(driver.allocate(4 * PAGE), 4 * PAGE)
-        left = sim.stats()
-        assert (left.live_handles, left.mapped_bytes, left.reserved_bytes) == (0, 0, 0)
-        assert driver.free_bytes() == 256 * MIB
-        assert len(os.listdir("/proc/self/fd")) == open_files
-
     @pytest.mark.slow
     @pytest.mark.parametrize(
         "step",
@@ -325,24 +303,3 @@ class TestPlainMemory:
         assert driver.free_bytes() == 256 * MIB
         assert driver("cuMemFree", address) == INVALID_VALUE
         driver.ok("cuMemFree", 0)
-
-    def test_alloc_is_strict(self, driver: Driver) -> None:
-        assert driver("cuMemAlloc", None, PAGE) == INVALID_VALUE
-        assert driver("cuMemAlloc", ctypes.byref(Size()), 0) == INVALID_VALUE
-        assert driver("cuMemAlloc", ctypes.byref(Size()), 257 * MIB) == OUT_OF_MEMORY
-        assert driver("cuMemAlloc", ctypes.byref(Size()), 2**64 - 1) == OUT_OF_MEMORY
-
-    def test_free_waits_for_all_work(self, load: Callable[..., Driver]) -> None:
-        driver = load(COPY_DELAY_US=50_000)
-        driver.start()
-        plain, address = driver.get(Address, "cuMemAlloc", PAGE), driver.allocate()
-        driver.ok("cuMemsetD8Async", address, 1, PAGE, driver.stream())
-        driver.ok("cuMemFree", plain)
-        assert read(address)[0] == 1
-
-    def test_free_leaves_captures_alone_in_a_relaxed_thread(self, driver: Driver) -> None:
-        stream, plain = driver.stream(), driver.get(Address, "cuMemAlloc", PAGE)
-        driver.set_capture_mode(RELAXED)
-        driver.ok("cuStreamBeginCapture", stream, GLOBAL)
-        driver.ok("cuMemFree", plain)
-        assert driver.end_capture(stream)[0] == OK

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pathlib
-import signal
 import threading
 from collections.abc import Callable
 
@@ -56,39 +55,6 @@ class TestProcess:
             """
         )
         assert result.stdout == "parent goes on\n", result.stderr
-
-    @pytest.mark.slow
-    def test_forked_child_has_no_device_memory(self) -> None:
-        result = run_alone(
-            """
-            driver.start()
-            address = driver.allocate()
-            child = os.fork()
-            if child == 0:
-                read(address)
-                os._exit(0)
-            print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-            read(address)
-            """
-        )
-        assert result.stdout == f"{-signal.SIGSEGV}\n", result.stderr
-        assert result.returncode == 0
-
-    @pytest.mark.slow
-    def test_fork_before_init_is_harmless(self) -> None:
-        result = run_alone(
-            """
-            sizes = ctypes.c_uint64()
-            assert driver("cuDeviceGetCount", ctypes.byref(sizes)) == NOT_INITIALIZED
-            child = os.fork()
-            driver.start()
-            driver.free(driver.allocate())
-            if child == 0:
-                os._exit(7)
-            print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-            """
-        )
-        assert result.stdout == "7\n", result.stderr
 
     @pytest.mark.slow
     @pytest.mark.skipif(

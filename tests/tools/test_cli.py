@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import errno
 import io
-import itertools
 import json
 import math
 import os
@@ -22,12 +21,9 @@ import pytest
 from support import MIB, SIMULATED, Memory, write_safetensors
 
 import cumem_sleep
-from cumem_sleep import BackupMismatch, CuMemAllocator, DriverError, InvalidArgument, InvalidState, Settings, _core
-from cumem_sleep.backups.catalogue import Catalogue
+from cumem_sleep import BackupMismatch, CuMemAllocator, DriverError, InvalidState, _core
 from cumem_sleep.core import misspelt
 from cumem_sleep.tools import cli, demo, layout, simulated
-from cumem_sleep.tools.demo.report import DemoReport, DemoStep, short
-from cumem_sleep.tools.demo.run import _Demo
 
 KV = ["--kv", "4MiB"]
 
@@ -112,14 +108,6 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert re.search(r"\((a checkout|commit [0-9a-f]{40}(-dirty)?); (GCC|Clang) \d.*, CUDA 1\d\.\d\)$", said)
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["demo", "--help"], ["doctor", "--help"]])
-def test_help_teaches_by_examples(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as exit_:
-        cli.main(arguments)
-    assert exit_.value.code == 0
-    assert "examples:" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     "arguments",
     [["demo", "--kv", "much"], ["demo", "--kv", "0"], ["demo", "--rounds", "0"], ["demo", "--nonsense"], ["no-such"]],
@@ -169,19 +157,6 @@ def help_of(*arguments: str) -> str:
     return output.getvalue()
 
 
-def test_help_shows_no_variables_of_the_test_suite() -> None:
-    text = help_of()
-    assert "CUMEM_SLEEP_VAULT" in text
-    assert "CUMEM_SLEEP_TEST_" not in text
-
-
-@pytest.mark.sim
-def test_runs_as_a_module(model: pathlib.Path) -> None:
-    process = as_module("demo", str(model), *KV, CUMEM_SLEEP_DRIVER="sim")
-    assert (process.returncode, process.stderr) == (0, "")
-    assert "simulated" in process.stdout
-
-
 def as_module(*arguments: str, stdout: Any = subprocess.PIPE, **environment: str) -> subprocess.CompletedProcess[str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("CUMEM_SLEEP_")}
     kept["PYTHONPATH"] = str(pathlib.Path(cumem_sleep.__path__[0]).parent)
@@ -208,32 +183,6 @@ def test_reader_that_has_seen_enough(
         monkeypatch.setattr(sys, "stdout", output)
         assert cli.main(arguments) == 141
     assert capfd.readouterr().err == ""
-
-
-@pytest.mark.slow
-@pytest.mark.sim
-@pytest.mark.parametrize("arguments", [["doctor"], ["doctor", "--json"], ["demo", *KV]])
-def test_full_disk(arguments: list[str], model: pathlib.Path) -> None:
-    """One line says so, and Python does not try again at exit."""
-    command = [*arguments, *([str(model)] if arguments[0] == "demo" else [])]
-    with pathlib.Path("/dev/full").open("w") as full:
-        process = as_module(*command, stdout=full, CUMEM_SLEEP_DRIVER="sim")
-    assert process.returncode == 2
-    assert process.stderr.splitlines()[-1:] == ["cumem-sleep [simulated]: [Errno 28] No space left on device"]
-
-
-@pytest.mark.slow
-@pytest.mark.sim
-@pytest.mark.parametrize("unbuffered", ["", "1"])
-@pytest.mark.parametrize("arguments", [["demo", "--kv", "0"], ["demo", "/nonexistent"]])
-def test_full_disk_for_the_json_of_an_error(arguments: list[str], unbuffered: str) -> None:
-    """The error is on standard error, and the exit code its own."""
-    with pathlib.Path("/dev/full").open("w") as full:
-        environment = {"CUMEM_SLEEP_DRIVER": "sim", "PYTHONUNBUFFERED": unbuffered}
-        process = as_module(*arguments, "--json", stdout=full, **environment)
-    assert process.returncode == 2
-    assert "expected at least one byte" in process.stderr or "No such file" in process.stderr
-    assert "Traceback" not in process.stderr
 
 
 def test_closed_output(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -305,27 +254,6 @@ def test_demo_without_a_file(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     assert (code, report["tensors"], report["dtypes"]) == (0, 20, ["BF16"])
 
 
-def test_demo_of_shards(tmp_path: pathlib.Path, model: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
-    other = write_safetensors(
-        tmp_path / "b.safetensors", {"w": {"dtype": "U8", "shape": [3], "data_offsets": [0, 3]}}, b"abc"
-    )
-    code, report = run_json(capsys, "demo", str(model), str(other), *KV)
-    assert (code, report["tensors"]) == (0, 8)
-
-
-@pytest.mark.usefixtures("model")
-def test_demo_of_a_folder(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_safetensors(tmp_path / "b.safetensors", {"w": {"dtype": "U8", "shape": [3], "data_offsets": [0, 3]}}, b"abc")
-    code, report = run_json(capsys, "demo", str(tmp_path), *KV)
-    assert (code, report["tensors"], report["source"]) == (0, 8, tmp_path.name)
-
-
-def test_one_of_a_thing_is_not_several(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = write_safetensors(tmp_path / "w", {"w": {"dtype": "U8", "shape": [3], "data_offsets": [0, 3]}}, b"abc")
-    assert cli.main(["demo", str(path), *KV]) == 0
-    assert "w: 1 tensor, 3 B of U8 in 1 segment\n" in capsys.readouterr().out
-
-
 def test_demo_without_retained_backups(
     model: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -363,33 +291,6 @@ def test_one_wrong_byte_is_1(
     assert report["steps"][-1]["name"] == "wake"  # what follows is not tried
     name, index = ("complex", 71) if last else ("norm", 0)
     assert f"byte {index} of {name} is" in report["steps"][-1]["result"]
-
-
-def test_failure_is_shown_in_the_table(
-    model: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(_Demo, "_differences", lambda _: ["byte 0 of [red]w[/red] is 0x01, not 0x00"])
-    assert cli.main(["demo", str(model), *KV]) == 1
-    assert "FAILED at 'load weights': byte 0 of [red]w[/red] is 0x01, not 0x00" in capsys.readouterr().out
-
-
-def test_changed_address_is_1(
-    model: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    counter = itertools.count()
-    monkeypatch.setattr(_Demo, "_addresses_now", lambda _: [(1, next(counter))])
-    code, report = run_json(capsys, "demo", str(model), *KV)
-    assert code == 1
-    assert "an address changed" in report["steps"][-1]["result"]
-
-
-def test_copy_of_unchanged_bytes_is_1(
-    model: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(Catalogue, "is_clean", lambda *_: False)
-    code, report = run_json(capsys, "demo", str(model), *KV)
-    assert code == 1
-    assert "was copied, though nothing had changed" in report["steps"][-1]["result"]
 
 
 @pytest.mark.parametrize(
@@ -477,23 +378,6 @@ def test_bad_setting(model: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsy
     assert "CUMEM_SLEEP_VERIFY='perhaps'" in capsys.readouterr().err
 
 
-def test_sizes_have_three_digits() -> None:
-    sizes = [0, 999, 1024, 9 * MIB + MIB // 3, 454 * MIB, 1000 * MIB, 1023 * MIB, 61 << 30, 1 << 50]
-    assert [short(size) for size in sizes] == [
-        "0 B", "999 B", "1.00 KiB", "9.33 MiB", "454 MiB", "0.98 GiB", "1.00 GiB", "61.0 GiB", "1024 TiB",
-    ]  # fmt: skip
-
-
-def test_table_of_a_real_device_names_its_use() -> None:
-    step = DemoStep(1, "wake", 5 << 30, 7 << 30, 0, 10**9, 0.5, 1, "1 B = source", True)
-    report = DemoReport(False, 0, "NVIDIA H200", "x", 1, ["BF16"], 1, 1, 1, (step,))
-    headings = [str(column.header) for column in report.table().columns]
-    assert "GPU in use" in headings
-    assert "simulated" not in str(report.table().title)
-    assert report.to_json()["steps"][0]["gbps"] == 2.0
-    assert "note" not in report.to_json()
-
-
 # Which driver
 
 
@@ -514,16 +398,6 @@ def test_without_a_driver_it_says_so_and_simulates(model: pathlib.Path) -> None:
     assert json.loads(process.stdout)["simulated"] is True
     assert process.stderr.count("\n") == 1
     assert "no GPU driver was found: running on the simulated driver" in process.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.sim
-@pytest.mark.skipif(libcuda_is_installed(), reason="this machine has a CUDA driver")
-def test_a_driver_that_was_asked_for_must_be_there(model: pathlib.Path) -> None:
-    process = as_module("demo", str(model), CUMEM_SLEEP_DRIVER="cuda")
-    assert (process.returncode, process.stdout) == (2, "")
-    assert "libcuda.so.1 was not found" in process.stderr
-    assert "Traceback" not in process.stderr
 
 
 @pytest.mark.sim
@@ -567,17 +441,3 @@ def test_simulated_device_is_made_large_enough(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(simulated.host_facts, "cgroup_available_bytes", lambda **_: 5 << 30)
     with pytest.raises(InvalidState, match=r"needed 6.25 GiB, available 5.00 GiB \(limit: cgroup\)"):
         simulated.make_room({}, weights, 4 * MIB)
-
-
-@pytest.mark.sim
-def test_device_memory_too_small(model: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    monkeypatch.setenv("CUMEM_SLEEP_SIM_DEVICE_BYTES", str(4 * MIB))
-    cumem_sleep.sim.configure(device_bytes=4 * MIB)
-    assert cli.main(["demo", str(model), "--kv", "8MiB"]) == 2
-    assert "CUDA_ERROR_OUT_OF_MEMORY" in capsys.readouterr().err
-
-
-def test_demo_refuses_settings_that_are_none() -> None:
-    with pytest.raises(InvalidArgument):
-        simulated.open_allocator({"CUMEM_SLEEP_DRIVER": "hip"})
-    assert Settings.from_environment({}).driver == "cuda"

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pathlib
 import subprocess
-import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,13 +12,13 @@ import pytest
 from support import DRIVER, SIMULATED
 
 from cumem_sleep import DriverError, InvalidState, OutOfDeviceMemory, _core, sim
-from cumem_sleep.checkpoint import device_memory, process
+from cumem_sleep.checkpoint import process
 from cumem_sleep.core.driver import open_driver
 from cumem_sleep.errors import format_bytes
 from cumem_sleep.settings import VARIABLES
 from cumem_sleep.tools import cli, doctor
-from cumem_sleep.tools.doctor import Check, CheckStatus, DoctorReport, gpus, host, level_3, packages, variables
-from cumem_sleep.tools.doctor.examine import examine, guarded
+from cumem_sleep.tools.doctor import CheckStatus, DoctorReport, gpus, host, level_3, packages, variables
+from cumem_sleep.tools.doctor.examine import examine
 from cumem_sleep.tools.machine import Machine, machine_facts
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
@@ -84,20 +82,6 @@ def test_pcie_link(files: dict[str, str], status: CheckStatus, found: str, advic
     assert advice in check.advice
 
 
-def test_what_cannot_be_read_is_said(tmp_path: pathlib.Path) -> None:
-    check = guarded("link", lambda: gpus.pcie_link(machine(tmp_path), "link", GPU))
-    assert check.status is CheckStatus.WARN
-    assert check.found.startswith("could not be checked: ")
-    assert "current_link_speed: No such file" in check.found
-
-
-def test_no_check_ends_the_examination() -> None:
-    def broken() -> Check:
-        raise ValueError("of all things")
-
-    assert guarded("x", broken).found == "could not be checked: ValueError: of all things"
-
-
 # NUMA, cores
 
 
@@ -126,14 +110,6 @@ def test_cpu_affinity(tmp_path: pathlib.Path) -> None:
     assert host.affinity(machine(tmp_path, files)).found == "all 8 cores"
     some = machine(tmp_path, files, affinity=frozenset({0, 1, 2, 5}))
     assert host.affinity(some).found == "4 of 8 cores: 0-2,5"
-
-
-@pytest.mark.parametrize(("usable", "status"), [(8, CheckStatus.OK), (4, CheckStatus.WARN)])
-def test_cores(usable: int, status: CheckStatus, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host.host_facts, "usable_cores", lambda _root: usable)
-    check = host.cores(machine(tmp_path))
-    assert check.status is status
-    assert f"{usable} usable" in check.found
 
 
 # Memory
@@ -195,18 +171,6 @@ def test_huge_pages_of_the_vault(modes: str, vault: str, status: CheckStatus, tm
         assert f"echo advise > /{SHMEM}" in check.found + check.advice
 
 
-def test_huge_pages_that_are_reserved_are_told(tmp_path: pathlib.Path) -> None:
-    there = machine(tmp_path, {SHMEM: "always [never]", FREE: "512", FREE.replace("free", "resv"): "256"})
-    found = host.vault_pages(there).found
-    assert "512.00 MiB reserved and free (cumem-sleep vault --reserved-huge-pages)" in found
-
-
-def test_memlock_is_for_information(tmp_path: pathlib.Path) -> None:
-    check = host.memlock(machine(tmp_path))
-    assert check.status is CheckStatus.OK
-    assert "does not enforce" in check.found
-
-
 # Packages
 
 
@@ -252,22 +216,6 @@ def test_compression(
     assert found in check.found
 
 
-def test_compression_with_a_pytorch_that_reaches_no_gpu(tmp_path: pathlib.Path) -> None:
-    files = {**package("torch", "2.11.0+cpu"), **package("triton", "3.7.1")}
-    check = packages.compression(machine(tmp_path, files, environment={"CUMEM_SLEEP_COMPRESS": "auto"}))
-    assert check.status is CheckStatus.WARN
-    assert "2.11.0+cpu is built without CUDA: backups are stored uncompressed" in check.found
-
-
-def test_other_packages(tmp_path: pathlib.Path) -> None:
-    bare = machine(tmp_path)
-    assert {look(bare).status for look in (packages.triton, packages.vllm, packages.cupy)} == {CheckStatus.OK}
-    files = {**package("triton", "3.7.1"), **package("vllm", "0.26.0"), **package("cupy-cuda13x", "13.6.0")}
-    full = machine(tmp_path, files)
-    found = [look(full).found for look in (packages.triton, packages.vllm, packages.cupy)]
-    assert found == ["3.7.1", "0.26.0, with sleep mode in this layer", "13.6.0"]
-
-
 @pytest.mark.parametrize(
     ("version", "environment", "status", "found"),
     [
@@ -297,23 +245,6 @@ def test_vllm(
     check = packages.vllm(machine(tmp_path, package("vllm", version), environment))
     assert (check.status, bool(check.advice)) == (status, status is CheckStatus.WARN)
     assert check.found.startswith(version)
-    assert found in check.found
-
-
-@pytest.mark.parametrize(
-    ("environment", "torch_version", "found"),
-    [
-        ({}, "2.9.0", "default configuration"),
-        ({"PYTORCH_ALLOC_CONF": "backend:native"}, "2.9.0", "PYTORCH_ALLOC_CONF=backend:native"),
-        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, "2.9.0", "switched off"),
-        ({"PYTORCH_ALLOC_CONF": "expandable_segments : true"}, "2.11.0", "do not use them"),
-    ],
-)
-def test_expandable_segments(
-    environment: dict[str, str], torch_version: str, found: str, tmp_path: pathlib.Path
-) -> None:
-    check = packages.expandable_segments(machine(tmp_path, package("torch", torch_version), environment))
-    assert check.status is CheckStatus.OK
     assert found in check.found
 
 
@@ -356,10 +287,6 @@ def test_tokens_are_not_shown(tmp_path: pathlib.Path, monkeypatch: pytest.Monkey
     assert machine_facts("a GPU", []).environment[name] == "…"
 
 
-def test_there_are_tokens() -> None:
-    assert {"CUMEM_SLEEP_ADMIN_TOKEN", "CUMEM_SLEEP_SERVE_TOKEN"} <= VARIABLES.keys()
-
-
 # The driver
 
 
@@ -398,25 +325,6 @@ def test_no_driver(
     assert advice in check.advice
 
 
-def test_no_driver_leaves_the_other_checks(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpus, "open_driver", failing(DriverError("dlopen", "CUDA_ERROR_NO_DRIVER")))
-    monkeypatch.setattr(_core, "driver_is_open", lambda: False)
-    report = examine(machine(tmp_path))
-    assert not report.ok
-    checks = {check.name: check for check in report.checks}
-    assert checks["GPUs"].found == "could not be checked: no driver is open"
-    assert checks["CuPy"].status is CheckStatus.OK
-
-
-def test_real_driver_names_its_version(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpus, "open_driver", lambda _: None)
-    monkeypatch.setattr(_core, "driver_version", lambda: 12080)
-    monkeypatch.setattr(_core, "driver_is_simulated", lambda: False)
-    text = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.159.04  Tue\nGCC version:  gcc 12.2.0\n"
-    check = gpus.driver(machine(tmp_path, {"proc/driver/nvidia/version": text}))
-    assert check.found == "CUDA 12.8, NVIDIA driver 580.159.04; 12.0 or newer is needed"
-
-
 def examined(**environment: str) -> DoctorReport:
     return examine(Machine(environment={"CUMEM_SLEEP_DRIVER": DRIVER, **environment}))
 
@@ -429,15 +337,6 @@ def test_devices_are_tried() -> None:
     assert "allocated and freed 2 MiB; POSIX fd: " in checks["GPU 0 handles"].found
     assert {"driver", "GPU 0 PCIe", "GPU 0 NUMA", "MemAvailable", "huge pages", "PyTorch"} < set(checks)
     assert not _core.segments()
-
-
-@pytest.mark.sim
-def test_all_devices_are_looked_at() -> None:
-    gpus.driver(Machine(environment={"CUMEM_SLEEP_DRIVER": "sim"}))
-    doctor_sim = pytest.importorskip("cumem_sleep.sim")
-    doctor_sim.configure(devices=3)
-    names = [check.name for check in examined().checks]
-    assert [name for name in names if name.endswith("handles")] == [f"GPU {n} handles" for n in range(3)]
 
 
 @pytest.mark.parametrize(
@@ -510,15 +409,6 @@ def test_level_3_is_possible_on_the_simulated_driver(helpers: list[subprocess.Po
     level_3.refuse_unless_possible(0)
 
 
-def test_a_helper_that_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    open_driver(DRIVER)
-    monkeypatch.setattr(process.sys, "executable", "/nowhere/python")
-    check = level_3.helper()
-    assert check.status is CheckStatus.WARN
-    assert check.found.startswith("the helper process cannot be started: ")
-    assert "/nowhere/python" in check.found
-
-
 def test_a_helper_that_cannot_use_the_driver(
     helpers: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -543,23 +433,6 @@ def test_a_helper_that_may_not_ask_about_this_process(
         level_3.refuse_unless_possible(0)
 
 
-def test_free_memory_that_nobody_tells(monkeypatch: pytest.MonkeyPatch) -> None:
-    open_driver(DRIVER)
-    monkeypatch.setattr(level_3, "free_bytes", failing(OSError("NVML: Insufficient Permissions")))
-    check = level_3.free_memory([0])
-    assert check.status is CheckStatus.WARN
-    assert "does not say what is free: GPU 0: NVML: Insufficient Permissions" in check.found
-    assert "compute,utility" in check.advice
-
-
-def test_without_nvml_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    monkeypatch.setattr(_core, "driver_is_simulated", lambda: False)
-    with pytest.raises(OSError, match="pip install nvidia-ml-py"):
-        device_memory.free_bytes(0, ["GPU-0"])
-    assert device_memory.free_bytes(0, []) == {}
-
-
 # All together
 
 
@@ -573,14 +446,6 @@ def test_table(capsys: pytest.CaptureFixture[str]) -> None:
     if SIMULATED:
         assert "doctor (simulated driver)" in output.out
         assert doctor.SIMULATED_NOTE in output.out
-
-
-def test_json(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["doctor", "--json"]) == 0
-    report = json.loads(capsys.readouterr().out)
-    assert (report["command"], report["ok"], report["simulated"]) == ("doctor", True, SIMULATED)
-    assert all(set(check) == {"name", "status", "found", "advice"} for check in report["checks"])
-    assert {check["status"] for check in report["checks"]} <= {"ok", "warn", "fail"}
 
 
 def test_failed_check_is_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
