@@ -141,7 +141,7 @@ def _wait(
 
 
 def _done(action: Any) -> events.Done:
-    return events.Done(action.model, action.operation, level=getattr(action, "level", None))
+    return events.Done(action.model, action.operation, events.Outcome(level=getattr(action, "level", None)))
 
 
 def late(host_rates: Sequence[float], seconds: float, seed: str, gpus: int, way: str) -> Late:
