@@ -131,12 +131,8 @@ def _write_programs(folder: pathlib.Path) -> None:
     folder.mkdir()
     python, path = shlex.quote(sys.executable), shlex.quote(f"{folder}{os.pathsep}{os.environ['PATH']}")
     ours = f"{python} {shlex.quote(str(ROOT / 'tests' / 'documented_programs.py'))}"
-    commands = {
-        "cumem-sleep": f"{python} -m cumem_sleep",
-        "python": python,
-        "vllm": f"{ours} vllm",
-        "pip": f"{ours} pip",
-    }
+    commands = {"python": python, "cumem-sleep": f"{python} -m cumem_sleep"}
+    commands |= {name: f"{ours} {name}" for name in ("vllm", "pip")}
     if curl := shutil.which("curl"):
         # Started with a sanitizer that it was not built with, it hangs.
         commands["curl"] = f"env -u LD_PRELOAD {curl} --fail --silent --show-error"
