@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
-from functools import cache
 from importlib.resources import files
 
-from ..http.asgi import Message, Scope, header
+from ..http.asgi import Message, Scope
 
 _FILES = {
     "/": ("index.html", "text/html; charset=utf-8"),
@@ -28,19 +26,11 @@ HEADERS = {
 
 def file(path: str, scope: Scope) -> list[Message]:
     """One of the page's files."""
-    content, tag = _content(path)
-    known = header(scope, b"if-none-match") == tag
-    headers = {**HEADERS, "content-type": _FILES[path][1], "etag": tag}
-    if not known:
-        headers["content-length"] = str(len(content))
+    name, kind = _FILES[path]
+    content = files(__package__).joinpath("static").joinpath(name).read_bytes()
+    headers = {**HEADERS, "content-type": kind, "content-length": str(len(content))}
     lines = [(name.encode(), value.encode()) for name, value in headers.items()]
     return [
-        {"type": "http.response.start", "status": 304 if known else 200, "headers": lines},
-        {"type": "http.response.body", "body": b"" if known or scope["method"] == "HEAD" else content},
+        {"type": "http.response.start", "status": 200, "headers": lines},
+        {"type": "http.response.body", "body": b"" if scope["method"] == "HEAD" else content},
     ]
-
-
-@cache
-def _content(path: str) -> tuple[bytes, str]:
-    content = files(__package__).joinpath("static").joinpath(_FILES[path][0]).read_bytes()
-    return content, f'"{hashlib.sha256(content).hexdigest()[:16]}"'

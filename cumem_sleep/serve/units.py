@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -45,7 +45,6 @@ class Unit:
         server: its process; None if somebody else started it.
         engine: for its calls; None before it has an address.
         change: the start, sleep, wake or stop that is under way.
-        pins_bytes: of host memory, what a sleep that is under way takes. The system shows it bit by bit.
         vault: the vault that keeps its backups, as `servers.vault_of` has it; "" without one.
         pids: of its workers, by which that vault knows them.
         held_awake_bytes: of the GPU where it is most, what its processes were seen to hold while it was awake; 0 where
@@ -59,7 +58,6 @@ class Unit:
     address: Address | None = None
     engine: Engine | None = None
     change: asyncio.Task[None] | None = None
-    pins_bytes: int = 0
     last_switch: Switch | None = None
     layer: str | None = None
     vault: str = ""
@@ -77,6 +75,18 @@ class Unit:
 def with_details(error: str, unit: Unit) -> str:
     """What went wrong, for operators: clients need not know where logs are, and what is in them."""
     return f"{error}; {unit.last_words}" if unit.last_words else error
+
+
+def _lacks_host_memory(action: actions.Sleep, needed: int) -> Outcome | None:
+    """Looked up before the sleep: what the host can give now, whoever has taken the rest."""
+    available = hardware.host_available_bytes()
+    if not needed or available is None or needed + HOST_RESERVE_BYTES <= available:
+        return None
+    gib = 1 << 30
+    why = f"level {action.level} needs {needed / gib:.1f} GiB more host memory; {available / gib:.1f} GiB are there"
+    if action.from_level is not None:  # it sleeps, and is left so
+        return Outcome(None, Phase.ASLEEP, action.from_level, lacks_host_memory=True, why_not_deeper=why)
+    return Outcome(why, Phase.AWAKE, lacks_host_memory=True)
 
 
 async def _until_ended(before: asyncio.Task[None]) -> None:
@@ -129,6 +139,7 @@ class Units:
         self._around = Surroundings(leaves=leaves, lock=lock)
         self._units: dict[str, Unit] = {}
         self._giving_up: set[asyncio.Task[None]] = set()
+        self._pinning = asyncio.Lock()  # the system shows bit by bit what a sleep takes: another one waits for its end
         self._asking: set[asyncio.Task[None]] = set()
 
     def __getitem__(self, name: str) -> Unit:
@@ -257,24 +268,21 @@ class Units:
             lacks = await self._lacks_gpu_memory(unit, unit.engine, action)
             outcome = lacks or await unit.engine.wake(action.level)
             return await self._found_out(unit, unit.engine, outcome, Phase.AWAKE)
-        try:
-            outcome = await self._sleep(unit, unit.engine, action)
-            return await self._found_out(unit, unit.engine, outcome, Phase.ASLEEP)
-        finally:
-            unit.pins_bytes = 0
+        outcome = await self._sleep(unit, unit.engine, action)
+        return await self._found_out(unit, unit.engine, outcome, Phase.ASLEEP)
 
     async def _sleep(self, unit: Unit, engine: Engine, action: actions.Sleep) -> Outcome:
         """Others give up kept KV cache before it is refused for want of host memory, by the front or by its server."""
         if action.more_bytes:
             await self._given_up()
         while True:
-            short = await self._lacks_host_memory(unit, engine, action)
-            outcome = short or await engine.sleep(action.level, action.from_level)
+            needed = await self._needed_bytes(engine, action)
+            async with self._pinning if needed else nullcontext():
+                outcome = _lacks_host_memory(action, needed) or await engine.sleep(action.level, action.from_level)
             if outcome.lacks_host_memory and not self._giving_up:
                 self._handle(events.LacksHostMemory(unit.name))
             if not outcome.lacks_host_memory or not await self._given_up():
                 return outcome
-            unit.pins_bytes = 0
             if outcome.state is Phase.AWAKE:  # it woke on its way to a deeper sleep
                 action = replace(action, from_level=None)
 
@@ -314,35 +322,12 @@ class Units:
             raise OSError("nvidia-smi does not know these GPUs")
         return [self.gpus[number].uuid for number in numbers]
 
-    async def _lacks_host_memory(self, unit: Unit, engine: Engine, action: actions.Sleep) -> Outcome | None:
-        """Looked up before the sleep: what the host can give now, whoever has taken the rest."""
+    async def _needed_bytes(self, engine: Engine, action: actions.Sleep) -> int:
+        """Of host memory, what a sleep takes from the system beside what is prepared while a model is awake."""
         if self._simulated or not action.more_bytes or self._models[action.model].in_vault:
-            return None  # in the vault, memory is pinned already, and it refuses what it has no room for
+            return 0  # in the vault, memory is pinned already, and it refuses what it has no room for
         facts = await engine.facts() if engine.has_layer else Facts()
-        prepared_bytes = facts.backed_up_bytes  # pinned already, though it has not slept yet
-        needed = max(0, action.more_bytes - prepared_bytes)
-        available = await self._too_little_for(unit, needed)
-        if available is None:
-            return None
-        gib = 1 << 30
-        why = f"level {action.level} needs {needed / gib:.1f} GiB more host memory; {available / gib:.1f} GiB are there"
-        if action.from_level is not None:  # it sleeps, and is left so
-            return Outcome(None, Phase.ASLEEP, action.from_level, lacks_host_memory=True, why_not_deeper=why)
-        return Outcome(why, Phase.AWAKE, lacks_host_memory=True)
-
-    async def _too_little_for(self, unit: Unit, needed: int) -> int | None:
-        """What the host can give, if that is too little; else None, and so much of it is the unit's."""
-        while True:
-            available, others = hardware.host_available_bytes(), [each for each in self if each.pins_bytes]
-            wanted = needed + HOST_RESERVE_BYTES
-            if available is None or not needed or wanted + sum(each.pins_bytes for each in others) <= available:
-                unit.pins_bytes = needed
-                return None
-            if not others or wanted > available:
-                return available
-            # How much of theirs is pinned by now, nobody knows: it is certain when one of them has ended.
-            changes = [each.change for each in others if each.change is not None]
-            await asyncio.wait(changes, return_when=asyncio.FIRST_COMPLETED)
+        return max(0, action.more_bytes - facts.backed_up_bytes)
 
     # Kept KV cache
 

@@ -112,20 +112,6 @@ def test_a_vllm_that_does_not_become_idle_is_left_awake() -> None:
     assert "sleep?level=1" not in server.called
 
 
-@pytest.mark.parametrize("metrics", [[httpx.Response(404)], [httpx.Response(200, text="")], None])
-@pytest.mark.parametrize("version", ["0.16.0", "0.18.0", "1.0", "unknown", ""])
-def test_what_says_nothing_of_its_requests_sleeps(version: str, metrics: list[Answer] | None) -> None:
-    answer = httpx.Response(200, json={"version": version}) if version else httpx.Response(404)
-    server = Server(version=[answer], metrics=metrics or [metrics_of(0)])
-
-    async def sleep(one: VllmEngine) -> Outcome:
-        await one.learn_version()
-        return await one.sleep(1)
-
-    assert do(server, sleep) == Outcome(None, Phase.ASLEEP, 1)
-    assert ("metrics" in server.called) == (version == "0.16.0")
-
-
 def test_weights_that_were_dropped_are_loaded_before_the_kv_cache_comes() -> None:
     server = Server()
     assert do(server, lambda one: one.wake(2)) == Outcome(None, Phase.AWAKE)
@@ -341,18 +327,6 @@ def _usage(nbytes: int, backed_up_bytes: int = 0) -> dict[str, int]:
     return {"bytes": nbytes, "backed_up_bytes": backed_up_bytes}
 
 
-def test_a_gate_whose_workers_give_no_answer_is_a_gate() -> None:
-    async def asked_twice(one: VllmEngine) -> Outcome:
-        await one.facts()
-        assert await one.facts() == Facts()
-        assert one.has_layer
-        return await one.sleep(3, 1)
-
-    deep = httpx.Response(200, json={"status": "sleeping", "level": 3})
-    server = Server(**{STATUS: [*OF_GATE, httpx.Response(503)]}, sleep=[deep])
-    assert do(server, asked_twice, has_layer=False) == Outcome(None, Phase.ASLEEP, 3)
-
-
 @pytest.mark.parametrize(
     ("answer", "facts"),
     [
@@ -381,24 +355,6 @@ def test_what_a_server_says_of_this_layer(answer: Answer, facts: Facts, path: st
     server = Server(**{path: [answer]})
     assert do(server, lambda one: one.facts()) == facts  # type: ignore[comparison-overlap]
     assert server.called == [STATUS] if path == STATUS else [STATUS, path]
-
-
-def test_of_what_a_server_says_in_words_only_the_beginning_is_kept() -> None:
-    long = "x" * 1_000_000
-    refused = httpx.Response(500, json={"error": {"message": long}})
-    deep = httpx.Response(200, json={"status": "sleeping", "level": 1, "why_not_deeper": long})
-    left_out = httpx.Response(200, json={"results": [long]})
-    versioned = httpx.Response(200, json={"results": [{"usage": {"weights": _usage(5, 3)}, "version": long}]})
-    outcomes = [
-        do(Server(sleep=[refused]), lambda one: one.sleep(1)),
-        do(Server(sleep=[httpx.Response(500, text=long)]), lambda one: one.sleep(1)),
-        do(Server(**{STATUS: OF_GATE}, sleep=[deep]), lambda one: _with_gate(one, 3, 1)),
-        do(Server(collective_rpc=[_deepened(long)]), lambda one: _with_layer(one, 3)),
-        do(Server(reload_weights=[httpx.Response(404)], collective_rpc=[left_out]), lambda one: one.wake(2)),
-    ]
-    assert all(400 < len(f"{each.error or ''}{each.why_not_deeper}") < 700 for each in outcomes)
-    facts = do(Server(**{STATUS: [versioned]}), lambda one: one.facts())
-    assert len(facts.layer) < 700  # type: ignore[attr-defined]
 
 
 def _keeps(*said: object) -> httpx.Response:
@@ -488,12 +444,3 @@ def test_a_server_that_says_it_sleeps_while_its_workers_have_memory_mapped_is_no
     found = do(server, lambda one: one.look())
     assert found.state is None
     assert found.error == "it says that it sleeps, and its workers have 6.0 GiB mapped"
-
-
-def test_what_a_wake_needs_is_that_of_the_gpu_where_it_is_most() -> None:
-    async def facts(one: VllmEngine) -> Outcome:
-        found = await one.facts()
-        assert (found.mapped_bytes, found.wake_bytes) == (2 << 30, 5 << 30)
-        return Outcome()
-
-    do(Server(collective_rpc=[_workers(1 << 30)]), facts)

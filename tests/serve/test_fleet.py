@@ -8,7 +8,7 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Collection, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -208,6 +208,16 @@ def test_who_watches_hears_of_a_front_without_news(tmp_path: Path, monkeypatch: 
             assert seen == [{"a": Phase.STOPPED}] * 3
 
     run(scenario())
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda at: at.symlink_to(at.with_name("precious"))])
+def test_a_log_that_is_no_plain_file_is_not_opened(make: Callable[[Path], None], tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("mine")
+    make(tmp_path / "one.log")
+    for flags in (os.O_RDONLY, os.O_WRONLY | os.O_CREAT | os.O_APPEND):
+        with pytest.raises(OSError, match=r"plain file|symbolic link|Is a directory|No such device"):
+            servers.open_log(tmp_path / "one.log", flags)
+    assert (tmp_path / "precious").read_text() == "mine"
 
 
 def test_an_order_that_is_not_carried_out_ends_with_the_fleet(tmp_path: Path) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import socket
 import time
 from typing import Any
 
@@ -136,23 +134,6 @@ def test_connections_to_a_server_are_used_again_and_not_when_they_are_old(monkey
             monkeypatch.setattr(upstream, "IDLE_S", -1.0)
             assert (await world.ask(ask())).code == 200
             assert server.connections == 2
-
-    run(scenario)
-
-
-def test_a_unix_socket(tmp_path: object) -> None:
-    async def scenario() -> None:
-        async with a_world() as world:
-            server = await world.server("one")
-            path = f"{tmp_path}/socket"
-            listening = await asyncio.start_unix_server(server.serve, path)
-            world.closing.append(listening)
-            world.fleet.servers["one"] = Address("http://model", path, (("Authorization", "Bearer of the server"),))
-            request = post("/v1/completions", b'{"model": "one"}', "Authorization: Bearer of the client")
-            assert (await world.ask(request)).code == 200
-            assert server.asked[0].header("host") == "model"
-            assert server.asked[0].head.count("uthorization") == 1
-            assert server.asked[0].header("authorization") == "Bearer of the server"
 
     run(scenario)
 
@@ -486,53 +467,6 @@ def test_an_answer_without_a_body_may_name_a_length(status: int, caplog: pytest.
     assert caplog.text == ""
 
 
-@pytest.mark.parametrize("reads", [False, True])
-def test_a_server_that_closes_every_connection_at_once(reads: bool) -> None:
-    """A write then meets a transport that is closed already, of which nobody was told yet."""
-
-    async def close(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if reads:
-            await reader.read(1)
-        writer.close()
-
-    async def scenario() -> None:
-        async with a_world() as world:
-            listening = await asyncio.start_server(close, "127.0.0.1", 0)
-            world.closing.append(listening)
-            world.fleet.servers["one"] = Address(f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}")
-            answers = await asyncio.gather(*(world.ask(ask()) for _ in range(100)))
-            assert {answer.code for answer in answers} == {502}
-
-    run(scenario)
-
-
-def answer_and_end(asked: Asked) -> None:
-    """An answer and the end of its connection, with no round of the loop between them."""
-    with socket.socket(fileno=os.dup(asked.writer.get_extra_info("socket").fileno())) as own:
-        own.sendall(OK)
-        own.shutdown(socket.SHUT_RDWR)
-
-
-def test_connections_that_a_server_closes_between_requests_are_nobodys_trouble() -> None:
-    async def scenario() -> None:
-        async with a_world() as world:
-
-            async def serve(asked: Asked) -> None:
-                answer_and_end(asked)
-
-            server = await world.server("one", serve)
-
-            async def client(number: int) -> set[int]:
-                await asyncio.sleep(number * 0.0003)
-                return {(await world.ask(ask())).code for _ in range(20)}
-
-            codes = await asyncio.gather(*(client(number) for number in range(16)))
-            assert set().union(*codes) == {200}
-            assert len(server.asked) == server.connections == 320
-
-    run(scenario)
-
-
 @pytest.mark.parametrize("is_stream", [True, False])
 def test_a_server_that_dies_while_it_answers(is_stream: bool) -> None:
     async def serve(asked: Asked) -> None:
@@ -721,25 +655,6 @@ def test_a_body_that_ends_where_its_model_is_settled_is_passed_on_whole(is_chunk
             answer = await asyncio.wait_for(world.ask(request), 60)
             assert answer.code == 200
             assert server.asked[0].body == body
-
-    run(scenario)
-
-
-def test_requests_that_wait_do_not_fill_memory() -> None:
-    async def scenario() -> None:
-        async with a_world(max_held_bytes=1 << 20) as world:
-            server = await world.server("one")
-            world.fleet.held = asyncio.Event()
-            body = b'{"model": "one", "prompt": "' + b"x" * (3 << 19) + b'"}'
-            answer = await world.ask(post("/v1/completions", body))
-            assert (answer.code, answer.headers["retry-after"]) == (503, "1")
-            assert answer.error["message"] == exchange.TOO_MUCH
-            small = await world.client()
-            await small.send(ask())
-            await until(lambda: world.fleet.waiting == 1)
-            world.fleet.held.set()
-            assert (await small.answer()).code == 200
-            assert len(server.asked) == 1
 
     run(scenario)
 

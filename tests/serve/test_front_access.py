@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
-from front_world import World, a_world, ask, get, post, run, until
+from front_world import World, a_world, ask, get, post, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from processor import slowness
@@ -385,55 +385,5 @@ def test_websockets_are_refused() -> None:
             answer = await world.ask(get("/v1/realtime?model=one", *lines))
             assert answer.code == 501
             assert "websockets are not served" in answer.error["message"]
-
-    run(scenario)
-
-
-WIRE = (
-    b"GET ",
-    b"POST ",
-    b"/v1/completions",
-    b"/admin/stop",
-    b" HTTP/1.1\r\n",
-    b"Host: front\r\n",
-    b"\r\n",
-    b"\xff",
-    b"{}",
-)
-WIRE += (b"Content-Length: 9\r\n", b"Transfer-Encoding: chunked\r\n", b"0\r\n\r\n", b"\x00")
-
-
-@given(st.lists(st.sampled_from(WIRE) | st.binary(max_size=20), max_size=12).map(b"".join))
-@settings(max_examples=40, deadline=None)
-@pytest.mark.slow
-def test_whatever_bytes_come_the_front_lives_and_nothing_is_called(noise: bytes) -> None:
-    async def scenario() -> None:
-        async with a_world("one", admin_token=TOKEN) as world:
-            await world.server("one")
-            client = await world.client()
-            await client.send(noise)
-            client.writer.write_eof()
-            await client.reader.read()
-            assert (await world.ask(ask())).code == 200
-            assert world.fleet.calls == []
-            await until(lambda: not world.fleet.granted)
-
-    run(scenario)
-
-
-def test_a_wrong_token_is_called_wrong_and_a_missing_one_missing() -> None:
-    async def scenario() -> None:
-        async with a_world(api_keys=[KEY], admin_token=TOKEN) as world:
-            said = [
-                (await world.ask(get(path, *lines))).error["message"]
-                for path in ("/v1/models", "/admin/log?model=one")
-                for lines in ((), ("Authorization: Bearer other",), ("Authorization: Basic eDp5",))
-            ]
-            missing, wrong = "an API key is needed", "the token is wrong: it is not an API key"
-            assert said[:3] == [missing, wrong, missing]
-            missing, wrong = "the admin token is needed", "the token is wrong: it is not the admin token"
-            assert said[3:] == [missing, wrong, missing]
-            key = await world.ask(get("/admin/log?model=one", f"Authorization: Bearer {KEY}"))
-            assert (key.code, key.error["message"]) == (401, wrong)
 
     run(scenario)

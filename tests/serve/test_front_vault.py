@@ -178,20 +178,6 @@ def test_what_the_vault_has_yet_to_take_is_not_for_others(tmp_path: Path, monkey
     run(scenario())
 
 
-def test_without_a_vault_auto_is_memory_of_its_own(
-    tmp_path: Path, vault: Vault, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(hardware, "host_available_bytes", lambda: GIB)
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(vault.socket.parent))
-
-    async def scenario() -> None:
-        async with running(config(tmp_path, a=model("a", "auto")), look_at_vaults=tools.look_at_vaults) as fleet:
-            await until(fleet, a=Phase.ASLEEP)
-            assert (only(fleet).level, only(fleet).in_vault) == (2, False), "the system has too little"
-
-    run(scenario())
-
-
 def test_a_vault_that_dies_costs_level_1_until_there_is_one_again(
     tmp_path: Path, vault: Vault, monkeypatch: pytest.MonkeyPatch
 ) -> None:

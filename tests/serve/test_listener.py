@@ -10,7 +10,7 @@ import sys
 import textwrap
 
 import pytest
-from front_world import STREAM, Asked, a_world, answer_ok, ask, chunk, get, post, run, until
+from front_world import STREAM, Asked, a_world, ask, chunk, get, post, run, until
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from cumem_sleep.serve import listener
@@ -234,57 +234,6 @@ def test_a_client_that_sends_all_of_its_body_first_hears_the_refusal() -> None:
     run(scenario)
 
 
-def test_an_answer_that_comes_before_the_body_has_come_is_heard() -> None:
-    """A server may refuse before it has read all of it."""
-
-    async def scenario() -> None:
-        async with a_world("one") as world:
-
-            async def refuse(asked: Asked) -> None:
-                await asked.send(b"HTTP/1.1 413 Too Large\r\ncontent-length: 2\r\n\r\n{}")
-                await asked.gone()
-
-            await world.server("one", refuse, reads_body=False)
-            client = await world.client()
-            body = b'{"model": "one", "prompt": "' + b"x" * (24 << 20) + b'"}'
-            client.writer.write(post("/v1/completions", body))
-            answer = await client.answer()
-            assert (answer.code, answer.body) == (413, b"{}")
-            with contextlib.suppress(ConnectionError):
-                assert await client.reader.read() == b"", "its connection is not used again"
-
-    run(scenario)
-
-
-@pytest.mark.parametrize("behind", [ask(), b"no HTTP\r\n\r\n"])
-def test_what_is_behind_a_body_that_came_too_late_is_not_answered(
-    behind: bytes, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its connection is closed at once, so nobody would hear the answer."""
-    monkeypatch.setattr(listener, "LATE_S", 1000.0)
-
-    async def scenario() -> None:
-        async with a_world("one") as world:
-
-            async def refuse(asked: Asked) -> None:
-                await asked.send(b"HTTP/1.1 413 Too Large\r\ncontent-length: 2\r\n\r\n{}")
-                await asked.gone()
-
-            server = await world.server("one", refuse, reads_body=False)
-            client = await world.client()
-            await client.send(post("/v1/completions", b'{"model": "one", "prompt": "' + b"x" * (2 << 20))[:-100])
-            assert (await client.answer()).code == 413
-            server.handler, server.reads_body = answer_ok, True
-            await client.send(b"x" * 100 + behind)
-            with contextlib.suppress(ConnectionError):
-                assert await asyncio.wait_for(client.reader.read(), 60) == b""
-            assert (await world.ask(ask())).code == 200
-            assert len(server.asked) == 2, "the first and the last"
-            assert [record for record in caplog.records if record.levelname != "INFO"] == []
-
-    run(scenario)
-
-
 def test_requests_that_come_before_the_answer_wait_unparsed_and_are_answered_in_turn(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -379,28 +328,5 @@ def test_it_ends_with_requests_that_run_and_pages_that_watch() -> None:
             while await watching.chunk():
                 pass
             waiting.close()
-
-    run(scenario)
-
-
-@pytest.mark.slow
-def test_many_requests_wait_at_a_time() -> None:
-    count = min(600, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2 - 100)
-
-    async def scenario() -> None:
-        async with a_world("one") as world:
-            server = await world.server("one")
-            world.fleet.held = asyncio.Event()
-            clients = [await world.client() for _ in range(count)]
-            for client in clients:
-                await client.send(ask())
-            await until(lambda: world.fleet.waiting == count)
-            for client in clients[::2]:
-                client.close()
-            await until(lambda: world.fleet.waiting == count // 2)
-            world.fleet.held.set()
-            answers = await asyncio.gather(*(client.answer() for client in clients[1::2]))
-            assert {answer.code for answer in answers} == {200}
-            assert len(server.asked) == count // 2
 
     run(scenario)

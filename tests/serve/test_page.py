@@ -180,7 +180,6 @@ def test_its_files_need_nothing_else_and_its_headers_forbid_the_rest() -> None:
                 policy = answer.headers["content-security-policy"]
                 assert policy.startswith("default-src 'none'")
                 assert "unsafe" not in policy
-                assert (await world.ask(get(path, f"If-None-Match: {answer.headers['etag']}"))).code == 304
                 head = await world.client()
                 await head.send(get(path, method="HEAD"))
                 assert (await head.head()).code == 200

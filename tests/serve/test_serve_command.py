@@ -107,12 +107,6 @@ def test_check_shows_what_a_file_says(tmp_path: Path, capsys: pytest.CaptureFixt
     ]
 
 
-@pytest.mark.parametrize("arguments", [[], ["models.yaml", "--demo"], ["--check"], ["/nonexistent.yaml"]])
-def test_bad_usage_is_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["serve", *arguments]) == 2
-    assert capsys.readouterr().err.startswith("cumem-sleep")
-
-
 def test_logs_that_cannot_be_written_end_it_before_it_serves(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -220,14 +214,6 @@ def test_where_no_file_can_be_locked_nobody_else_is_blamed(
         Lock(write(tmp_path / "models.yaml", one={}))
 
 
-def test_an_ipv6_address_is_said_as_a_url(tmp_path: Path) -> None:
-    file = write(tmp_path / "models.yaml", one={"at_start": "stopped"})
-    with running(str(file), "--host", "::1", log=tmp_path / "log") as front:
-        url = front.says(r"listens at (http://\[::1\]:\d+);")[1]
-        with urllib.request.urlopen(f"{url}/health", timeout=60) as answer:
-            assert answer.status == 200
-
-
 @pytest.mark.slow
 def test_a_front_after_one_that_was_killed_waits_for_its_servers(tmp_path: Path) -> None:
     """They have the GPU until they have ended."""
@@ -289,18 +275,6 @@ def test_requests_are_answered_while_the_file_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_file_that_becomes_a_pipe_does_not_stop_the_front(tmp_path: Path) -> None:
-    file = write(tmp_path / "models.yaml", one={"at_start": "stopped"})
-    with running(str(file), log=tmp_path / "log") as front:
-        assert front.url
-        os.mkfifo(tmp_path / "pipe")
-        os.replace(tmp_path / "pipe", file)
-        front.says("the configuration stays as it is: .*expected a plain file")
-        with urllib.request.urlopen(f"{front.url}/health", timeout=60) as answer:
-            assert answer.status == 200
-
-
-@pytest.mark.slow
 def test_a_server_has_no_secret_but_its_own(tmp_path: Path) -> None:
     secrets = {"ADMIN": "admin-token", "CLIENT": "client-key", "KEY_ONE": "key-of-one", "KEY_TWO": "key-of-two"}
     also = {"COPY": "admin-token", "HEADER": "Authorization: Bearer a-long-token-in-a-file", "KEPT": "nothing secret"}
@@ -350,23 +324,6 @@ def test_logs_are_for_their_user_alone_and_hold_no_keys(tmp_path: Path) -> None:
     assert "token ***" in shown
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["pipe", "link", "folder"])
-def test_a_log_that_is_no_plain_file_fails_the_start_and_not_the_front(tmp_path: Path, kind: str) -> None:
-    log = tmp_path / "logs" / "one.log"
-    log.parent.mkdir()
-    make = {"pipe": os.mkfifo, "folder": os.mkdir, "link": lambda at: os.symlink(tmp_path / "precious", at)}[kind]
-    make(log)
-    (tmp_path / "precious").write_text("mine")
-    file = write(tmp_path / "models.yaml", one={})
-    with running(str(file), log=tmp_path / "log") as front:
-        front.says("one: start failed after .* its log cannot be written; .*one.log: ")
-        asked = urllib.request.Request(f"{front.url}/admin/log?model=one", headers={"Authorization": f"Bearer {TOKEN}"})
-        with urllib.request.urlopen(asked, timeout=60) as answer:
-            assert json.load(answer)["lines"] == []
-    assert (tmp_path / "precious").read_text() == "mine"
-
-
 def test_nobody_answers(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUMEM_SLEEP_SERVE_URL", "http://127.0.0.1:1")
     assert cli.main(["status"]) == 2
@@ -381,29 +338,6 @@ def test_nobody_answers(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.
     said = capsys.readouterr()
     assert "$CUMEM_SLEEP_SERVE_TOKEN: expected printable ASCII" in json.loads(said.out)["error"]
     assert "secret" not in said.out + said.err
-
-
-@pytest.mark.parametrize(
-    ("code", "answer"), [(404, b'{"detail": "Not Found"}'), (200, b"[]"), (200, b"{}"), (500, b'"x"')]
-)
-def test_another_server_answers(
-    code: int, answer: bytes, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with another_server(code, answer, monkeypatch):
-        assert cli.main(["status", "--json"]) == 2
-    assert "is no `cumem-sleep serve`" in json.loads(capsys.readouterr().out)["error"]
-
-
-@pytest.mark.parametrize("asks", [["status"], ["wake", "a"]])
-@pytest.mark.parametrize("answer", ['{"models": 5}', '{"name": 1}', '{"models": [{}], "gpus": [{}]}', "[" * 100_000])
-def test_another_server_answers_what_looks_like_a_front(
-    asks: list[str], answer: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with another_server(200, answer.encode(), monkeypatch):
-        assert cli.main(asks) == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert "`cumem-sleep serve`" in said.err
 
 
 @contextmanager
@@ -471,25 +405,6 @@ def test_an_empty_host_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "--host '': expected a name or an address" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("layer", "error", "says"),
-    [("", None, "without cumem-sleep in it"), ("", "it died", "it died"), (None, None, ""), ("0.1.0", None, "")],
-)
-def test_the_table_says_which_server_is_without_the_layer(layer: str | None, error: str | None, says: str) -> None:
-    numbers = {"running": 0, "waiting": 0, "host_bytes": 0, "level": None, "last_switch": None}
-    model = {"name": "one", "gpus": [0], "phase": "awake", **numbers, "layer": layer, "error": error}
-    assert list(tools.models_table([model]).columns[-1].cells) == [says]
-
-
-@pytest.mark.parametrize(
-    ("said", "host"), [({}, "5 B"), ({"kept_bytes": 0}, "5 B"), ({"kept_bytes": 3}, "5 B + 3 B kept")]
-)
-def test_the_table_says_what_a_sleeper_keeps(said: dict[str, int], host: str) -> None:
-    numbers = {"running": 0, "waiting": 0, "host_bytes": 5, "level": 1, "last_switch": None}
-    model = {"name": "one", "gpus": [0], "phase": "asleep", **numbers, "layer": "", "error": None, **said}
-    assert list(tools.models_table([model]).columns[-2].cells) == [host]
-
-
 @pytest.mark.slow
 def test_the_commands_ask_one_that_runs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -540,15 +455,6 @@ def test_the_file_is_read_again_when_it_changes_and_at_sighup(tmp_path: Path) ->
         front.process.send_signal(signal.SIGHUP)
         write(file, two={"at_start": "stopped"})
         front.says("reload: one is removed")
-
-
-@pytest.mark.slow
-def test_a_reload_says_nothing_of_the_options_of_the_command_line(tmp_path: Path) -> None:
-    file = write(tmp_path / "models.yaml", port=1, one={"at_start": "stopped"})
-    with running(str(file), "--host", "127.0.0.1", "--port", "0", log=tmp_path / "log") as front:
-        assert front.url != "http://127.0.0.1:1"
-        front.process.send_signal(signal.SIGHUP)
-        assert front.says("reload: (.*)")[1] == "nothing in the configuration has changed"
 
 
 @pytest.mark.slow

@@ -77,10 +77,6 @@ def test_its_command_says_when_it_serves_and_ends_at_sigterm(name: str, tmp_path
             process.wait()
 
 
-def test_the_vaults_unit_is_enabled_by_its_name() -> None:
-    assert f"\nsystemctl --user enable --now {Path(UNITS[1]).stem}\n" in (DOCS / "vault.md").read_text()
-
-
 @pytest.mark.parametrize("name", UNITS)
 def test_systemd_takes_it(name: str, tmp_path: Path) -> None:
     """Where there is one: it names keys that it does not know, and values that it does not take."""
@@ -92,8 +88,3 @@ def test_systemd_takes_it(name: str, tmp_path: Path) -> None:
         [verify, "verify", "--man=no", str(tmp_path / name)], capture_output=True, text=True, check=False
     ).stderr
     assert [line for line in said.splitlines() if name in line] == []
-
-
-def test_the_front_begins_after_the_vault_and_ends_before_it() -> None:
-    front, vault = UNITS
-    assert unit(front)["Unit"]["After"] == vault

@@ -159,17 +159,6 @@ def test_all_that_a_server_started_ends_with_a_front_that_is_killed(fronts: Fron
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", SHAPES)
-def test_a_front_that_is_told_to_end_leaves_nothing(fronts: Fronts, shape: str) -> None:
-    front = start(fronts, shape)
-    below = fronts.below(front)
-    front.terminate()
-    assert front.wait(WITHIN_S) == 0
-    assert not [pid for pid in below if lives(pid)]
-    assert not list(fronts.runtime.iterdir())
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("which", [0, 1], ids=["outer", "inner"])
 def test_a_supervisor_that_is_killed_takes_its_server_along_and_the_front_starts_it_afresh(
     fronts: Fronts, which: int
@@ -181,18 +170,6 @@ def test_a_supervisor_that_is_killed_takes_its_server_along_and_the_front_starts
     said = fronts.folder / "front.log"
     until(lambda: said.read_text().count("one: start in") == 2, "its server started again")
     assert "its server was killed by SIGKILL" in said.read_text()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("which", [0, 1], ids=["outer", "inner"])
-def test_a_front_and_a_supervisor_that_are_killed_together_leave_nothing(fronts: Fronts, which: int) -> None:
-    front = start(fronts, "a double fork into another session")
-    below = fronts.below(front)
-    killed = fronts.supervisors(front)[which]
-    front.kill()
-    os.kill(killed, signal.SIGKILL)
-    front.wait()
-    nothing_is_left(fronts, below)
 
 
 @pytest.mark.slow
@@ -226,15 +203,6 @@ time.sleep(3600)
     front.terminate()
     assert front.wait(WITHIN_S) == 0
     assert file.exists(), "it was killed within its time"
-
-
-@pytest.mark.slow
-def test_whoever_ends_a_server_by_its_pid_ends_all_of_it(fronts: Fronts) -> None:
-    front = start(fronts, "a session of its own")
-    below = fronts.below(front)
-    servers = [pid for pid in below if parent_of(pid) == fronts.supervisors(front)[1]]
-    os.kill(servers[0], signal.SIGKILL)
-    until(lambda: not any(map(lives, below)), f"{below} ended")
 
 
 @pytest.mark.slow

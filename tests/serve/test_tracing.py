@@ -191,23 +191,6 @@ def test_the_standard_variables_say_where_spans_go(
         found.end()
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("OTEL_BSP_MAX_QUEUE_SIZE", "-1"), ("OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT", "many"), ("OTEL_PROPAGATORS", "pigeon")],
-)
-def test_a_variable_that_cannot_be_costs_the_traces_and_not_the_front(name: str, value: str) -> None:
-    """In a process of its own: OpenTelemetry reads some of them once."""
-    program = (
-        "import logging, os, sys; from cumem_sleep.serve import tracing; logging.basicConfig();"
-        " sys.exit(tracing.from_environment(os.environ) is not None)"
-    )
-    variables = {**os.environ, "OTEL_TRACES_EXPORTER": "console", name: value}
-    done = subprocess.run([sys.executable, "-c", program], env=variables, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "OTEL_… ask for traces, and there are none (" in done.stderr
-    assert value in done.stderr or "max_queue_size" in done.stderr
-
-
 def test_a_front_ends_although_no_collector_takes_its_spans(tmp_path: Path) -> None:
     """One that takes connections, and no more."""
     file = tmp_path / "models.yaml"
@@ -232,34 +215,12 @@ def test_a_front_ends_although_no_collector_takes_its_spans(tmp_path: Path) -> N
     assert not (tmp_path / ".models.yaml.lock").exists()
 
 
-def test_halves_of_letters_cost_no_span() -> None:
-    """JSON has them; protobuf has not, and refuses all that is sent at once."""
-    from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
-
-    traced = Traced()
-    request = traced.tracing.request("\ud800", ())
-    traced.tracing.span("wake: \ud800", request, 0.0, 1.0, error="\udfff")
-    request.end()
-    ended = traced.memory.get_finished_spans()
-    assert [(span.name, span.attributes.get(MODEL)) for span in ended] == [("wake: ?", None), ("request", "?")]
-    assert len(encode_spans(ended).SerializeToString()) > 100
-
-
 def _has_grpc() -> bool:
     try:
         import opentelemetry.exporter.otlp.proto.grpc  # noqa: F401
     except ImportError:
         return False
     return True
-
-
-def test_the_service_has_the_name_that_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OTEL_SERVICE_NAME", "front-1")
-    found = tracing.from_environment({"OTEL_TRACES_EXPORTER": "console", "OTEL_SERVICE_NAME": "front-1"})
-    assert found is not None
-    provider: Any = found._provider
-    assert provider.resource.attributes["service.name"] == "front-1"
-    found.end()
 
 
 def test_without_the_variables_nothing_of_opentelemetry_is_imported() -> None:

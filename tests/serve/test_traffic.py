@@ -1,8 +1,8 @@
 """Random traffic through `cumem-sleep serve`, as a process, over servers at which much goes wrong.
 
-It prints what became of the requests. For long, with a line added to a file of results:
+It prints what became of the requests. For long:
 
-    SERVE_REQUESTS=50000 SERVE_FAULTS=0.2 SERVE_RESULTS=FILE pytest -m slow tests/serve/test_traffic.py -s
+    SERVE_REQUESTS=50000 SERVE_FAULTS=0.2 pytest -m slow tests/serve/test_traffic.py -s
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from servers_of_tests import FAULTY
 
 REQUESTS = int(os.environ.get("SERVE_REQUESTS", "400"))
 FAULTS = float(os.environ.get("SERVE_FAULTS", "1.0"))  # 1: a change of a server in three goes wrong, or is slow
-RESULTS = os.environ.get("SERVE_RESULTS")
 ODD = 0.15  # of the clients, before their own requests
 CLIENTS = 48
 WAIT_S = 60.0
@@ -302,17 +301,6 @@ def check(folder: Path, total: int, faults: float) -> None:
         f"\n{total} requests in {time.monotonic() - started:.0f} s: {dict(tally.outcomes)}, {tally.odd} odd;", end=" "
     )
     print(f"the longest took {tally.longest_s:.1f} s; memory {min(sizes) >> 20} to {max(sizes) >> 20} MiB")
-    if RESULTS:
-        facts = {"requests": total, "faults": faults, "clients": CLIENTS, "models": len(GPUS), "cores": os.cpu_count()}
-        facts |= {
-            "outcomes": tally.outcomes,
-            "odd": tally.odd,
-            "longest_s": tally.longest_s,
-            "switches_s": tally.switches_s,
-        }
-        facts |= {"odd": tally.odd, "front_bytes": [min(sizes), max(sizes)], "seconds": time.monotonic() - started}
-        with Path(RESULTS).open("a") as file:
-            print(json.dumps(facts), file=file)
     assert not record.exists(), record.read_text()
     executed = Counter((folder / "executed").read_text().split())
     assert not (twice := [number for number, times in executed.items() if times > 1 and number.isdecimal()]), (
