@@ -88,14 +88,6 @@ class Ordered:
 
 
 @dataclass(frozen=True)
-class HostBytes:
-    """What a model turned out to need on the host at level 1."""
-
-    model: str
-    host_bytes: int
-
-
-@dataclass(frozen=True)
 class KeptBytes:
     """How much of its KV cache a sleeping model keeps in host memory.
 
@@ -117,11 +109,16 @@ class LacksHostMemory:
 
 @dataclass(frozen=True)
 class HasLayer:
-    """Whether cumem-sleep is in a model's server, and keeps its backups in the vault."""
+    """Whether cumem-sleep is in a model's server, and keeps its backups in the vault.
+
+    Attributes:
+        host_bytes: what it turned out to need on the host at level 1; None where that is configured.
+    """
 
     model: str
     has_layer: bool
     in_vault: bool = False
+    host_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -138,16 +135,5 @@ class TimePassed:
 
 
 FrontEvent = (
-    Arrived
-    | Gone
-    | Done
-    | Found
-    | Died
-    | Ordered
-    | HostBytes
-    | KeptBytes
-    | LacksHostMemory
-    | HasLayer
-    | Configured
-    | TimePassed
+    Arrived | Gone | Done | Found | Died | Ordered | KeptBytes | LacksHostMemory | HasLayer | Configured | TimePassed
 )

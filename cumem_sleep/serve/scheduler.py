@@ -90,10 +90,6 @@ class Scheduler:
                 self._died(self.models[event.model], event.error)
             case events.Ordered():
                 self._ordered(self.models[event.model], event.depth)
-            case events.HostBytes():
-                model = self.models[event.model]
-                model.spec = replace(model.spec, host_bytes=event.host_bytes)
-                model.held_bytes = min(model.held_bytes, event.host_bytes)
             case events.KeptBytes():
                 self._kept(event)
             case events.LacksHostMemory():
@@ -102,6 +98,9 @@ class Scheduler:
             case events.HasLayer():
                 model = self.models[event.model]
                 model.has_layer, model.in_vault = event.has_layer, event.in_vault
+                if event.host_bytes is not None:
+                    model.spec = replace(model.spec, host_bytes=event.host_bytes)
+                    model.held_bytes = min(model.held_bytes, event.host_bytes)
             case events.Configured():
                 self._configured(event)
             case events.TimePassed():

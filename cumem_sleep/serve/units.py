@@ -439,21 +439,19 @@ class Units:
             unit.vault = servers.vault_of(model, os.environ) or "auto"
         if facts.layer == "":
             logger.info("%s: cumem-sleep is not active in its server", unit.name)
-        self._handle(events.HasLayer(unit.name, unit.engine.has_layer, bool(facts.vault)))
-        if model is None or model.host_memory is not None:
-            return
-        nbytes = facts.host_bytes if facts.host_bytes is not None else self._estimated_bytes(model)
-        if nbytes is None:
-            why = "nobody says how much host memory level 1 takes"
-            logger.warning("%s: %s: without its host_memory it sleeps at level 2, or is stopped", unit.name, why)
-        self._handle(events.HostBytes(unit.name, NOBODY_KNOWS_BYTES if nbytes is None else nbytes))
+        host_bytes = None
+        if model is not None and model.host_memory is None:
+            host_bytes = facts.host_bytes if facts.host_bytes is not None else self._estimated_bytes(unit.name, model)
+        self._handle(events.HasLayer(unit.name, unit.engine.has_layer, bool(facts.vault), host_bytes))
 
-    def _estimated_bytes(self, model: ModelConfig) -> int | None:
-        """What a model may hold of its GPUs' memory; None where nobody says how much they have."""
+    def _estimated_bytes(self, name: str, model: ModelConfig) -> int:
+        """What a model may hold of its GPUs' memory, where it does not say what it takes at level 1."""
         if self._simulated:
             return 0
         if any(gpu not in self.gpus for gpu in model.gpus):
-            return None
+            why = "nobody says how much host memory level 1 takes"
+            logger.warning("%s: %s: without its host_memory it sleeps at level 2, or is stopped", name, why)
+            return NOBODY_KNOWS_BYTES
         return int(sum(self.gpus[gpu].total_bytes for gpu in model.gpus) * model.share)
 
     def _died(self, unit: Unit, error: str, last_words: str = "") -> None:

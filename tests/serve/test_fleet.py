@@ -734,36 +734,6 @@ def test_the_end_of_a_fleet_ends_those_that_wait_and_those_that_run(tmp_path: Pa
     run(scenario())
 
 
-def test_a_refused_sleep_that_is_tried_again_waits_for_nobody_but_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What it had set aside for its first try is not in its own way."""
-    sleep, refused = VllmEngine.sleep, list[VllmEngine]()
-    target: list[VllmEngine] = []
-
-    async def refuse(engine: VllmEngine, level: int, from_level: int | None = None) -> Outcome:
-        if engine in target and not refused:
-            refused.append(engine)
-            return Outcome("/sleep: 500: not enough host memory", Phase.AWAKE, lacks_host_memory=True)
-        return await sleep(engine, level, from_level)
-
-    monkeypatch.setattr(VllmEngine, "sleep", refuse)
-    monkeypatch.setattr(hardware, "host_available_bytes", lambda: 15 * GIB)
-
-    async def scenario() -> None:
-        models = {name: keeper(name) for name in "ab"}
-        whole = config(tmp_path, **models).model_copy(update={"host_memory": 100 * GIB})
-        async with running(whole) as fleet:
-            await wake_in_turns(fleet, "a", "b")
-            engine = fleet._units["b"].engine
-            assert isinstance(engine, VllmEngine)
-            target.append(engine)
-            await asyncio.wait_for(fleet.sleep("b", 1), 30)
-            assert refused == target
-
-    run(scenario())
-
-
 def test_a_server_that_woke_on_its_way_to_a_deeper_sleep_is_not_taken_for_asleep(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,7 +15,6 @@ from front_world import (
     Asked,
     World,
     a_world,
-    answer_ok,
     ask,
     chunk,
     get,
@@ -260,18 +259,6 @@ def test_a_model_that_comes_too_late_in_the_body() -> None:
     run(scenario)
 
 
-def test_of_several_models_the_last_one_counts_as_it_does_for_servers() -> None:
-    async def scenario() -> None:
-        async with a_world(aliases={"alias": "two"}) as world:
-            first, second = await world.server("one"), await world.server("two")
-            body = b'\xef\xbb\xbf{"model": "one", "a": {"model": "one"}, "mod\\u0065l": "alias"}'
-            assert (await world.ask(post("/v1/completions", body))).code == 200
-            assert first.asked == []
-            assert second.asked[0].body == body.replace(b"alias", b"two")
-
-    run(scenario)
-
-
 @pytest.mark.parametrize("is_awake", [True, False])
 def test_no_server_gets_all_of_a_long_body_that_names_its_model_again(is_awake: bool) -> None:
     async def scenario() -> None:
@@ -486,33 +473,6 @@ def test_a_server_that_dies_while_it_answers(is_stream: bool) -> None:
                 event = answer.body.split(b"\n\n")[-2]
                 assert json.loads(event.removeprefix(b"data: "))["error"]["code"] == 502
             assert len(server.asked) == len(world.fleet.failures) == 1
-
-    run(scenario)
-
-
-@pytest.mark.parametrize("sent", [b"", b"HTTP/1.1 200 OK\r\nconte"])
-def test_a_server_that_dies_over_a_connection_that_had_served_before(
-    monkeypatch: pytest.MonkeyPatch, sent: bytes
-) -> None:
-    """It looks like a connection that had been closed while it was idle, but the request was running."""
-    monkeypatch.setattr(upstream, "IDLE_S", 1e6)
-
-    async def scenario() -> None:
-        async with a_world() as world:
-
-            async def serve(asked: Asked) -> None:
-                if len(server.asked) == 1:
-                    return await answer_ok(asked)
-                await asyncio.sleep(0.05)
-                await asked.send(sent)
-                asked.writer.close()
-
-            server = await world.server("one", serve)
-            assert (await world.ask(ask())).code == 200
-            answer = await world.ask(ask())
-            assert (answer.code, answer.error["type"]) == (502, "BadGatewayError")
-            assert (len(server.asked), server.connections) == (2, 1), "it was run again, or not over that connection"
-            assert len(world.fleet.failures) == 1
 
     run(scenario)
 

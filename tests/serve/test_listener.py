@@ -75,28 +75,6 @@ def test_a_port_that_somebody_has_is_an_error_at_once() -> None:
     run(scenario)
 
 
-def test_fields_after_a_chunked_body_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They would be kept without end, and taken for headers."""
-    kept: list[bytes] = []
-    keep = HttpToolsProtocol.on_header
-
-    def on_header(self: HttpToolsProtocol, name: bytes, value: bytes) -> None:
-        kept.append(name)
-        keep(self, name, value)
-
-    monkeypatch.setattr(HttpToolsProtocol, "on_header", on_header)
-
-    async def scenario() -> None:
-        async with a_world("one", "two") as world:
-            client = await world.client()
-            await client.send(b"POST /v1/completions HTTP/1.1\r\nHost: front\r\nTransfer-Encoding: chunked\r\n\r\n")
-            await client.send(b"2\r\n{}\r\n0\r\nx-late: 1\r\nx-later: 1\r\n\r\n")
-            assert (await client.answer()).code == 400, "it names no model"
-
-    run(scenario)
-    assert kept == [b"Host", b"Transfer-Encoding"]
-
-
 POST = b"POST /v1/completions HTTP/1.1\r\nHost: front\r\nTransfer-Encoding: chunked\r\n\r\n"
 WITHOUT_END = {
     "headers": (b"GET /health HTTP/1.1\r\nHost: front\r\n", b"x-more: 1\r\n"),

@@ -572,20 +572,6 @@ def test_what_nobody_knows_is_made_certain() -> None:
     assert world.phase("a") is Phase.STOPPED
 
 
-def test_a_server_that_dies_ends_its_requests_and_starts_again_after_a_pause() -> None:
-    world = World([spec("a", at_start="asleep")])
-    world.done("a")
-    world.done("a")
-    request = world.ask("a")
-    world.done("a")
-    world.die("a")
-    assert world.revoked == {request}
-    world.end(request)
-    assert not world.changes
-    world.pass_time(policy.pause_s(1))
-    assert isinstance(world.changes["a"], Start)
-
-
 def test_a_server_that_starts_and_dies_again_and_again_is_started_less_and_less_often() -> None:
     world = World([spec("a", at_start="awake")])
     pauses = []
@@ -771,24 +757,6 @@ def test_what_requests_wait_for_is_known() -> None:
     assert {cause: seconds for cause, seconds in waited.items() if seconds} == {"room": 4.0, "wake": 2.0}
 
 
-def test_a_model_that_somebody_else_puts_to_sleep_is_woken_for_the_next_request() -> None:
-    world = World([spec("a"), spec("b")])
-    awake(world, "a")
-    running = world.ask("a")
-    world.somebody_else("a", Phase.ASLEEP)
-    assert world.revoked == {running}
-    assert (world.phase("a"), world.scheduler.models["a"].level) == (Phase.ASLEEP, 2)
-    world.end(running)
-    waits = world.ask("a")
-    assert world.changes["a"] == Wake("a", world.changes["a"].operation, 2)
-    world.done("a")
-    assert waits in world.running
-    world.end(waits)
-    world.somebody_else("a", Phase.ASLEEP)
-    assert isinstance(start := world.ask("b") and world.changes["b"], Start), "its GPU is free"
-    assert start.model == "b"
-
-
 def test_an_order_to_sleep_deeper_that_fails_is_answered_and_not_tried_again_at_once() -> None:
     world = World([spec("a")])
     awake(world, "a")
@@ -797,27 +765,6 @@ def test_an_order_to_sleep_deeper_that_fails_is_answered_and_not_tried_again_at_
         world.done("a", *([] if depth == 1 else ["it failed", Phase.ASLEEP]))
     assert world.obeyed == [Obeyed("a", 1), Obeyed("a", 2, "it failed")]
     assert world.changes == {}
-
-
-def test_of_two_models_that_are_awake_on_one_gpu_one_is_put_to_sleep_again() -> None:
-    world = World([spec(name, keep_s=1e6) for name in "ab"])
-    awake(world, "a")
-    world.send(Ordered("a", 1))
-    world.done("a")
-    awake(world, "b")
-    running = world.ask("b")
-    world.now = 1.0
-    world.somebody_else("a", Phase.AWAKE)
-    assert (world.phase("a"), world.phase("b")) == (Phase.FALLING_ASLEEP, Phase.AWAKE), "b is busy"
-    assert world.scheduler.free_share(0) == pytest.approx(-1.0)
-    world.done("a")
-    world.end(running)
-    world.now = 2.0
-    world.somebody_else("a", Phase.AWAKE)
-    assert (world.phase("a"), world.phase("b")) == (Phase.AWAKE, Phase.FALLING_ASLEEP), "b was used before it"
-    world.done("b")
-    assert world.scheduler.free_share(0) == 0.0
-    assert world.ask("a") in world.running
 
 
 def test_a_model_that_somebody_else_wakes_where_there_is_room_stays_awake_and_is_idle_from_then_on() -> None:
