@@ -1,7 +1,8 @@
-"""`pytest benchmarks`, as CONTRIBUTING shows it."""
+"""`pytest benchmarks`, as CONTRIBUTING shows it, and the paper on many hosts, whose scheduler is that of `serve`."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import pathlib
@@ -36,3 +37,12 @@ def test_bandwidth_is_measured_and_said_to_be_simulated(tmp_path: pathlib.Path) 
     for each in measured.values():
         assert each["extra_info"]["gbps"] > 0
         assert "on the simulated driver" in each["group"]
+
+
+def test_on_paper_a_request_waits_for_drain_sleep_and_wake(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    paper = importlib.import_module("many_hosts")
+    requests = [(0.0, "m0", 1.0), (0.5, "m1", 1.0)]
+    assert paper.waits(requests, [0, 1], "sleep") == pytest.approx([0.352, 0.352])
+    assert paper.waits(requests, [0, 0], "sleep") == pytest.approx([0.352, 0.852 + 0.063 + 0.352])
+    assert paper.waits(requests, [0, 0], "restart") == pytest.approx([0.0, 0.5 + 24.2])
