@@ -48,18 +48,6 @@ def test_below_a_models_path_that_model_is_listed(name: str) -> None:
     run(scenario)
 
 
-def test_a_level_is_a_whole_number_and_so_is_the_number_of_lines() -> None:
-    async def scenario() -> None:
-        async with a_world("one", admin_token="token") as world:
-            for level in (1.0, True, "1", 4):
-                assert (await world.ask(call("sleep", {"model": "one", "level": level}))).code == 400
-            assert world.fleet.calls == []
-            for lines in ("0" * 8 + "1" + "0" * 5000, "1.0", "-1"):
-                assert (await world.ask(get(f"/admin/log?model=one&lines={lines}", TOKEN))).code == 400
-
-    run(scenario)
-
-
 def test_an_operators_calls() -> None:
     async def scenario() -> None:
         async with a_world("one", admin_token="token") as world:
@@ -81,14 +69,14 @@ def test_an_operators_calls() -> None:
     "body",
     [
         *(b"", b"{", b"[]", b'"one"', b"[" * 50_000, {"model": 1}, {"level": 1}, {"model": "one", "level": 4}),
-        *({"model": "one", "level": True}, {"model": "one", "level": 1.5}, {"model": "one", "force": 1}, b"x" * 70_000),
+        *({"model": "one", "level": True}, {"model": "one", "level": 1.0}, {"model": "one", "force": 1}, b"x" * 70_000),
     ],
 )
 def test_a_call_that_is_nonsense_has_no_effect(body: object) -> None:
     async def scenario() -> None:
         async with a_world("one", admin_token="token") as world:
             assert (await world.ask(call("sleep", body))).code == 400
-            for query in ("", "?model=one&lines=0", "?model=one&lines=x", "?lines=5"):
+            for query in ("", "?model=one&lines=0", "?model=one&lines=" + "1" * 5000, "?model=one&lines=x", "?lines=5"):
                 assert (await world.ask(get(f"/admin/log{query}", TOKEN))).code == 400
             assert world.fleet.calls == []
 

@@ -697,25 +697,6 @@ def test_a_command_takes_the_place_of_a_url_and_the_other_way_round(tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_a_new_configuration_is_taken_while_it_runs(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with running(config(tmp_path, a={"at_start": "awake"}, b={"gpus": [1]})) as fleet:
-            await fleet.wake("a")
-            await fleet.wake("b")
-            new = config(tmp_path, b={"gpus": [1], "keep": "1h", "aliases": ["beta"]}, c={"at_start": "stopped"})
-            says = await fleet.reload(new)
-            assert [line.split()[0] for line in says] == ["c", "a", "b"]
-            await fleet.wake("beta")
-            await fleet.wake("c")
-            while "a" in phases(fleet.status()):
-                await asyncio.sleep(0.01)
-            assert phases(fleet.status()) == {"b": Phase.AWAKE, "c": Phase.AWAKE}
-            assert fleet.counters.switches["b", "start", "ok"] == 1
-
-    run(scenario())
-
-
-@pytest.mark.slow
 def test_the_end_of_a_fleet_ends_those_that_wait_and_those_that_run(tmp_path: Path) -> None:
     async def scenario() -> None:
         fleet = Fleet(config(tmp_path, a={"at_start": "awake"}, b={"keep": "1h"}))
