@@ -24,7 +24,6 @@ from cumem_sleep import (
     InvalidArgument,
     InvalidState,
     OutOfDeviceMemory,
-    OutOfHostMemory,
     _core,
     sim,
 )
@@ -94,43 +93,6 @@ class TestRegions:
         assert ("left on the GPU" in caplog.text) == bool(asked)
         saver.resume()
 
-    def test_tags_are_paused_and_resumed_in_any_order(self, saver: TorchMemorySaver) -> None:
-        a, b = malloc(saver, tag="type1"), malloc(saver, tag="type2")
-        saver.pause("type1")
-        saver.pause("type2")
-        saver.resume("type2")
-        assert states() == {a: DROPPED, b: AWAKE}
-        saver.resume("type1")
-        saver.pause("type1")
-        saver.resume("type1")
-        assert states() == {a: AWAKE, b: AWAKE}
-
-    def test_backup_is_the_regions_own(self, saver: TorchMemorySaver) -> None:
-        kept, lost = malloc(saver, tag="x", enable_cpu_backup=True), malloc(saver, tag="x")
-        saver.pause("x")
-        assert states() == {kept: BACKED_UP, lost: DROPPED}
-        saver.resume()
-
-    def test_the_innermost_counts_and_the_outer_comes_back(self, saver: TorchMemorySaver) -> None:
-        allocator = CuMemAllocator.get_instance()
-        with saver.region("outer", True):
-            first = allocator.malloc(PAGE)
-            with saver.region("grad_buffer"):
-                inner = allocator.malloc(PAGE)
-            second = allocator.malloc(PAGE)
-        saver.pause()
-        assert states() == {first: BACKED_UP, inner: DROPPED, second: BACKED_UP}
-        saver.resume()
-
-    def test_another_thread_is_in_none(self, saver: TorchMemorySaver) -> None:
-        allocator, found = CuMemAllocator.get_instance(), list[int]()
-        with saver.region("x"):
-            thread = threading.Thread(target=lambda: found.append(allocator.malloc(PAGE)))
-            thread.start()
-            thread.join()
-        saver.pause()
-        assert states() == {found[0]: AWAKE}
-
     @pytest.mark.parametrize("tag", [None, ""])
     def test_no_tag_means_all(self, saver: TorchMemorySaver, tag: str | None) -> None:
         malloc(saver, tag="a")
@@ -164,18 +126,6 @@ class TestRegions:
             call(tag)
             assert len(begun) == operations
 
-    def test_pausing_and_resuming_twice_is_harmless(self, saver: TorchMemorySaver) -> None:
-        malloc(saver, tag="a")
-        malloc(saver, tag="b")
-        saver.pause("a")
-        saver.pause()
-        saver.pause("a")
-        assert set(states().values()) == {DROPPED}
-        saver.resume("b")
-        saver.resume()
-        saver.resume()
-        assert set(states().values()) == {AWAKE}
-
     def test_disable_leaves_the_region_and_comes_back(self, saver: TorchMemorySaver) -> None:
         allocator = CuMemAllocator.get_instance()
         with saver.region("a"):
@@ -189,15 +139,6 @@ class TestRegions:
     def test_disable_outside_of_a_region_is_refused(self, saver: TorchMemorySaver) -> None:
         with pytest.raises(InvalidState, match="outside of a region"), saver.disable():
             pass
-
-    def test_errors_are_exceptions_and_change_nothing(self, saver: TorchMemorySaver, memory: Memory) -> None:
-        address = malloc(saver, enable_cpu_backup=True)
-        content = memory.fill_random(address, PAGE)
-        object.__setattr__(CuMemAllocator.get_instance()._store.room.tier._settings, "host_budget_bytes", 1)  # type: ignore[attr-defined]
-        with pytest.raises(OutOfHostMemory):
-            saver.pause()
-        assert states() == {address: AWAKE}
-        assert memory.read(address, PAGE) == content
 
 
 class TestCudaGraphs:
@@ -353,29 +294,6 @@ class TestResumeWithoutRoom:
 
 
 class TestRetention:
-    def test_without_host_memory_goes_back_at_the_resume(self, saver: TorchMemorySaver) -> None:
-        allocator = CuMemAllocator.get_instance()
-        malloc(saver, enable_cpu_backup=True)
-        assert saver.retain_cpu_backup is False
-        saver.pause()
-        assert allocator._store.room.bytes == PAGE
-        saver.resume()
-        assert allocator._store.room.bytes == 0
-
-    def test_with_unchanged_bytes_are_not_copied_again(self, saver: TorchMemorySaver, memory: Memory) -> None:
-        allocator = CuMemAllocator.get_instance()
-        saver.retain_cpu_backup = True
-        same, changed = (malloc(saver, enable_cpu_backup=True) for _ in range(2))
-        saver.pause()
-        saver.resume()
-        memory.fill_random(changed, PAGE)
-        before = allocator.totals()["sleep"].bytes
-        saver.pause()
-        after = allocator.totals()["sleep"].bytes
-        assert (after["copied"] - before["copied"], after["clean"] - before["clean"]) == (PAGE, PAGE)
-        assert set(states()) == {same, changed}
-        saver.resume()
-
     def test_what_is_not_restored_leaves_none(self, saver: TorchMemorySaver) -> None:
         """A trainer is about to write new weights there."""
         allocator = CuMemAllocator.get_instance()
@@ -496,12 +414,6 @@ class TestTheRestOfTheInterface:
             CuMemAllocator.get_instance().free(address)
         finally:
             vault.close()
-
-    @pytest.mark.parametrize("backend", ["mmap", "pinned"])
-    def test_backends_are_taken(self, saver: TorchMemorySaver, backend: str) -> None:
-        malloc(saver, enable_cpu_backup=True, cpu_backup_backend=backend)
-        saver.pause()
-        saver.resume()
 
     @pytest.mark.parametrize(
         ("named", "by_environment", "at_once"),
