@@ -411,6 +411,8 @@ class TestInstances:
         gc.disable()
         try:
             CuMemAllocator(Settings(driver="sim"))
+            with pytest.raises(InvalidState, match="was replaced by a newer one"):
+                replaced.malloc(PAGE)
             del replaced
             assert [part() for part in parts] == [None] * len(parts)
         finally:
