@@ -136,8 +136,8 @@ PyObject* OperationLock::run(PyObject* called) {
         }
         const WithoutInterpreter unlocked;
         while (!ended.wait(kBetweenLooks) && !stopping.callers_turn) continue;
-        if (ended.is_set()) thread.join();
     }
+    thread.join();  // which has let go of the interpreter lock
     if (const Error& first = of_handler ? of_handler : error) throw py::error_already_set(*first);
     if (!result) throw std::bad_alloc();
     return result.release().ptr();
