@@ -41,6 +41,7 @@ MOST_S = 3650 * 86400.0
 MOST_BYTES = 1 << 60
 MOST_FILE_BYTES = 1 << 20
 MOST_NODES = 100_000  # lists, mappings and values; a file of a few lines can name more, by aliases of aliases
+MOST_BITS = 64  # of a whole number: Python prints none of many thousands
 _YAML_TAG = "tag:yaml.org,2002:"
 MOST_SHOWN = 100  # letters of a value that is wrong
 MOST_HEALTH_LETTERS = 2000
@@ -167,13 +168,34 @@ def _command(value: object) -> object:
             raise ValueError(f"a command with valid shell quoting ({error})") from None
     if not isinstance(value, list | tuple) or not value or not all(isinstance(word, str | int) for word in value):
         raise ValueError("a command, such as vllm serve Qwen/Qwen3-8B, or its words as a list")
-    return tuple(str(word) for word in value)
+    words = tuple(str(word) for word in value)
+    if not words[0] or not all(map(_can_be_passed, words)):
+        raise ValueError("a program and its words, without NUL and halves of letters")
+    return words
 
 
 def _env(value: dict[str, str]) -> dict[str, str]:
-    if wrong := next((name for name in value if name in OF_FRONT), None):
-        raise ValueError(f"no {wrong}: when its server sleeps and wakes is for this front to choose, by idle")
+    for name, text in value.items():
+        if name in OF_FRONT:
+            raise ValueError(f"no {name}: when its server sleeps and wakes is for this front to choose, by idle")
+        if not name or "=" in name or not _can_be_passed(name + text):
+            shown = repr(_cut(name.partition("=")[0]))
+            raise ValueError(f"names without = and values, all without NUL and halves of letters: not {shown}")
     return value
+
+
+def _logs(value: Path) -> Path:
+    if not _can_be_passed(str(value)):
+        raise ValueError("a path without NUL and halves of letters")
+    return value
+
+
+def _can_be_passed(text: str) -> bool:
+    """Whether the system takes a text as an argument, a variable or a path."""
+    try:
+        return b"\0" not in text.encode()
+    except UnicodeEncodeError:
+        return False
 
 
 def _secret(value: object) -> object:
@@ -368,7 +390,7 @@ class Config(_Strict):
 
     front: FrontConfig = FrontConfig()
     host_memory: Size | None = None
-    logs: Annotated[Path | None, Field(strict=False)] = None
+    logs: Annotated[Annotated[Path, AfterValidator(_logs)] | None, Field(strict=False)] = None
     models: Annotated[dict[Name, ModelConfig], Field(min_length=1)]
 
     def secrets(self) -> set[str]:
@@ -459,6 +481,9 @@ class _Document:
         except (yaml.YAMLError, ValueError, KeyError, AttributeError):  # as its tag or its form says what it is not
             what = node.tag if node.tag.startswith(_YAML_TAG) else "a tag of its own"  # which may be a secret with a !
             self.faults.append(Fault(path, f"expected a plain value, and not one that YAML takes for {what}"))
+            return None
+        if isinstance(found, int) and found.bit_length() > MOST_BITS:
+            self.faults.append(Fault(path, f"expected a number of at most {MOST_BITS} bits"))
             return None
         return found
 
@@ -621,11 +646,13 @@ def _contradictions(config: Config) -> Iterator[Fault]:
             for wrong in model.kind.wrong_places(model.command or ()):
                 yield Fault((*path, "command"), wrong)
             continue
-        for key, depths in _depths(model):
-            if STOP in depths:
-                yield Fault((*path, key), "a server by url cannot be stopped from here: expected 1, 2 or 3")
-        if model.env:
-            yield Fault((*path, "env"), "is only for servers with a command")
+        if any(depth == STOP for _, depth in model.idle or ()):
+            yield Fault((*path, "idle"), "a server by url cannot be stopped from here: expected 1, 2 or 3")
+        if model.levels and STOP in model.levels:
+            yield Fault((*path, "levels"), "a server by url cannot be stopped from here: expected 1, 2 or 3")
+        for key in ("env", "start_timeout") if model.env else ():
+            if key == "env":
+                yield Fault((*path, key), "is only for servers with a command")
 
 
 def _not_of_engine(path: tuple[str | int, ...], model: ModelConfig) -> Iterator[Fault]:
@@ -636,12 +663,6 @@ def _not_of_engine(path: tuple[str | int, ...], model: ModelConfig) -> Iterator[
     if model.health is not None and engine.LEVELS:
         yield Fault((*path, "health"), "is only for engine: command")
     has = _any_of([*map(str, engine.LEVELS), "stop"])
-    for key, depths in _depths(model):
+    for key, depths in (("idle", [depth for _, depth in model.idle or ()]), ("levels", model.levels or ())):
         if any(depth != STOP and depth not in engine.LEVELS for depth in depths):
             yield Fault((*path, key), f"{engine.NAME} has no such level: expected {has}")
-
-
-def _depths(model: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Those that it may sleep at, by the key that says so."""
-    yield "idle", tuple(depth for _, depth in model.idle or ())
-    yield "levels", model.levels or ()
