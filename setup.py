@@ -6,11 +6,13 @@ requirement, else from /usr/local/cuda. Nothing is linked against CUDA. CUMEM_SL
 list that the compiler's -fsanitize takes) builds all but the hook with sanitizers, and checks the states of segments.
 """
 
+import hashlib
 import importlib.metadata
 import os
 import shlex
 import shutil
 import subprocess
+import sys
 import sysconfig
 from pathlib import Path
 
@@ -110,14 +112,18 @@ class BuildExt(build_ext):
     """Gives plain shared objects, which are no Python modules, their file names."""
 
     def finalize_options(self) -> None:
-        """Build all anew: what `build/` holds may have been built with other flags."""
+        """Build what is out of date, or all if `build/` was made otherwise: README's second command builds nothing."""
         super().finalize_options()
-        self.force = True
+        self.built_with = Path(self.build_temp, "built_with")
+        self.force = not self.built_with.is_file() or self.built_with.read_text() != BUILT_WITH
 
     def run(self) -> None:
         """Build the extensions; an editable installation runs this without `build`."""
         require_compiler()
+        self.built_with.unlink(missing_ok=True)
         super().run()
+        self.built_with.parent.mkdir(parents=True, exist_ok=True)
+        self.built_with.write_text(BUILT_WITH)
 
     def get_ext_filename(self, fullname: str) -> str:
         """Where the extension `fullname` is put, relative to the root of packages."""
@@ -150,6 +156,14 @@ else:
 # Thread-local data lies beside each thread's stack then, where there is little room. Otherwise a thread's first use of
 # it allocates, and the C library ends the process if there is no memory.
 static_tls = "-ftls-model=initial-exec"
+# All that an extension depends on beside its sources and our headers: whatever warnings are.
+BUILT_WITH = repr(
+    (
+        [os.environ.get(name) for name in ("CC", "CXX", "CPPFLAGS", "CFLAGS", "CXXFLAGS", "LDFLAGS")],
+        ([each for each in compile_args if each != "-Werror"], link_args, pybind11.__version__, sys.version),
+        *(hashlib.sha256(file.read_bytes()).hexdigest() for file in (Path(include, "cuda.h"), Path(__file__))),
+    )
+)
 headers = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*.h"))
 
 ParallelCompile().install()  # a core for each file
