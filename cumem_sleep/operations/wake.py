@@ -123,8 +123,8 @@ def wake(
             with mapping, mapping_dropped, DigestRun(layer.digester, checked, catalogue.tables_of(checked)) as digests:
                 with ExitStack() as leaving, _workspaces(layer, restored, segments, dropped) as workspaces:
                     transfers = {tier: leaving.enter_context(tier.transfers()) for tier in catalogue.tiers}
-                    # The first copy waits for this anyway. What fits into one batch is all mapped before its copy begins:
-                    # a thread would not get ahead.
+                    # The first copy waits for this anyway. What fits into one batch is all mapped before its copy
+                    # begins: a thread would not get ahead.
                     if restored:
                         restored[0].map()
                     if workspaces or total_bytes(restored) > layer.tuning.engine_batch_bytes:
