@@ -646,13 +646,11 @@ def _contradictions(config: Config) -> Iterator[Fault]:
             for wrong in model.kind.wrong_places(model.command or ()):
                 yield Fault((*path, "command"), wrong)
             continue
-        if any(depth == STOP for _, depth in model.idle or ()):
-            yield Fault((*path, "idle"), "a server by url cannot be stopped from here: expected 1, 2 or 3")
-        if model.levels and STOP in model.levels:
-            yield Fault((*path, "levels"), "a server by url cannot be stopped from here: expected 1, 2 or 3")
-        for key in ("env", "start_timeout") if model.env else ():
-            if key == "env":
-                yield Fault((*path, key), "is only for servers with a command")
+        for key, depths in _depths(model):
+            if STOP in depths:
+                yield Fault((*path, key), "a server by url cannot be stopped from here: expected 1, 2 or 3")
+        if model.env:
+            yield Fault((*path, "env"), "is only for servers with a command")
 
 
 def _not_of_engine(path: tuple[str | int, ...], model: ModelConfig) -> Iterator[Fault]:
@@ -663,6 +661,12 @@ def _not_of_engine(path: tuple[str | int, ...], model: ModelConfig) -> Iterator[
     if model.health is not None and engine.LEVELS:
         yield Fault((*path, "health"), "is only for engine: command")
     has = _any_of([*map(str, engine.LEVELS), "stop"])
-    for key, depths in (("idle", [depth for _, depth in model.idle or ()]), ("levels", model.levels or ())):
+    for key, depths in _depths(model):
         if any(depth != STOP and depth not in engine.LEVELS for depth in depths):
             yield Fault((*path, key), f"{engine.NAME} has no such level: expected {has}")
+
+
+def _depths(model: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Those that it may sleep at, by the key that says so."""
+    yield "idle", tuple(depth for _, depth in model.idle or ())
+    yield "levels", model.levels or ()
