@@ -31,7 +31,7 @@ from .core.levels import (
     by_plan,
     dropped_at_level,
     in_pools,
-    is_deep,
+    is_checkpoint,
     named,
     woken,
 )
@@ -53,7 +53,7 @@ from .errors import (
     check_integer,
     shown,
 )
-from .operations.deepen import deepen, why_not_for_ranks
+from .operations.checkpoint import checkpoint, why_not_for_ranks
 from .operations.digests import digests
 from .operations.forget import forget
 from .operations.layer import Layer
@@ -121,7 +121,7 @@ class CuMemAllocator:
         self._compressor = Compressor(self.settings.compress == "auto", self.tuning)
         self._layer = Layer(self.settings, self.tuning, self._store, self._digester, self._compressor, self._copiers)
         self._pools = Pools()
-        self._cuda = CudaState(self._lock, THIS_PROCESS.bring_back, _deepen, self.settings.deep_after_s)
+        self._cuda = CudaState(self._lock, THIS_PROCESS.bring_back, _checkpoint, self.settings.deep_after_s)
         self._operations: Operations = Operations(
             settings=self.settings,
             lock=self._lock,
@@ -381,8 +381,8 @@ class CuMemAllocator:
                 return SleepReport(note=note, simulated=_core.driver_is_simulated())
             meant = named(None if tags is None else self._used_tags.checked(tags))
             arguments = (self._layer, call, meant, by_plan(is_dropped), "sleep", kept, self._declared(drop))
-            if is_deep(level):
-                return self._go_deep(lambda: sleep(*arguments), call, CudaUse.LEASE_UNLESS_AWAY)
+            if is_checkpoint(level):
+                return self._with_checkpoint(lambda: sleep(*arguments), call, CudaUse.LEASE_UNLESS_AWAY)
             return Operation(
                 self._operations,
                 "sleep",
@@ -418,14 +418,14 @@ class CuMemAllocator:
         segments = in_pools()()
         return declared(drop, segments, self._pools.in_use())
 
-    def _go_deep(self, sleep_first: Callable[[], SleepReport], call: Call, uses_cuda: CudaUse) -> SleepReport:
+    def _with_checkpoint(self, sleep_first: Callable[[], SleepReport], call: Call, uses_cuda: CudaUse) -> SleepReport:
         """A sleep at level 1, and then on to level 3."""
         if not _core.driver_calls_suspended():
             gc.collect()  # a finaliser that runs later might call the driver, and wait forever
         return Operation(
             self._operations,
             "sleep",
-            self._deepen,
+            self._checkpoint,
             (sleep_first,),
             call=call,
             counts_as="sleep",
@@ -433,23 +433,14 @@ class CuMemAllocator:
             frees_unused=True,
         ).run()
 
-    def _deepen(self, sleep_first: Callable[[], SleepReport]) -> SleepReport:
+    def _checkpoint(self, sleep_first: Callable[[], SleepReport]) -> SleepReport:
         self._stop_preparing()
         atexit.unregister(_come_back_at_exit)
         atexit.register(_come_back_at_exit)
-        return deepen(self._store, sleep_first, self._cuda.why_not)
+        return checkpoint(self._store, sleep_first, self._cuda.why_not)
 
-    def deepen(self) -> SleepReport:
-        """Go on from level 1 or 2 to level 3, as `sleep(level=3)` does after it has put the memory to sleep.
-
-        Returns:
-            What was done. If the process stays where it is, `why_not_deeper` says why.
-
-        Raises:
-            InvalidState: memory is awake, or there is none.
-            CheckpointFailed: as `sleep`.
-        """
-        return self._go_deep(_all_asleep_still, Call(), CudaUse.NONE)
+    def _checkpoint_asleep(self) -> SleepReport:
+        return self._with_checkpoint(_all_asleep_still, Call(), CudaUse.NONE)
 
     def using_cuda(self) -> AbstractContextManager[None]:
         """Put this around CUDA calls that are not this layer's own: at level 3 they would wait forever.
@@ -767,9 +758,9 @@ def _forget_freed_backups() -> None:
         instance._store.turns.after_a_free()
 
 
-def _deepen() -> None:
+def _checkpoint() -> None:
     if CuMemAllocator.instance is not None:
-        CuMemAllocator.instance.deepen()
+        CuMemAllocator.instance._checkpoint_asleep()
 
 
 def _all_asleep_still() -> SleepReport:

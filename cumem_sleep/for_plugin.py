@@ -12,6 +12,7 @@ from .core.operation import Call, CudaUse, Operation
 from .errors import InvalidArgumentType, check_integer, shown
 from .operations.layer import Fill
 from .ranks.agreement import Agreement
+from .report import SleepReport
 
 # Ranks
 
@@ -106,9 +107,22 @@ def drop_kept(allocator: CuMemAllocator) -> int:
 # Level 3
 
 
-def may_deepen(allocator: CuMemAllocator) -> bool:
+def checkpoint(allocator: CuMemAllocator) -> SleepReport:
+    """Go on from level 1 or 2 to level 3, as `sleep(level=3)` does after it has put the memory to sleep.
+
+    Returns:
+        What was done. If the process stays where it is, `why_not_deeper` says why.
+
+    Raises:
+        InvalidState: memory is awake, or there is none.
+        CheckpointFailed: as `CuMemAllocator.sleep`.
+    """
+    return allocator._checkpoint_asleep()
+
+
+def may_checkpoint(allocator: CuMemAllocator) -> bool:
     """Whether the process is at level 3, or may go there by itself at any time."""
-    return allocator._cuda.may_deepen
+    return allocator._cuda.may_checkpoint
 
 
 def stay_at_level_1(allocator: CuMemAllocator, why: str) -> None:

@@ -26,5 +26,7 @@ for _name in (
     "warming_up",
 ):
     _add(_name, getattr(for_plugin, _name))
-for _name in ("agreement", "asleep_tags", "may_be_asleep", "may_deepen"):
+for _name in ("agreement", "asleep_tags", "may_be_asleep"):
     _add(_name, property(getattr(for_plugin, _name)))
+_add("deepen", for_plugin.checkpoint)
+_add("may_deepen", property(for_plugin.may_checkpoint))

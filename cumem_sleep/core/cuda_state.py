@@ -23,7 +23,7 @@ class CudaState:
         lock: the allocator's. Whoever has it, and is not at level 3, needs no lease: to go deeper takes the lock.
         bring_back: returns the state to the GPU if it is not there, and says how long that took, by phase. It is called
             with the lock held, and with what else must be free then, in bytes by device.
-        deepen: goes from level 1 or 2 to level 3.
+        checkpoint: goes from level 1 or 2 to level 3.
         deep_after_s: how long after the last lease that is called, if everything sleeps; None: never.
 
     Attributes:
@@ -35,19 +35,19 @@ class CudaState:
         self,
         lock: _core.OperationLock,
         bring_back: Callable[[Mapping[int, int]], Mapping[str, float]],
-        deepen: Callable[[], object],
+        checkpoint: Callable[[], object],
         deep_after_s: float | None,
     ) -> None:
         self._lock = lock
         self._bring_back = bring_back
-        self._deepen = deepen
+        self._checkpoint = checkpoint
         self._deep_after_s = deep_after_s
         self._timer: _core.Worker | None = None
         self.why_not = ""
         self.successor: CudaState | None = None
 
     @property
-    def may_deepen(self) -> bool:
+    def may_checkpoint(self) -> bool:
         """Whether the process is at level 3, or goes there by itself at some time."""
         return _core.driver_calls_suspended() or ((timer := self._timer) is not None and timer.running)
 
@@ -93,7 +93,7 @@ class CudaState:
         return phases
 
     def count(self) -> None:
-        """Count from now on, if everything sleeps and there is no lease: call `deepen` once, on a thread of its own."""
+        """Count from now on, if everything sleeps and there is no lease: `checkpoint` is called once, on a thread."""
         if self.successor is not None:
             return self.successor.count()
         self.stop_counting()
@@ -104,13 +104,13 @@ class CudaState:
         if self.why_not:
             log.warning("this process does not go deeper than this level by itself: %s", self.why_not)
             return
-        timer = self._timer = _core.Worker("cumem-deepen")
+        timer = self._timer = _core.Worker("cumem-level-3")
 
         def wait() -> None:
             if timer.pause(seconds) or self._timer is not timer or _core.driver_is_leased():  # who counts again
                 return
             try:
-                self._deepen()
+                self._checkpoint()
             except CumemSleepError as error:
                 if not timer.asked_to_stop:  # otherwise that is the reason
                     log.error("this process did not go from level 1 to level 3: %s", error)

@@ -22,7 +22,7 @@ LEVELS: Mapping[int, tuple[str, tuple[str, ...] | None]] = {
     2: ("drop weights and kv_cache", DEFERRABLE_TAGS),
     3: ("level 1, then the CUDA state leaves the GPU", ("kv_cache",)),
 }
-_DEEP = 3
+_CHECKPOINT = 3
 _DESCRIBED = [f"{level} ({text})" for level, (text, _) in LEVELS.items()]
 EXPECTED_LEVELS = f"expected {', '.join(_DESCRIBED[:-1])} or {_DESCRIBED[-1]}"
 
@@ -49,9 +49,9 @@ def dropped_at_level(level: object) -> IsDropped | None:
     return None if dropped is None else dropped.__contains__
 
 
-def is_deep(level: object) -> bool:
+def is_checkpoint(level: object) -> bool:
     """Whether a sleep at this level goes on from level 1 to the CUDA state of the process."""
-    return isinstance(level, int) and level == _DEEP  # an array of tags has no truth value
+    return isinstance(level, int) and level == _CHECKPOINT  # an array of tags has no truth value
 
 
 def in_pools(tags: set[str] | None = None) -> SegmentGroup:

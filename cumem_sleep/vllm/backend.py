@@ -9,7 +9,7 @@ from __future__ import annotations
 from vllm.device_allocator.sleep_mode_backend import SleepModeBackend
 
 from ..allocator import CuMemAllocator
-from ..core.levels import is_deep
+from ..core.levels import is_checkpoint
 
 
 class CumemSleepBackend(SleepModeBackend):  # type: ignore[misc]
@@ -20,7 +20,7 @@ class CumemSleepBackend(SleepModeBackend):  # type: ignore[misc]
 
         Level 3 is level 1 here: the worker calls CUDA after this, so the plugin goes on when it has done so.
         """
-        CuMemAllocator.get_instance().sleep(level=1 if is_deep(level) else level)
+        CuMemAllocator.get_instance().sleep(level=1 if is_checkpoint(level) else level)
         self._state = self._state_of_memory()
 
     def resume(self, tags: list[str] | None = None) -> None:

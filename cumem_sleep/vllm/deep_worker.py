@@ -16,8 +16,8 @@ from typing import Any
 from .. import _core
 from ..allocator import CuMemAllocator
 from ..errors import CumemSleepError
-from ..for_plugin import asleep_tags, may_be_asleep, may_deepen, prepare_to_end, stay_at_level_1
-from ..operations.deepen import why_not_for_ranks
+from ..for_plugin import asleep_tags, checkpoint, may_be_asleep, may_checkpoint, prepare_to_end, stay_at_level_1
+from ..operations.checkpoint import why_not_for_ranks
 from . import guard
 
 logger = logging.getLogger("cumem_sleep")
@@ -36,9 +36,9 @@ class WorkerOfWrapper:
         if "worker" not in vars(wrapper):
             raise AttributeError("worker")
         worker, allocator = vars(wrapper)["worker"], CuMemAllocator.instance
-        if worker is None or allocator is None or not (may_be_asleep(allocator) or may_deepen(allocator)):
+        if worker is None or allocator is None or not (may_be_asleep(allocator) or may_checkpoint(allocator)):
             return worker
-        if not (asleep_tags(allocator) or may_deepen(allocator)):
+        if not (asleep_tags(allocator) or may_checkpoint(allocator)):
             return worker
         return _SleepingWorker(worker, allocator)
 
@@ -59,7 +59,7 @@ class _SleepingWorker:
         worker, allocator = self._worker, self._allocator
         if why := guard.why_not(worker, name, allocator):
             return partial(guard.refuse, worker, name, why)
-        if name in _CALLS_NO_CUDA or not may_deepen(allocator):
+        if name in _CALLS_NO_CUDA or not may_checkpoint(allocator):
             return getattr(worker, name)
         if name == "shutdown":
             return partial(_shut_down, allocator, worker.shutdown)
@@ -78,7 +78,7 @@ def of(wrapper: Any) -> Any:
     return vars(wrapper)["worker"]
 
 
-def deepen(worker: Any) -> str:
+def checkpoint_worker(worker: Any) -> str:
     """Go from a sleep to level 3; returns why not, in words, or "". All memory has to be asleep.
 
     It never raises: the memory sleeps, whatever becomes of this, and vLLM is to know it.
@@ -86,7 +86,7 @@ def deepen(worker: Any) -> str:
     allocator = _allocator_of(worker)
     try:
         _note_memory(allocator)
-        return allocator.deepen().why_not_deeper
+        return checkpoint(allocator).why_not_deeper
     except CumemSleepError as error:
         logger.warning("level 3 was not reached: %s", error)
         return str(error)

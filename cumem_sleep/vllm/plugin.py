@@ -16,7 +16,7 @@ from typing import Any
 
 from .. import _core
 from ..allocator import CuMemAllocator
-from ..core.levels import is_deep
+from ..core.levels import is_checkpoint
 from ..errors import CumemSleepError, InvalidState
 from ..for_plugin import note_communicators, prepare_after_warm_up, warming_up
 from ..settings import PREFIX, Settings, parse_bool
@@ -200,7 +200,7 @@ def sleep(self: Any, level: int = 1, **kwargs: Any) -> Any:
     if _core.driver_calls_suspended():  # all sleeps, though vLLM may not know, and the worker would ask CUDA
         return None
     worker = deep_worker.of(self)
-    own_level = 1 if is_deep(level) else level
+    own_level = 1 if is_checkpoint(level) else level
     try:
         call = partial(worker.sleep, level=own_level, **kwargs)
         with deep_worker.using_cuda(worker), droppable.declared(worker, own_level), kv_blocks.keeping():
@@ -212,8 +212,8 @@ def sleep(self: Any, level: int = 1, **kwargs: Any) -> Any:
             raise
         logger.warning("another process took GPU memory while this one fell asleep: %s", error)
         result = None
-    if is_deep(level):
-        deep_worker.deepen(worker)
+    if is_checkpoint(level):
+        deep_worker.checkpoint_worker(worker)
     return result
 
 
@@ -251,7 +251,7 @@ def cumem_sleep_deepen(self: Any) -> dict[str, Any]:
 
     vLLM's own sleep does nothing where memory sleeps already. An error would be no answer: see `told_once`.
     """
-    why = deep_worker.deepen(deep_worker.of(self))
+    why = deep_worker.checkpoint_worker(deep_worker.of(self))
     return {"rank": deep_worker.of(self).rank, "checkpointed": _core.driver_calls_suspended(), "why": why}
 
 

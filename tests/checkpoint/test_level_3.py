@@ -42,7 +42,7 @@ from cumem_sleep.checkpoint import process
 from cumem_sleep.core.levels import DEFERRABLE_TAGS
 from cumem_sleep.core.torch_pools import TorchPools
 from cumem_sleep.core.tuning import Tuning
-from cumem_sleep.for_plugin import drop_kept, may_deepen, stay_at_level_1
+from cumem_sleep.for_plugin import checkpoint, drop_kept, may_checkpoint, stay_at_level_1
 
 BYTES = bytes(range(256)) * (PAGE // 256)
 TABLES_OF_A_PAGE = PAGE >> 9  # of device memory, to pin as much host memory, on a GPU
@@ -132,19 +132,19 @@ class TestSleepAndWake:
         assert memory.read(weights, PAGE) == BYTES
         assert_nothing_asked()
 
-    @pytest.mark.parametrize("deepen", [CuMemAllocator.deepen, functools.partial(CuMemAllocator.sleep, level=3)])
+    @pytest.mark.parametrize("go_on", [checkpoint, functools.partial(CuMemAllocator.sleep, level=3)])
     def test_from_level_2(
         self,
         allocator: CuMemAllocator,
         memory: Memory,
         weights: int,  # noqa: ARG002
-        deepen: Callable[[CuMemAllocator], SleepReport],
+        go_on: Callable[[CuMemAllocator], SleepReport],
     ) -> None:
         """What level 2 dropped stays dropped."""
         other = allocator.malloc(PAGE, "other")
         memory.write(other, BYTES)
         allocator.sleep(level=2)
-        report = deepen(allocator)
+        report = go_on(allocator)
         assert_deep(allocator)
         assert (report.freed_bytes, report.why_not_deeper) == (0, "")
         assert allocator.wake_up().restored_bytes == PAGE
@@ -173,12 +173,12 @@ class TestSleepAndWake:
 
     def test_going_on_without_a_sleep(self, allocator: CuMemAllocator, weights: int) -> None:
         with raises(InvalidState, "2 segments (tags kv_cache, weights) still have device memory"):
-            allocator.deepen()
+            checkpoint(allocator)
         allocator.free(weights)
         for segment in _core.segments():
             allocator.free(segment.address)
         with raises(InvalidState, "there is no memory"):
-            allocator.deepen()
+            checkpoint(allocator)
 
     def test_ends_a_preparation(self, allocator: CuMemAllocator, weights: int) -> None:  # noqa: ARG002
         preparation = allocator.prepare()
@@ -480,16 +480,16 @@ class TestByItself:
         allocator = make_allocator(deep_after_s=3600)
         allocator.malloc(PAGE, "weights")
         allocator.sleep()
-        assert may_deepen(allocator)
+        assert may_checkpoint(allocator)
         return allocator
 
     def test_after_a_wake_that_failed(self, counting: CuMemAllocator) -> None:
         sim.fail("cuMemCreate")
         with pytest.raises(OutOfDeviceMemory):
             counting.wake_up()
-        assert may_deepen(counting)
+        assert may_checkpoint(counting)
         counting.wake_up()
-        assert not may_deepen(counting)
+        assert not may_checkpoint(counting)
 
     @pytest.mark.parametrize("in_a_region", [False, True])
     def test_after_the_last_that_was_awake_sleeps(
@@ -501,9 +501,9 @@ class TestByItself:
             allocator.malloc(PAGE)
         sleeps = [allocator.regions.sleep, lambda: allocator.discard("kv_cache")]
         for sleep in reversed(sleeps) if in_a_region else sleeps:
-            assert not may_deepen(allocator)
+            assert not may_checkpoint(allocator)
             sleep()
-        assert may_deepen(allocator)
+        assert may_checkpoint(allocator)
 
     @pytest.mark.parametrize(
         "use",
@@ -536,9 +536,9 @@ class TestByItself:
 
     def test_not_beside_memory_that_was_allocated_since(self, counting: CuMemAllocator) -> None:
         address = counting.malloc(PAGE, "more")
-        assert not may_deepen(counting)
+        assert not may_checkpoint(counting)
         counting.free(address)
-        assert may_deepen(counting)
+        assert may_checkpoint(counting)
 
     def test_not_while_a_block_may_call_the_driver(self, counting: CuMemAllocator) -> None:
         """Only the last of several that overlap ends the wait."""
@@ -546,16 +546,16 @@ class TestByItself:
         for block in blocks:
             block.__enter__()
             counting.free(counting.malloc(PAGE))
-            assert not may_deepen(counting)
+            assert not may_checkpoint(counting)
         for block in blocks:
-            assert not may_deepen(counting)
+            assert not may_checkpoint(counting)
             block.__exit__(None, None, None)
-        assert may_deepen(counting)
+        assert may_checkpoint(counting)
 
     def test_not_once_it_was_said_why(self, counting: CuMemAllocator, caplog: pytest.LogCaptureFixture) -> None:
         stay_at_level_1(counting, "somebody needs it")
         assert counting.sleep(level=3).why_not_deeper == "somebody needs it"
-        assert not may_deepen(counting)
+        assert not may_checkpoint(counting)
         assert "does not go deeper than this level by itself: somebody needs it" in caplog.text
         assert_nothing_asked()
 
@@ -566,7 +566,7 @@ class TestByItself:
         allocator = make_allocator(deep_after_s=0.1)
         allocator.malloc(PAGE, "weights")
         allocator.sleep()
-        wait_until(lambda: not may_deepen(allocator))
+        wait_until(lambda: not may_checkpoint(allocator))
         assert_at_level_1(allocator)
 
     def test_a_sleep_is_over_without_it_where_no_thread_can_be_started(
@@ -577,7 +577,7 @@ class TestByItself:
         with threads_refused(after=1):  # the first is the operation's own
             assert allocator.sleep().freed_bytes == PAGE
         assert "does not go from level 1 to level 3 by itself: " in caplog.text
-        assert not may_deepen(allocator)
+        assert not may_checkpoint(allocator)
         with threads_refused(), allocator.using_cuda():
             pass
         allocator.wake_up()
@@ -592,7 +592,7 @@ class TestByItself:
             allocator.wake_up()
             assert memory.read(address, PAGE) == BYTES
         assert_nothing_asked()
-        assert_no_threads("cumem-deepen")
+        assert_no_threads("cumem-level-3")
 
     def test_not_once_it_was_told_to_stay(
         self,
@@ -606,12 +606,12 @@ class TestByItself:
         allocator.sleep()
         began = threading.Event()
         monkeypatch.setattr(allocator._cuda, "_deep_after_s", 0.0)
-        monkeypatch.setattr(allocator._cuda, "_deepen", lambda: (began.set(), allocator.deepen()))
+        monkeypatch.setattr(allocator._cuda, "_checkpoint", lambda: (began.set(), checkpoint(allocator)))
         with allocator._lock.hold():
             allocator._cuda.count()
             began.wait()
             allocator._cuda.stop()
-        assert_no_threads("cumem-deepen")
+        assert_no_threads("cumem-level-3")
         assert allocator.checkpoint is None
         assert "did not go" not in caplog.text
 

@@ -22,7 +22,7 @@ from support import DEVICE_BYTES, Memory, fresh_allocator
 from cumem_sleep import CuMemAllocator, OutOfDeviceMemory, _core, sim
 from cumem_sleep.checkpoint.process import THIS_PROCESS
 from cumem_sleep.errors import CheckpointFailed
-from cumem_sleep.for_plugin import may_deepen
+from cumem_sleep.for_plugin import may_checkpoint
 from cumem_sleep.vllm import compatibility
 
 skip_unless_vllm()
@@ -252,7 +252,7 @@ class TestByItself:
         until(is_deep)
         executor.wake_up()
         assert contents.is_there("weights")
-        assert not may_deepen(CuMemAllocator.get_instance())
+        assert not may_checkpoint(CuMemAllocator.get_instance())
         assert nobody_waited()
 
     def test_again_after_a_wake_that_failed(self, executor: Any, contents: Contents) -> None:
@@ -271,7 +271,7 @@ class TestByItself:
             pytest.skip("the worker of this vLLM has no `discard`")
         executor.sleep(level=1)
         executor.wake_up(["kv_cache"])
-        assert not may_deepen(CuMemAllocator.get_instance())
+        assert not may_checkpoint(CuMemAllocator.get_instance())
         executor.collective_rpc("discard", args=(["kv_cache"],))
         until(is_deep)
         executor.wake_up()
@@ -318,7 +318,7 @@ class TestRefused:
         worker.vllm_config.parallel_config = types.SimpleNamespace(**parallel)
         executor.sleep(level=1 if deep_after_s else 3)
         assert "one of 2 ranks" in caplog.text
-        assert not may_deepen(CuMemAllocator.get_instance())
+        assert not may_checkpoint(CuMemAllocator.get_instance())
         assert asleep() == {"weights", "kv_cache"}
         (answer,) = executor.collective_rpc("cumem_sleep_deepen")
         assert (answer["checkpointed"], "one of 2 ranks" in answer["why"]) == (False, True)

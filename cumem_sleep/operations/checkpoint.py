@@ -13,14 +13,14 @@ from ..core.segments import awake_in_words
 from ..report import PhaseTimer, SleepReport
 
 
-def deepen(store: BackupStore, sleep_first: Callable[[], SleepReport], why_not: str) -> SleepReport:
+def checkpoint(store: BackupStore, sleep_first: Callable[[], SleepReport], why_not: str) -> SleepReport:
     """The report of `sleep_first`, and of going on from there to level 3, or of why that cannot be.
 
     The backups are unpinned. A checkpoint and a restore would unpin and pin them as well, and nothing could happen
     meanwhile; a wake pins each part while the one before it is copied.
 
     Args:
-        why_not: why this process does not go deeper, or "".
+        why_not: why this process stays at its level, or "".
 
     Raises:
         CheckpointFailed: the CUDA state could neither be taken nor brought back.
