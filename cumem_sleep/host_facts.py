@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import resource
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -78,12 +77,6 @@ def _droppable_bytes(group: Path) -> int:
     return max(0, counted("inactive_file") + counted("active_file") - unwritten) + counted("slab_reclaimable")
 
 
-def memlock_limit_bytes() -> int | None:
-    """RLIMIT_MEMLOCK; None if it does not bind: it is unlimited, or the process has CAP_IPC_LOCK."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    return None if soft == resource.RLIM_INFINITY or _may_lock_any_memory() else soft
-
-
 def usable_cores(root: Path = Path("/")) -> int:
     """Cores that this process may use, given its CPU affinity and its control group's quota; at least 1."""
     cores = len(os.sched_getaffinity(0))
@@ -97,11 +90,6 @@ def usable_cores(root: Path = Path("/")) -> int:
 def prefault_threads(most: int) -> int:
     """Three quarters of the usable cores: with more, the thread that registers the touched pages would starve."""
     return min(most, max(1, usable_cores() * 3 // 4))
-
-
-def _may_lock_any_memory() -> bool:
-    capabilities = re.search(r"^CapEff:\s*(\w+)", _text(Path("/proc/self/status")), re.M)
-    return capabilities is not None and bool(int(capabilities[1], 16) >> 14 & 1)  # CAP_IPC_LOCK
 
 
 def _online_bytes(root: Path) -> int:

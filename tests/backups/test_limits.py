@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import os
-import resource
 from pathlib import Path
 
 import pytest
 
-from cumem_sleep import host_facts
 from cumem_sleep.host_facts import (
     cgroup_available_bytes,
     cgroup_limit_bytes,
     mem_available_bytes,
-    memlock_limit_bytes,
     usable_cores,
 )
 
@@ -249,14 +246,3 @@ class TestCores:
         system.write("proc/self/cgroup", "0::/pod")
         system.group("pod", cpu_max="100000 0")
         assert usable_cores(system.root) == 8
-
-
-class TestMemlock:
-    @pytest.mark.parametrize(
-        ("soft", "may_lock_any", "expected"),
-        [(65536, False, 65536), (65536, True, None), (resource.RLIM_INFINITY, False, None)],
-    )
-    def test_limit(self, monkeypatch: pytest.MonkeyPatch, soft: int, may_lock_any: bool, expected: int | None) -> None:
-        monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, resource.RLIM_INFINITY))
-        monkeypatch.setattr(host_facts, "_may_lock_any_memory", lambda: may_lock_any)
-        assert memlock_limit_bytes() == expected

@@ -31,7 +31,7 @@ COUNT, ROOM_FOR = 6, 3
 BACKUP_BYTES = 64 * MIB
 LIMIT_BYTES = ROOM_FOR * BACKUP_BYTES + BACKUP_BYTES * 7 // 8  # what else they take when they sleep is in it, too
 
-pytestmark = pytest.mark.sim
+pytestmark = [pytest.mark.sim, pytest.mark.slow]
 
 SLEEPER = """
 import json, sys

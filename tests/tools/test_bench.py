@@ -21,7 +21,6 @@ from cumem_sleep.digest import device as digest
 from cumem_sleep.operations.prepare import Preparation
 from cumem_sleep.tools import cli
 from cumem_sleep.tools.bench import Room, link, memory, plan, workload
-from cumem_sleep.tools.bench.host_memory import touch_host_memory
 from cumem_sleep.tools.bench.report import BenchStep
 from cumem_sleep.tools.layout import PAGE_BYTES as PAGE
 from cumem_sleep.tools.simulated import SIMULATED_NOTE
@@ -337,13 +336,6 @@ def test_failed_preparation_is_an_error(monkeypatch: pytest.MonkeyPatch, capsys:
 
 
 # Host memory and the link
-
-
-def test_touching_goes_over_all_of_it() -> None:
-    done: list[int] = []
-    touch_host_memory(131 * MIB, progress=done.append)
-    assert done[-1] == 131 * MIB
-    assert done == sorted(done)
 
 
 def test_link_is_measured_with_what_is_free() -> None:

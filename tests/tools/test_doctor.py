@@ -105,13 +105,6 @@ def test_numa(
     assert found in check.found
 
 
-def test_cpu_affinity(tmp_path: pathlib.Path) -> None:
-    files = {"sys/devices/system/cpu/online": "0-7\n"}
-    assert host.affinity(machine(tmp_path, files)).found == "all 8 cores"
-    some = machine(tmp_path, files, affinity=frozenset({0, 1, 2, 5}))
-    assert host.affinity(some).found == "4 of 8 cores: 0-2,5"
-
-
 # Memory
 
 

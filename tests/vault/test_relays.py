@@ -28,7 +28,7 @@ from cumem_sleep.vault.pool import VaultHost
 from cumem_sleep.vault.relay import Relay, Relaying
 from cumem_sleep.vault.server import Vault, visible_gpus
 
-pytestmark = pytest.mark.sim
+pytestmark = [pytest.mark.sim, pytest.mark.slow]
 
 PAGES = 16  # of the memory that is copied
 TOTAL = PAGES * PAGE

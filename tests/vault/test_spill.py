@@ -37,7 +37,7 @@ from cumem_sleep.vault.jobs import LinkPiece, PieceSource
 from cumem_sleep.vault.link import VaultLink
 from cumem_sleep.vault.spill import FileRead, RingReader, _Batch, _write
 
-pytestmark = [pytest.mark.sim]
+pytestmark = [pytest.mark.sim, pytest.mark.slow]
 
 SWITCHES = 20
 

@@ -39,7 +39,7 @@ from cumem_sleep.vault.session import Session
 from cumem_sleep.vault.spill import RingReader, Spiller, _Batch, _write
 
 __all__ = ["sleepers", "spill", "spilling"]
-pytestmark = [pytest.mark.sim]
+pytestmark = [pytest.mark.sim, pytest.mark.slow]
 
 
 def take_memory(vault: RunningVault, nbytes: int = 0) -> None:

@@ -16,7 +16,7 @@ from cumem_sleep.vault import files
 from cumem_sleep.vault.client import Sealed
 from cumem_sleep.vault.ledger import Key
 
-pytestmark = pytest.mark.sim
+pytestmark = [pytest.mark.sim, pytest.mark.slow]
 
 MakeAllocator = Callable[..., CuMemAllocator]
 StartVault = Callable[..., RunningVault]

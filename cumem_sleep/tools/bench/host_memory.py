@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, closing
 
@@ -12,7 +11,7 @@ _BLOCK_BYTES = 1 << 30
 _PIECE_BYTES = 64 << 20
 
 
-def touch_host_memory(nbytes: int, numa_node: int = -1, progress: Callable[[int], None] = lambda _done: None) -> None:
+def touch_host_memory(nbytes: int, numa_node: int = -1) -> None:
     """Prefault this much host memory, all of it at the same time, and give it back.
 
     Virtual machines get some of their RAM only at its first use, at a tenth of the speed: without this, a first
@@ -20,7 +19,6 @@ def touch_host_memory(nbytes: int, numa_node: int = -1, progress: Callable[[int]
 
     Args:
         numa_node: where to allocate; -1 is anywhere.
-        progress: called with the bytes done so far.
 
     Raises:
         OutOfHostMemory: the system refuses.
@@ -32,14 +30,10 @@ def touch_host_memory(nbytes: int, numa_node: int = -1, progress: Callable[[int]
         ]
         pool = ThreadPoolExecutor(host_facts.usable_cores(), thread_name_prefix="cumem-sleep-prefault")
         stack.callback(pool.shutdown, wait=True, cancel_futures=True)  # before the blocks are closed, also after Ctrl-C
-        pieces = {
-            pool.submit(block.prefault, start, size): size
+        pieces = [
+            pool.submit(block.prefault, start, min(_PIECE_BYTES, block.bytes - start))
             for block in blocks
             for start in range(0, block.bytes, _PIECE_BYTES)
-            for size in (min(_PIECE_BYTES, block.bytes - start),)
-        }
-        done = 0
+        ]
         for piece in as_completed(pieces):
             piece.result()
-            done += pieces[piece]
-            progress(done)

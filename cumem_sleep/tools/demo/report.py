@@ -106,13 +106,13 @@ class DemoReport:
             if step.round != last_round:
                 table.add_section()
                 last_round = step.round
-            device = [] if self.simulated else [short(step.device_used_bytes or 0)]
+            device = [] if self.simulated else [format_bytes(step.device_used_bytes or 0)]
             style = "" if step.ok else "bold red"
             table.add_row(
                 step.name,
-                short(step.layer_bytes),
+                format_bytes(step.layer_bytes),
                 *device,
-                short(step.host_bytes),
+                format_bytes(step.host_bytes),
                 f"{step.seconds:.3f}",
                 "–" if step.gbps is None else f"{step.gbps:.1f}",
                 Text.assemble(("✓ ", "green") if step.ok else ("✗ ", style), (step.result, style)),
@@ -128,15 +128,3 @@ class DemoReport:
             f"Every byte of the weights equalled its source in {counted(len(compared), 'comparison')}"
             f" ({format_bytes(sum(step.verified_bytes for step in compared))} in all); no address changed."
         )
-
-
-def short(nbytes: int) -> str:
-    """Three digits and a binary unit, to fit in a table."""
-    size, unit = float(nbytes), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if size < 999.5:
-            break
-        size, unit = size / 1024, larger
-    if unit == "B":
-        return f"{nbytes} B"
-    return f"{size:.{2 if size < 9.995 else 1 if size < 99.95 else 0}f} {unit}"

@@ -15,12 +15,12 @@ import numpy as np
 
 from ... import _core
 from ...allocator import CuMemAllocator
-from ...errors import InvalidArgument
+from ...errors import InvalidArgument, format_bytes
 from ..console import Progress
 from ..layout import DevicePiece, SegmentLayout
 from ..safetensors import Tensor
 from .copies import DeviceCopies
-from .report import DemoReport, DemoStep, short
+from .report import DemoReport, DemoStep
 from .source import Source
 
 _KV_SEGMENT_BYTES = 1 << 30
@@ -135,14 +135,14 @@ class _Demo:
         self._progress(name, 0, 0)
         report = self._allocator.sleep(level)
         still_mapped = sum(usage.mapped_bytes for usage in self._allocator.usage().values())
-        wrong = [f"{short(still_mapped)} is still on the GPU"] if still_mapped else []
+        wrong = [f"{format_bytes(still_mapped)} is still on the GPU"] if still_mapped else []
         expects_clean = unchanged and self._allocator.settings.retain_backups
         if expects_clean and report.copied_bytes:
-            wrong.append(f"{short(report.copied_bytes)} was copied, though nothing had changed")
-        found = [f"{short(report.copied_bytes)} copied"] if report.copied_bytes else ["nothing copied"]
+            wrong.append(f"{format_bytes(report.copied_bytes)} was copied, though nothing had changed")
+        found = [f"{format_bytes(report.copied_bytes)} copied"] if report.copied_bytes else ["nothing copied"]
         if report.clean_bytes:
-            found.append(f"{short(report.clean_bytes)} unchanged")
-        found.append(f"{short(report.dropped_bytes)} dropped")
+            found.append(f"{format_bytes(report.clean_bytes)} unchanged")
+        found.append(f"{format_bytes(report.dropped_bytes)} dropped")
         self._finish(name, report.seconds, report.copied_bytes, wrong, ", ".join(found), verified_bytes=0)
 
     def _wake(self, name: str, tags: Sequence[str] | None = None, restored: bool = True) -> None:
@@ -155,7 +155,7 @@ class _Demo:
         if restored:
             wrong += self._differences()
             verified_bytes = self._source.nbytes
-            found.append(f"{short(verified_bytes)} = source")
+            found.append(f"{format_bytes(verified_bytes)} = source")
         found.append("same addresses")
         if tags is not None and "kv_cache" not in tags:
             if usage["kv_cache"].mapped_bytes:
@@ -189,7 +189,7 @@ class _Demo:
             moved_bytes=moved_bytes,
             seconds=seconds,
             verified_bytes=self._source.nbytes if verified_bytes is None else verified_bytes,
-            result="; ".join(wrong) or found or f"{short(self._source.nbytes)} = source",
+            result="; ".join(wrong) or found or f"{format_bytes(self._source.nbytes)} = source",
             ok=not wrong,
         )
         self.steps.append(step)

@@ -13,17 +13,12 @@ from .report import Check, CheckStatus, DoctorReport
 _HOST_CHECKS: Mapping[str, Callable[[Machine], Check]] = {
     "MemAvailable": host.available_memory,
     "cgroup memory": host.cgroup_memory,
-    "memlock limit": host.memlock,
     "huge pages": host.huge_pages,
     "vault's huge pages": host.vault_pages,
     "cores": host.cores,
-    "CPU affinity": host.affinity,
     "PyTorch": packages.torch,
-    "PyTorch allocator": packages.expandable_segments,
-    "Triton": packages.triton,
     "compression": packages.compression,
     "vLLM": packages.vllm,
-    "CuPy": packages.cupy,
 }
 
 

@@ -13,13 +13,6 @@ _LITTLE_HOST_BYTES = 4 << 30
 _FAST_CORES = 8
 
 
-def memlock(_machine: Machine) -> Check:
-    """For information only: the NVIDIA driver ignores this limit when it pins memory."""
-    limit = host_facts.memlock_limit_bytes()
-    found = "unlimited" if limit is None else format_bytes(limit)
-    return Check("memlock limit", CheckStatus.OK, f"{found} (the NVIDIA driver does not enforce it; measured with 580)")
-
-
 def cgroup_memory(machine: Machine) -> Check:
     """What the tightest control group leaves for backups."""
     name = "cgroup memory"
@@ -87,22 +80,3 @@ def cores(machine: Machine) -> Check:
         " 26 with 4, 15 with 2); later sleeps do not need them"
     )
     return Check("cores", CheckStatus.WARN, f"{usable} usable", advice)
-
-
-def affinity(machine: Machine) -> Check:
-    """Which cores this process may run on."""
-    online = machine.cores_in("sys/devices/system/cpu/online")
-    mine = machine.affinity
-    if mine >= online:
-        return Check("CPU affinity", CheckStatus.OK, f"all {len(online)} cores")
-    return Check("CPU affinity", CheckStatus.OK, f"{len(mine)} of {len(online)} cores: {_as_core_list(mine)}")
-
-
-def _as_core_list(numbers: frozenset[int]) -> str:
-    ranges: list[list[int]] = []
-    for number in sorted(numbers):
-        if ranges and ranges[-1][1] == number - 1:
-            ranges[-1][1] = number
-        else:
-            ranges.append([number, number])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)

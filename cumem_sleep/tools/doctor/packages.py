@@ -6,14 +6,12 @@ import re
 from importlib import metadata
 from pathlib import Path
 
-from ...core.torch_pools import CONF_VARIABLES, OLDEST_TORCH, POOLS_IGNORE_EXPANDABLE_SEGMENTS
+from ...core.torch_pools import OLDEST_TORCH
 from ...errors import CumemSleepError
 from ...settings import PREFIX, Settings, parse_bool
 from ...vllm import compatibility, plugin
 from ..machine import TRITON_DISTRIBUTIONS, Machine
 from .report import Check, CheckStatus
-
-_CUPY_DISTRIBUTIONS = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
 
 
 def torch(machine: Machine) -> Check:
@@ -47,14 +45,6 @@ def _torch_cuda(torch_distribution: metadata.Distribution) -> str | None:
     if built_for:
         return built_for[2] or ""
     return "" if "+cpu" in torch_distribution.version else None
-
-
-def triton(machine: Machine) -> Check:
-    """Whether Triton, which compiles the codec's kernels, is there."""
-    version = machine.version_of(*TRITON_DISTRIBUTIONS)
-    if version is None:
-        return Check("Triton", CheckStatus.OK, "not installed; only compressed backups need it")
-    return Check("Triton", CheckStatus.OK, version)
 
 
 def compression(machine: Machine) -> Check:
@@ -116,27 +106,6 @@ def _is_on(machine: Machine, variable: str) -> bool:
         return parse_bool(variable, machine.environment.get(variable, "").strip() or "0")
     except CumemSleepError:
         return False
-
-
-def cupy(machine: Machine) -> Check:
-    """Whether CuPy, whose arrays can sleep too, is there."""
-    version = machine.version_of(*_CUPY_DISTRIBUTIONS)
-    return Check("CuPy", CheckStatus.OK, "not installed (optional)" if version is None else version)
-
-
-def expandable_segments(machine: Machine) -> Check:
-    """Whether PyTorch is configured to use expandable segments, and what follows from it."""
-    name = "PyTorch allocator"
-    told = {name: machine.environment[name] for name in CONF_VARIABLES if machine.environment.get(name)}
-    if not told:
-        return Check(name, CheckStatus.OK, "default configuration")
-    found = ", ".join(f"{variable}={text}" for variable, text in told.items())
-    if not any(re.search(r"expandable_segments\s*:\s*true", text, re.IGNORECASE) for text in told.values()):
-        return Check(name, CheckStatus.OK, found)
-    version = machine.version_of("torch")
-    if version is not None and _version(version) >= POOLS_IGNORE_EXPANDABLE_SEGMENTS:
-        return Check(name, CheckStatus.OK, f"{found}; pools of this layer do not use them")
-    return Check(name, CheckStatus.OK, f"{found}; switched off while a pool of this layer is entered")
 
 
 def _version(text: str) -> tuple[int, ...]:
