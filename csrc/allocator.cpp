@@ -56,15 +56,15 @@ bool Segment::is_valid() const {
         case Sleep::kAwake:  // detached in the middle of a sleep
             return mapping.has_memory() && !keeps_bytes;
         case Sleep::kBackedUp:
-            return has_address && has_backup && !keeps_bytes && !lent;
+            return has_address && has_backup && !keeps_bytes;
         case Sleep::kDropped:
-            return has_address && (mapping.has_memory() || !keeps_bytes) && !lent;
+            return has_address && (mapping.has_memory() || !keeps_bytes);
     }
     return false;
 }
 
 bool Segment::is_valid_at_rest(bool is_unreleased) const {
-    if (!is_valid() || lent) return false;
+    if (!is_valid()) return false;
     if (sleep == Sleep::kAwake) return mapping.state() == Mapping::State::kMapped;
     return !mapping.has_memory() || keeps_bytes || is_unreleased;
 }
@@ -72,10 +72,8 @@ bool Segment::is_valid_at_rest(bool is_unreleased) const {
 std::string Segment::describe() const {
     std::string text = "segment " + std::to_string(id) + " (" + tag + "): " + name_of(sleep) + ", its mapping " +
                        name_of(mapping.state());
-    for (const auto& [flag, name] : {std::pair{&freed, "freed"},
-                                     {&has_backup, "has a backup"},
-                                     {&keeps_bytes, "keeps its bytes"},
-                                     {&lent, "lent"}})
+    for (const auto& [flag, name] :
+         {std::pair{&freed, "freed"}, {&has_backup, "has a backup"}, {&keeps_bytes, "keeps its bytes"}})
         if (*flag) text += std::string(", ") + name;
     return text;
 }
@@ -222,35 +220,14 @@ std::vector<SegmentPtr> SegmentTable::hold(const std::vector<SegmentPtr>& segmen
 }
 
 void SegmentTable::release(const std::vector<SegmentPtr>& segments) noexcept {
-    std::vector<SegmentPtr> last, freed;
+    std::vector<SegmentPtr> freed;
     {
         std::lock_guard<std::mutex> lock(mutex_);
-        for (const SegmentPtr& segment : segments) {
-            if (segment->holds > 1)
-                --segment->holds;
-            else
-                last.push_back(segment);
-        }
-    }
-    drop_still_lent(last);
-    {
-        std::lock_guard<std::mutex> lock(mutex_);
-        for (const SegmentPtr& segment : last)
+        for (const SegmentPtr& segment : segments)
             if (--segment->holds == 0 && segment->freed) freed.push_back(segment);
         check_valid(*this);
     }
     for (const SegmentPtr& segment : freed) destroy_or_defer(segment);
-}
-
-void SegmentTable::drop_still_lent(const std::vector<SegmentPtr>& segments) noexcept {
-    std::vector<SegmentPtr> lent;
-    for (const SegmentPtr& segment : segments) {
-        if (!segment->lent.exchange(false)) continue;
-        segment->sleep = Segment::Sleep::kDropped;
-        lent.push_back(segment);
-    }
-    detach_unused(lent);
-    release_all(lent);
 }
 
 bool SegmentTable::is_valid() const {

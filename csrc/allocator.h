@@ -56,9 +56,6 @@ struct Segment {
     std::atomic<bool> has_backup{false};  // its backup may take host memory; never unset
     // kDropped, but its memory still has its bytes: a sleep was undone and the driver refused to map it again.
     std::atomic<bool> keeps_bytes{false};
-    // Awake, but the codec uses its memory as scratch. Unless its bytes have been put back, the last release drops the
-    // segment, so that nobody reads what the codec left there as its bytes.
-    std::atomic<bool> lent{false};
     int holds = 0;  // guarded by the table's mutex
 };
 
@@ -98,8 +95,7 @@ class SegmentTable {
     std::vector<SegmentPtr> segments(const std::function<bool(const Segment&)>& wanted) const;
 
     // A held segment keeps its address and memory: freeing it is deferred until the last release. Returns the segments
-    // that are now held: all but those freed in the meantime. Waits for a `reclaim` on another thread. The last release
-    // of a segment that is `lent` drops it.
+    // that are now held: all but those freed in the meantime. Waits for a `reclaim` on another thread.
     std::vector<SegmentPtr> hold(const std::vector<SegmentPtr>& segments);
     void release(const std::vector<SegmentPtr>& segments) noexcept;
 
@@ -146,7 +142,6 @@ class SegmentTable {
     size_t release_all(const std::vector<SegmentPtr>& segments) noexcept;
     void detach_unused(const std::vector<SegmentPtr>& segments) noexcept;
     void keep_awake(const SegmentPtr& segment, Segment::Sleep otherwise);
-    void drop_still_lent(const std::vector<SegmentPtr>& segments) noexcept;
 
     // Locked, before `mutex_`, while sleeping segments are taken down: an operation that could hold them in the middle
     // of that would map what is being released.

@@ -134,11 +134,6 @@ void bind_segment(py::module_& module) {
         .def(
             "note_backup", [](Segment& self) { SegmentTable::get().note_backup(self); },
             "It is about to get a backup in host memory.")
-        .def(
-            "lend", [](Segment& self) { self.lent = true; },
-            "Its bytes are about to be overwritten: when it is released it is dropped, unless `take_back` came before.")
-        .def(
-            "take_back", [](Segment& self) { self.lent = false; }, "Its bytes are back.")
         .def_property_readonly("keeps_bytes", [](const Segment& self) { return self.keeps_bytes.load(); })
         .def_property_readonly("address", [](const Segment& self) { return self.mapping.address(); })
         .def_property_readonly("bytes", [](const Segment& self) { return self.mapping.bytes(); })

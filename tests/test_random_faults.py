@@ -63,7 +63,6 @@ def small_and_quick(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("slots", "most_slots"):
         monkeypatch.setattr(CuMemAllocator.tuning, name, 2)
     monkeypatch.setattr(CuMemAllocator.tuning, "slot_bytes", (4 * MIB, 2 * MIB))
-    monkeypatch.setattr(CuMemAllocator.tuning, "lent_slot_bytes", 2 * MIB)
     monkeypatch.setattr(CuMemAllocator.tuning, "worth_compiling_bytes", 0)
     monkeypatch.setattr(CuMemAllocator.tuning, "prepare_piece_bytes", PAGE)  # is decoded in a slot
     monkeypatch.setattr("cumem_sleep.digest.device.sums_of", quick_sums)

@@ -7,7 +7,7 @@ A vault copies it to its own memory: what a sleeping process has pinned could no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
@@ -67,7 +67,6 @@ class KeptRanges:
 
     def __init__(self, retain: bool) -> None:
         self._retain = retain
-        self._begun: list[_Kept] = []  # by this sleep
         self._kept: dict[int, _Kept] = {}  # by the segments' ids
         self._lost: dict[int, tuple[_core.Segment, str]] = {}  # asleep, but not kept any more, and why
         self._places: list[_Place] = []  # those that nothing kept lies in any more are spare
@@ -87,54 +86,45 @@ class KeptRanges:
         mine = [p for p in self._places if next((s.id for s in p.segments if not s.freed), None) in ids]
         return [footprint for place in mine for footprint in place.tier.footprints([place.extents])]
 
-    def begin(
-        self, segments: Sequence[_core.Segment], ranges: Mapping[int, RangeTable], digester: DeviceDigester | None
+    def keep(
+        self,
+        tier: Tier,
+        segments: Sequence[_core.Segment],
+        ranges: Mapping[int, RangeTable],
+        digester: DeviceDigester | None,
     ) -> str:
-        """Note which ranges are to be kept, by the segments' ids, and their digests: before the codec borrows memory.
+        """Copy these ranges, by the segments' ids. Nobody writes to them any more.
 
         Args:
             digester: for digests, with which a wake compares; None: it does not.
 
         Returns:
-            "", or why none of them is kept. As of `keep`, which follows otherwise.
+            "", or why none of them is kept.
         """
-        self._begun = [_Kept(segment, ranges[segment.id]) for segment in segments]
-        return self._unless_refused(lambda: self._digest(digester))
-
-    def keep(self, tier: Tier) -> str:
-        """Copy what `begin` has noted. Nobody writes to it any more.
-
-        Raises:
-            OperationStopped: some may be kept, until `prune`.
-        """
-        return self._unless_refused(lambda: self._keep(tier))
-
-    def _unless_refused(self, work: Callable[[], None]) -> str:
+        begun = [_Kept(segment, ranges[segment.id]) for segment in segments]
         try:
-            work()
+            digests = {} if digester is None else _digests(digester, begun)
+            for kept in begun:
+                kept.digest = digests.get(kept.segment.id)
+            self._copy_out(tier, begun)
         except (CumemSleepError, MemoryError) as error:
             why = _in_words(error)
-            self._lost.update((kept.segment.id, (kept.segment, why)) for kept in self._begun)
+            self._lost.update((kept.segment.id, (kept.segment, why)) for kept in begun)
             self.release_spare()
             return why
         return ""
 
-    def _digest(self, digester: DeviceDigester | None) -> None:
-        digests = {} if digester is None else _digests(digester, self._begun)
-        for kept in self._begun:
-            kept.digest = digests.get(kept.segment.id)
-
-    def _keep(self, tier: Tier) -> None:
-        for device, segments in by_device(kept.segment for kept in self._begun).items():
+    def _copy_out(self, tier: Tier, begun: Sequence[_Kept]) -> None:
+        for device, segments in by_device(kept.segment for kept in begun).items():
             place, nbytes = _Place(tier, device, segments), 0
-            for kept in self._begun:
+            for kept in begun:
                 if kept.segment.device == device:
                     kept.segment.note_backup()
                     kept.place, kept.first = place, nbytes
                     nbytes += kept.nbytes
             self._reserve(place, nbytes)
-        _copy(self._begun, out=True)
-        self._kept.update((kept.segment.id, kept) for kept in self._begun)
+        _copy(begun, out=True)
+        self._kept.update((kept.segment.id, kept) for kept in begun)
 
     def _reserve(self, place: _Place, nbytes: int) -> None:
         """Extents for so much: spare ones, and more if the limits leave it, because no backup gives way to this.
@@ -143,7 +133,7 @@ class KeptRanges:
             OutOfHostMemory: they do not.
         """
         full = place.tier.extent_bytes
-        spare = [p for p in self._spare() if p.tier is place.tier and p.device == place.device]
+        spare = [p for p in self._spare() if p.device == place.device]
         self._places.append(place)
         for other in spare:
             while other.extents and other.extents[-1].bytes == full and len(place.extents) * full < nbytes:
@@ -166,7 +156,7 @@ class KeptRanges:
             DriverError, OutOfHostMemory: refused; nothing was taken.
         """
         device, full = segments[0].device, tier.extent_bytes
-        has = sum(len(place.extents) for place in self._places if place.tier is tier and place.device == device)
+        has = sum(len(place.extents) for place in self._places if place.device == device)
         if has * full >= nbytes or tier.expendable_room() < full:
             return 0
         for segment in segments:
@@ -215,7 +205,6 @@ class KeptRanges:
 
     def prune(self) -> None:
         """Release what nobody needs: that of segments that are awake, or were freed."""
-        self._begun = []
         self._kept = {key: kept for key, kept in self._kept.items() if _is_asleep(kept.segment)}
         self._lost = {key: lost for key, lost in self._lost.items() if _is_asleep(lost[0])}
         for place in self._spare():

@@ -5,9 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from .. import _core
 from ..core import log
 from ..core.tuning import Tuning
 from ..errors import CodecError
@@ -56,17 +53,13 @@ class Compressor:
         self,
         device: int,
         spare_bytes: int,
-        lending_segments: Sequence[_core.Segment] = (),
         *,
-        keep_bytes: bool = True,
         small: bool = False,
     ) -> Workspace:
         """Slots on `device`, for one operation; a context manager.
 
         Args:
             spare_bytes: how much device memory may be taken for them.
-            lending_segments: segments whose memory may be used meanwhile if there is too little.
-            keep_bytes: whether the lending_segments' bytes are put back at the end.
             small: take little memory and count few chunks at a time, because the model runs meanwhile; nobody waits, so
                 kernels are compiled for any segment.
 
@@ -75,6 +68,4 @@ class Compressor:
             DriverError, OutOfHostMemory: the driver refused.
         """
         require_kernels()
-        return Workspace(
-            device, self._tuning, spare_bytes, lending_segments, self._ready, keep_bytes=keep_bytes, small=small
-        )
+        return Workspace(device, self._tuning, spare_bytes, self._ready, small=small)

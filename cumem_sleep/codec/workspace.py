@@ -20,7 +20,7 @@ from ..core.tuning import Tuning
 from . import codecs
 from .chunks import ChunkBatch, EncodedRun, Encoding, batches
 from .codec import CHUNK_BYTES, Code, Layout
-from .memory import SegmentLoan, take_memory, workspace_bytes
+from .memory import take_memory, workspace_bytes
 from .plan import PLANNED_AT_ONCE, SAMPLES_BYTES, Plan, Planner
 from .slots import Slot, head_bytes
 
@@ -39,10 +39,8 @@ class Workspace:
         device: int,
         tuning: Tuning,
         spare_bytes: int,
-        lending_segments: Sequence[_core.Segment],
         ready: set[tuple[Layout, int]],
         *,
-        keep_bytes: bool,
         small: bool,
     ) -> None:
         self._device = device
@@ -54,9 +52,7 @@ class Workspace:
         self._blocks: list[_core.HostBlock] = []  # the slots' tables with samples, and what is copied without memory
         if small:
             spare_bytes = min(spare_bytes, workspace_bytes(tuning, tuning.slots, tuning.slot_bytes[-1]))
-        self._memory, slots, self.slot_bytes = take_memory(
-            device, tuning, spare_bytes, lending_segments, keep_bytes=keep_bytes
-        )
+        self._memory, slots, self.slot_bytes = take_memory(device, tuning, spare_bytes)
         self.has_memory = self._memory is not None
         try:
             head = head_bytes(tuning.rows)
@@ -76,11 +72,7 @@ class Workspace:
         self.close()
 
     def close(self) -> None:
-        """Wait for what is in flight and free all memory. If it raises, call it again.
-
-        Raises:
-            DriverError: the bytes of a segment that lent its memory could not be put back; that segment is dropped.
-        """
+        """Wait for what is in flight and free all memory."""
         with ExitStack() as stack:
             if self._memory is not None:
                 stack.callback(self._memory.close)
@@ -229,8 +221,6 @@ class Workspace:
 
     def next_slot(self) -> Slot:
         """Wait for the slot that was begun first, and return it."""
-        if isinstance(self._memory, SegmentLoan):
-            self._memory.lend()
         self._turn = (self._turn + 1) % len(self._slots)
         slot = self._slots[self._turn]
         slot.finish()
@@ -242,7 +232,7 @@ class Workspace:
 
 
 def close_all(workspaces: Collection[Workspace]) -> None:
-    """Close all of them, even if some raise; and then once more, because lending segments need their bytes back."""
+    """Close all of them, even if some raise."""
     with ExitStack() as stack:
-        for workspace in [*workspaces, *workspaces]:
+        for workspace in workspaces:
             stack.callback(workspace.close)

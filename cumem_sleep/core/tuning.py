@@ -47,7 +47,6 @@ class Tuning:
         most_slots: the same where the device has the memory: 7 ms of copies are in flight then, so the link need not
             wait while the caller plans the next part.
         slot_bytes: how many bytes of encoded chunks fit into a slot; the second number is for a full GPU.
-        lent_slot_bytes: the same, for memory that is borrowed from a segment.
         worth_compiling_bytes: a sleep that has planned less than this with a layout compiles no kernels for it, because
             that takes longer than to copy as much uncompressed (`vllm_first_compressed_sleep.json`).
         rows: the most chunks in one launch of a codec kernel.
@@ -83,7 +82,6 @@ class Tuning:
     slots: int = 4
     most_slots: int = 7
     slot_bytes: tuple[int, ...] = (64 * _MIB, 8 * _MIB)
-    lent_slot_bytes: int = 8 * _MIB
     worth_compiling_bytes: int = 256 * _MIB
     rows: int = 1024
     few_rows: int = 16

@@ -207,7 +207,7 @@ class Preparation:
                 return None  # a sleep may have the memory, and encodes it again in the room that it has
         except CodecError as error:
             self._layer.compressor.give_up(error)
-        # All or nothing: a sleep may be lent the memory that lacks here, and half of the backups, uncompressed, would
+        # All or nothing: a sleep may find the memory that lacks here, and half of the backups, uncompressed, would
         # take the room that all of them have compressed.
         if segment.device not in self._checked_devices:
             awake = [s for s in self._segments if s.sleep == _core.Segment.Sleep.AWAKE and not s.freed]

@@ -72,8 +72,8 @@ def sleep(
         note = "nothing to do, no memory of these tags is awake; what sleeps stays as it is"
         not_kept = note if keep else ""
         return SleepReport(seconds=timer.seconds, note=note, operation=operation, not_kept=not_kept)
-    for tier in catalogue.tiers:
-        tier.regain()  # what others have still would not be free afterwards
+    if catalogue.tier is not None:
+        catalogue.tier.regain()  # what others have still would not be free afterwards
     with _told_if_not_undone(segments), _core.HeldSegments(segments) as held, ExitStack() as copying:
         survives = {segment.id: drop.survives(segment) if is_dropped(segment) else () for segment in held}
         parts = {key: ranges for key, ranges in survives.items() if ranges}
@@ -83,14 +83,12 @@ def sleep(
         with timer("quiesce"):
             quiesce(held)
         catalogue.back_up_parts(parts, held)
-        not_kept = _begin_to_keep(layer, keep, asleep_whole, dropped, timer) if keep else ""
         copied, found = [], []
         if backed_up:
             catalogue.claim(backed_up)
             with DigestRun(layer.digester, backed_up, catalogue.tables_of(backed_up)) as run:
                 digests = _Digests(_to_be_digested(layer, backed_up), run, layer.tuning.idle_s)
-                lending = [segment for segment in dropped if segment.id not in parts]
-                backing_up = _BackingUp(layer, backed_up, lending, digests, timer)
+                backing_up = _BackingUp(layer, backed_up, digests, timer)
                 while not backing_up.attempt(copying):
                     pass
                 copied, found = backing_up.copied, [*backing_up.found.values()]
@@ -98,9 +96,10 @@ def sleep(
                     if copied:
                         _check_unchanged(layer, backed_up, copied, digests)
                     catalogue.require(backed_up, digests.taken)
-        if keep and not not_kept:
+        not_kept = ""
+        if keep:
             with timer("keep"):
-                not_kept = catalogue.kept.keep(layer.store.room.tier)
+                not_kept = _keep(layer, keep, asleep_whole, dropped)
         looked_at = {segment.device for segment in segments} if with_left else set()
         in_use: dict[int, int] = {}
         agree = partial(_agree, call, timer, copying, looked_at, in_use)
@@ -128,22 +127,22 @@ def sleep(
     )
 
 
-def _begin_to_keep(
+def _keep(
     layer: Layer,
     keep: Mapping[int, RangeTable],
     backed_up: Sequence[_core.Segment],
     dropped: Sequence[_core.Segment],
-    timer: PhaseTimer,
 ) -> str:
-    """Note what is to be kept of `dropped`; returns "", or why none of it is. What is backed up is kept anyway."""
+    """Keep what is to be kept of `dropped`; returns "", or why none of it is. What is backed up is kept anyway."""
     mine = [segment for segment in dropped if segment.id in keep and segment.sleep == _Sleep.AWAKE]
     if len(mine) + sum(segment.id in keep for segment in backed_up) < len(keep):
         return "some of this memory was asleep or freed when the sleep began"
     # What survives is backed up, and must not depend on what is kept.
     survives = layer.store.catalogue.tables_of(mine)
     keep = {key: less(keep[key], survives[key]) if key in survives else keep[key] for key in keep}
-    with timer("keep"):
-        return layer.store.catalogue.kept.begin([s for s in mine if keep[s.id].size], keep, layer.prover)
+    return layer.store.catalogue.kept.keep(
+        layer.store.room.tier, [s for s in mine if keep[s.id].size], keep, layer.prover
+    )
 
 
 def _agree(
@@ -167,9 +166,6 @@ class _BackingUp:
     all the memory that they need is taken before any copy. Another attempt follows if the memory ran short, or the
     codec failed: then with less retained, or uncompressed.
 
-    Args:
-        dropped: segments whose memory the codec may borrow, if the device has none left.
-
     Attributes:
         copied: what was copied. Until a check shows that nobody wrote meanwhile, these backups are incomplete.
         found: the segments, by id, whose bytes were found in the tier already; they stay clean in this sleep.
@@ -179,7 +175,6 @@ class _BackingUp:
         self,
         layer: Layer,
         segments: Sequence[_core.Segment],
-        dropped: Sequence[_core.Segment],
         digests: _Digests,
         timer: PhaseTimer,
     ) -> None:
@@ -187,7 +182,6 @@ class _BackingUp:
         self._compressor = layer.compressor
         self._tuning = layer.tuning
         self._segments = segments
-        self._lending = dropped
         self._digests = digests
         self._timer = timer
         self.copied: list[_core.Segment] = []
@@ -372,8 +366,7 @@ class _BackingUp:
             for device in by_device(segments) if self._compressor.on else ():
                 with self._timer("plan"):
                     spare_bytes = _core.memory_info(device)[0]
-                    lending_segments = [segment for segment in self._lending if segment.sleep == _Sleep.AWAKE]
-                    workspaces[device] = self._compressor.workspace(device, spare_bytes, lending_segments)
+                    workspaces[device] = self._compressor.workspace(device, spare_bytes)
             yield workspaces
         finally:
             close_all(workspaces.values())

@@ -10,7 +10,6 @@ from itertools import chain
 from .. import _core
 from ..backups.backup import Backup
 from ..backups.ranges import Spans, aligned_inwards, spans_of, without
-from ..backups.tier import Tier
 from ..codec.workspace import Workspace, close_all
 from ..core.extents import Transfers
 from ..core.levels import SegmentGroup
@@ -71,7 +70,7 @@ def check_device_memory(layer: Layer, segments: Sequence[_core.Segment]) -> None
     for device in by_device(segments):
         _core.release_waiter(device)  # whose page counts, too
     if short := _short(layer, segments):
-        for tier in layer.store.catalogue.tiers:
+        if (tier := layer.store.catalogue.tier) is not None:
             tier.regain()
         short = _short(layer, segments)
     for device, needed_bytes, free_bytes in short:
@@ -121,8 +120,8 @@ def wake(
         mapping_dropped = _core.Ahead(1, {segment.id: [_core.map_task(segment)] for segment in dropped})
         try:
             with mapping, mapping_dropped, DigestRun(layer.digester, checked, catalogue.tables_of(checked)) as digests:
-                with ExitStack() as leaving, _workspaces(layer, restored, segments, dropped) as workspaces:
-                    transfers = {tier: leaving.enter_context(tier.transfers()) for tier in catalogue.tiers}
+                with ExitStack() as leaving, _workspaces(layer, restored, segments) as workspaces:
+                    transfers = leaving.enter_context(layer.store.room.tier.transfers()) if restored else None
                     # The first copy waits for this anyway. What fits into one batch is all mapped before its copy
                     # begins: a thread would not get ahead.
                     if restored:
@@ -136,7 +135,11 @@ def wake(
                                     ahead.wait(segment.id)
                     with timer("copy"), ExitStack() as streams:
                         begun_by_copies = digests if checked else None
-                        copies = _copies(layer, restored, transfers, streams, mapping, begun_by_copies, workspaces)
+                        copies = (
+                            _copies(layer, restored, transfers, streams, mapping, begun_by_copies, workspaces)
+                            if transfers is not None
+                            else []
+                        )
                         begun, half = 0, catalogue.content_bytes(restored) // 2
                         while copies:
                             before = begun
@@ -199,7 +202,7 @@ def _lost(
 def _copies(
     layer: Layer,
     restored: Sequence[_core.Segment],
-    transfers: Mapping[Tier, Transfers],
+    transfers: Transfers,
     streams: ExitStack,
     mapping: _core.Ahead,
     digests: DigestRun | None,
@@ -215,19 +218,15 @@ def _copies(
     for device, mine in by_device(restored).items():
         queue: deque[Transfer | Decoding] = deque()
         backups = [layer.store.catalogue.needed(segment) for segment in mine]
-        for tier in dict.fromkeys(backup.tier for backup in backups):
-            way = transfers[tier]
-            raw = [backup for backup in backups if backup.tier is tier and backup.encoding is None]
-            if raw:
-                queue.append(_transfer_in(layer, device, raw, way, streams, mapping, digests))
-            encoded = [backup for backup in backups if backup.tier is tier and backup.encoding is not None]
-            if encoded:
-                runs = chain.from_iterable(backup.runs() for backup in encoded)
-                completed = digests.start if digests is not None else _nothing
-                workspace = workspaces[device]
-                queue.append(
-                    Decoding(device, runs, workspace, way, layer.copiers, mapping.wait, completed, layer.tuning)
-                )
+        if raw := [backup for backup in backups if backup.encoding is None]:
+            queue.append(_transfer_in(layer, device, raw, transfers, streams, mapping, digests))
+        if encoded := [backup for backup in backups if backup.encoding is not None]:
+            runs = chain.from_iterable(backup.runs() for backup in encoded)
+            completed = digests.start if digests is not None else _nothing
+            workspace = workspaces[device]
+            queue.append(
+                Decoding(device, runs, workspace, transfers, layer.copiers, mapping.wait, completed, layer.tuning)
+            )
         copies.append(queue)
     return copies
 
@@ -263,17 +262,16 @@ def _nothing(segments: Sequence[_core.Segment]) -> None:
 
 @contextmanager
 def _workspaces(
-    layer: Layer, restored: Sequence[_core.Segment], waking: Sequence[_core.Segment], dropped: Sequence[_core.Segment]
+    layer: Layer, restored: Sequence[_core.Segment], waking: Sequence[_core.Segment]
 ) -> Iterator[dict[int, Workspace]]:
-    """A workspace per device with compressed backups, in memory that `waking` does not need, or lent by `dropped`."""
+    """A workspace per device with compressed backups, in memory that `waking` does not need."""
     workspaces: dict[int, Workspace] = {}
     encoded = [segment for segment in restored if layer.store.catalogue.encoding_of(segment) is not None]
-    lending_segments = [segment for segment in dropped if not segment.keeps_bytes]
     needed_bytes = wanting(layer, waking)
     try:
         for device in by_device(encoded):
             spare_bytes = _core.memory_info(device)[0] - needed_bytes.get(device, 0)
-            workspaces[device] = layer.compressor.workspace(device, spare_bytes, lending_segments, keep_bytes=False)
+            workspaces[device] = layer.compressor.workspace(device, spare_bytes)
         yield workspaces
     finally:
         close_all(workspaces.values())

@@ -30,13 +30,10 @@ from cumem_sleep import (
     CumemSleepError,
     DriverError,
     InvalidArgument,
-    OutOfDeviceMemory,
     _core,
     sim,
 )
-from cumem_sleep.backups import kept as kept_module
 from cumem_sleep.backups.host import HostLane
-from cumem_sleep.backups.ranges import ranges_to_keep
 from cumem_sleep.core.operation import Call
 from cumem_sleep.digest.device import DigestRun
 from cumem_sleep.digest.reference import CHUNK_BYTES, digests_from, sums_of
@@ -163,33 +160,6 @@ class TestBytes:
         np.frombuffer(memoryview(extents[0]), np.uint8)[-1 - seed] ^= 1  # type: ignore[arg-type]
         cache.check_lost("digest")
 
-    def test_of_ranges_that_are_next_to_each_other(self, allocator: CuMemAllocator) -> None:
-        cache = Cache(allocator, (2,))
-        (address,) = cache.addresses
-        cache.keep = {address: np.array([(32, 16), (0, 16), (64, PAGE), (48, 16)]), address + PAGE + 64: [(0, 4096)]}  # type: ignore[dict-item]
-        (segment,) = (each for each in _core.segments() if each.address == address)
-        assert ranges_to_keep(cache.keep, [segment])[segment.id].tolist() == [[0, 16], [32, PAGE + 4096 + 32]]
-        cache.keep = {address: np.array([(0, 16), (32, PAGE + 4096 + 32)])}
-        cache.check_kept(cache.sleep())
-        cache.check_back()
-
-    def test_of_what_is_backed_up_do_not_count_as_kept(self, cache: Cache) -> None:
-        """The wake could not say whether these came back."""
-        keep = {**cache.keep, cache.weights: np.array([(0, 4096)])}
-        report = cache.allocator.sleep(keep=keep)
-        assert (report.kept_bytes, report.not_kept) == (cache.bytes, "")
-        assert cache.kept_bytes == cache.bytes
-        cache.check_back()
-        for report in (cache.allocator.sleep(keep={cache.weights: [(0, 4096)]}), cache.allocator.wake_up()):
-            assert (report.kept_bytes, report.not_kept) == (0, "")
-
-    def test_nothing_to_keep(self, cache: Cache) -> None:
-        for keep in (None, {}, {cache.addresses[0]: []}, {cache.addresses[0]: np.zeros((0, 2), np.int64)}):
-            report = cache.allocator.sleep(keep=keep)  # type: ignore[arg-type]
-            assert (report.kept_bytes, report.not_kept) == (0, "")
-            assert "keep" not in report.phases
-            cache.check_lost("")
-
     def test_are_those_at_the_sleep(self, cache: Cache) -> None:
         """And not of the sleep before."""
         cache.sleep()
@@ -294,56 +264,6 @@ class TestGivenUp:
         cache.check_lost("backups needed the host memory")
         cache.allocator.free(extra)
 
-    def test_it_gives_way_before_backups_that_are_retained(self, make_allocator: MakeAllocator) -> None:
-        cache = Cache(make_allocator(host_budget_bytes=3 * PAGE))
-        cache.keep = {cache.addresses[0]: np.array([(0, 2 * PAGE)])}
-        cache.check_kept(cache.sleep())
-        cache.allocator.wake_up("weights")
-        with cache.allocator.regions.use("a", backup=True):
-            region = cache.allocator.malloc(PAGE)
-        cache.allocator.regions.sleep("a")
-        assert (cache.allocator.usage()["weights"].host_bytes, cache.host_bytes) == (PAGE, 0)
-        cache.allocator.regions.wake("a")
-        cache.check_lost("backups needed the host memory")
-        cache.allocator.free(region)
-
-    def test_it_gives_way_to_what_cannot_be_pinned(self, cache: Cache) -> None:
-        cache.check_kept(cache.sleep())
-        cache.allocator.wake_up("weights")
-        extra = cache.allocator.malloc(PAGE, "weights")
-        sim.fail("cuMemHostRegister", after=1, error="CUDA_ERROR_OUT_OF_MEMORY")
-        assert cache.allocator.sleep().copied_bytes == PAGE
-        sim.reset()
-        cache.check_lost("backups needed the host memory")
-        cache.allocator.free(extra)
-
-    def test_memory_left_for_the_next_sleep_gives_way(self, make_allocator: MakeAllocator) -> None:
-        cache = Cache(make_allocator(host_budget_bytes=3 * PAGE))
-        cache.keep = {cache.addresses[0]: np.array([(0, PAGE)])}
-        cache.check_kept(cache.sleep())
-        cache.check_back()
-        assert (cache.host_bytes, cache.kept_bytes) == (PAGE, 0)
-        assert cache.allocator.kept_room() == 2 * PAGE
-        extra = cache.allocator.malloc(2 * PAGE, "weights")
-        assert cache.allocator.kept_room() == 0
-        assert "budget" in cache.sleep().not_kept
-        assert cache.host_bytes == 0
-        cache.check_lost("budget")
-        cache.allocator.free(extra)
-
-    @pytest.mark.parametrize("release", ["release_backups", "drop_kept", "close"])
-    def test_memory_left_for_the_next_sleep_can_be_released(self, cache: Cache, release: str) -> None:
-        cache.keep = {cache.addresses[0]: np.array([(0, PAGE)])}
-        cache.sleep()
-        cache.wake()
-        registered = sim.stats().registered_bytes
-        assert cache.host_bytes == PAGE
-        cache.sleep()
-        cache.wake()
-        assert sim.stats().registered_bytes == registered, "the same serves again"
-        assert getattr(cache.allocator, release)() in (None, 0, 2 * PAGE)
-        assert cache.host_bytes == 0
-
     def test_dropped_on_demand(self, cache: Cache) -> None:
         cache.sleep()
         assert drop_kept(cache.allocator) == cache.bytes
@@ -366,15 +286,6 @@ class TestGivenUp:
         cache.check_kept(cache.sleep())
         cache.check_back()
 
-    def test_two_ranges_in_each_others_place(self, cache: Cache) -> None:
-        """Ranges of one size, whose sums alone would not tell them apart."""
-        cache.keep = {cache.addresses[0]: np.array([(0, 4096), (8192, 4096)])}
-        cache.sleep()
-        (extent,) = cache.allocator._store.catalogue.kept._places[0].extents
-        content = np.frombuffer(memoryview(extent), np.uint8)  # type: ignore[arg-type]
-        content[:] = np.concatenate((content[4096:], content[:4096]))
-        cache.check_lost("digest")
-
     def test_once_something_is_lost_all_is(self, cache: Cache) -> None:
         """Of what wakes later, too; that of another sleep included."""
         cache.sleep()
@@ -386,17 +297,6 @@ class TestGivenUp:
         report = cache.allocator.wake_up("kv_cache")
         assert "digest" in report.not_kept
         assert report.kept_bytes == cache.host_bytes == 0
-
-    def test_memory_that_sleeps_already(self, cache: Cache) -> None:
-        cache.check_kept(cache.sleep())
-        report = cache.sleep()
-        assert report.note
-        assert report.not_kept == report.note
-        cache.allocator.wake_up("weights")
-        report = cache.sleep()
-        assert "asleep" in report.not_kept
-        assert report.kept_bytes == 0
-        cache.check_back()
 
 
 @pytest.mark.sim
@@ -433,12 +333,6 @@ class TestPinnedAhead:
         assert sim.stats().calls["cuMemHostRegister"] == pinned + 1  # to digest the weights
         cache.check_back()
 
-    def test_no_more_than_there_may_be_to_keep(self, make_allocator: MakeAllocator) -> None:
-        cache = Cache(make_allocator(prepare_bytes_per_second=0), (2, 3))
-        for _ in range(2):
-            assert cache.allocator.prepare(keep_bytes=1 << 50).wait(30)
-            assert cache.host_bytes == 5 * PAGE
-
     def test_no_more_than_the_limits_leave_beside_backups(self, make_allocator: MakeAllocator) -> None:
         cache = Cache(make_allocator(prepare_bytes_per_second=0, host_budget_bytes=2 * PAGE + 4096))
         preparation = cache.allocator.prepare(keep_bytes=1 << 50)
@@ -447,34 +341,11 @@ class TestPinnedAhead:
         assert cache.host_bytes == PAGE
         assert cache.allocator.usage()["weights"].backed_up_bytes == PAGE
 
-    def test_backups_get_it_where_memory_is_short(self, make_allocator: MakeAllocator) -> None:
-        cache = Cache(make_allocator(prepare_bytes_per_second=0, host_budget_bytes=2 * PAGE))
-        assert cache.allocator.prepare(keep_bytes=PAGE).wait(30)
-        assert cache.host_bytes == PAGE
-        cache.allocator.malloc(PAGE, "weights")
-        assert cache.allocator.sleep().copied_bytes == PAGE
-        assert cache.host_bytes == 0
-
     def test_it_is_given_back_with_the_backups(self, make_allocator: MakeAllocator) -> None:
         cache = Cache(make_allocator(prepare_bytes_per_second=0))
         assert cache.allocator.prepare(keep_bytes=PAGE).wait(30)
         assert cache.allocator.release_backups() == 2 * PAGE
         assert cache.host_bytes == 0
-
-    @pytest.mark.parametrize("keep_bytes", [-1, 1.5, "auto", None])
-    def test_nonsense_is_refused(self, cache: Cache, keep_bytes: Any) -> None:
-        with pytest.raises(InvalidArgument, match="keep_bytes"):
-            cache.allocator.prepare(keep_bytes=keep_bytes)
-
-    def test_a_driver_that_refuses_costs_nothing_but_the_preparation(self, make_allocator: MakeAllocator) -> None:
-        cache = Cache(make_allocator(prepare_bytes_per_second=0))
-        sim.fail("cuMemHostRegister", after=4)
-        preparation = cache.allocator.prepare(keep_bytes=PAGE)
-        assert preparation.wait(30)
-        assert preparation.error is not None
-        assert cache.host_bytes == MIB
-        cache.check_kept(cache.sleep())
-        cache.check_back()
 
 
 @pytest.mark.sim
@@ -540,35 +411,10 @@ class TestOtherCalls:
         assert cache.allocator.kept_room() == 4 * PAGE
         cache.check_back()
 
-    def test_totals_count_it(self, cache: Cache) -> None:
-        cache.sleep()
-        cache.wake()
-        totals = cache.allocator.totals()
-        assert totals["sleep"].bytes["kept"] == totals["wake"].bytes["kept"] == cache.bytes
-
 
 @pytest.mark.sim
 @pytest.mark.usefixtures("quick_facts")
 class TestFailures:
-    def test_a_failed_sleep_keeps_nothing(self, cache: Cache) -> None:
-        sim.fail("cuMemUnmap", error="CUDA_ERROR_UNKNOWN")
-        with pytest.raises(DriverError):
-            cache.sleep()
-        sim.reset()
-        assert cache.is_all_there()
-        assert (cache.kept_bytes, drop_kept(cache.allocator)) == (0, 0)
-        cache.allocator.sleep()
-        cache.check_lost("")
-
-    def test_a_failed_wake_keeps_it(self, cache: Cache) -> None:
-        cache.sleep()
-        sim.fail("cuMemCreate", after=2)
-        with pytest.raises(OutOfDeviceMemory):
-            cache.allocator.wake_up()
-        sim.reset()
-        assert cache.kept_bytes == cache.bytes
-        cache.check_back()
-
     def test_a_wake_that_other_ranks_refuse_keeps_it(self, cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
         def refuse(*_: object) -> None:
             raise DriverError("agree", "CUDA_ERROR_UNKNOWN")
@@ -587,23 +433,6 @@ class TestFailures:
         assert cache.kept_bytes == cache.bytes
         monkeypatch.setattr(Call, "agree", agree)
         cache.check_back()
-
-    @pytest.mark.parametrize("error", [MemoryError(), DriverError("cuX", "CUDA_ERROR_UNKNOWN")], ids=str)
-    def test_errors_that_say_little(self, cache: Cache, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-        def refuse(*_: object, **__: object) -> None:
-            raise error
-
-        for place in ("_digests", "_copy"):
-            with monkeypatch.context() as patch:
-                patch.setattr(kept_module, place, refuse)
-                report = cache.sleep()
-            assert report.not_kept
-            assert report.kept_bytes == 0
-            cache.check_lost(report.not_kept)
-            cache.check_kept(cache.sleep())
-            with monkeypatch.context() as patch:
-                patch.setattr(kept_module, place, refuse)
-                cache.check_lost(report.not_kept)
 
     def calls_of(self, work: Callable[[], object], error_name: str, by_kernel: bool) -> list[tuple[str, int]]:
         """Each position of each call; those around every step only for one of the errors.

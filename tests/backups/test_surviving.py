@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 from functools import partial
 
 import numpy as np
 import pytest
-from support import AWAKE, BACKED_UP, DEVICE_BYTES, DROPPED, HANGS_S, MIB, PAGE, Memory, weights_of
+from support import AWAKE, BACKED_UP, DROPPED, HANGS_S, PAGE, Memory
 
 from cumem_sleep import (
     BackupMismatch,
@@ -23,7 +22,6 @@ from cumem_sleep import (
 )
 from cumem_sleep.backups.ranges import Declared, declared, less, spans_of, without
 from cumem_sleep.for_plugin import drop_kept, filling
-from cumem_sleep.operations.prepare import Preparation, wanted_ahead
 
 MakeAllocator = Callable[..., CuMemAllocator]
 
@@ -112,31 +110,6 @@ class TestOnAnyDevice:
         assert allocator.wake_up(restore=False).restored_bytes == PAGE - 64
         assert but(content, memory.read(weights, PAGE), (0, 64))
 
-    def test_poison_takes_no_more(self, make_allocator: MakeAllocator, memory: Memory) -> None:
-        allocator = make_allocator(poison=True)
-        weights = allocator.malloc(PAGE, "weights")
-        content = memory.fill_random(weights, PAGE)
-        drop = {weights: [(5, 100), (201, 3)]}
-        allocator.sleep()
-        allocator.wake_up(restore=False, drop=drop)
-        assert memory.read(weights, PAGE) == content[:16] + b"\xff" * 80 + content[96:]
-
-    def test_discard_takes_no_more(self, allocator: CuMemAllocator, memory: Memory) -> None:
-        cache = allocator.malloc(4 * PAGE, "kv_cache")
-        content = memory.fill_random(cache, 4 * PAGE)
-        assert allocator.discard("kv_cache", drop={cache: [(16, PAGE)]}).dropped_bytes == PAGE
-        scribble(allocator, memory)
-        allocator.wake_up()
-        assert but(content, memory.read(cache, 4 * PAGE), (16, PAGE))
-
-    def test_a_later_sleep_that_drops_all_brings_nothing_back(self, allocator: CuMemAllocator, memory: Memory) -> None:
-        cache = allocator.malloc(PAGE, "kv_cache")
-        memory.fill_random(cache, PAGE)
-        allocator.sleep(drop={cache: [(0, 16)]})
-        allocator.wake_up()
-        assert allocator.sleep().dropped_bytes == PAGE
-        assert allocator.wake_up().restored_bytes == 0
-
 
 @pytest.mark.sim
 class TestPromises:
@@ -207,20 +180,6 @@ class TestPromises:
             allocator.prepare()
         assert raised.value.needed_bytes == 3 * PAGE
 
-    def test_prepare_goes_on_after_a_sleep_at_level_2(self, allocator: CuMemAllocator, memory: Memory) -> None:
-        """Which came between, and backed up parts."""
-        weights = [allocator.malloc(2 * PAGE, "weights") for _ in range(2)]
-        for address in weights:
-            memory.fill_random(address, 2 * PAGE)
-        preparation = Preparation(wanted_ahead(allocator._layer), allocator._layer, 0)
-        allocator.sleep(2, drop={address: [(0, PAGE)] for address in weights})
-        allocator.wake_up()
-        preparation.start()
-        assert preparation.wait(HANGS_S)
-        assert allocator.usage()["weights"].backed_up_bytes == 4 * PAGE
-        assert allocator.sleep().copied_bytes == 0
-        allocator.wake_up()
-
     def test_limits_count_what_survives(self, make_allocator: MakeAllocator, memory: Memory) -> None:
         allocator = make_allocator(host_budget_bytes=4096)
         weights = [allocator.malloc(2 * PAGE, "weights") for _ in range(2)]
@@ -238,34 +197,6 @@ class TestPromises:
         allocator.wake_up()
         for address in weights:
             assert but(before[address], memory.read(address, 2 * PAGE), *rest[address])
-
-    @pytest.mark.parametrize(
-        ("lends", "full"), [(True, "all the time"), (False, "all the time"), (False, "at the wake")]
-    )
-    def test_it_lends_no_memory_to_the_codec(
-        self, make_allocator: MakeAllocator, monkeypatch: pytest.MonkeyPatch, lends: bool, full: str
-    ) -> None:
-        """On a full device: only what is dropped whole does."""
-        for name, value in {"slots": 2, "most_slots": 2, "slot_bytes": (2 * MIB,), "lent_slot_bytes": 2 * MIB}.items():
-            monkeypatch.setattr(CuMemAllocator.tuning, name, value)
-        allocator = make_allocator(compress="auto")
-        weights, cache = allocator.malloc(4 * PAGE, "weights"), allocator.malloc(3 * PAGE, "kv_cache")
-        others = [allocator.malloc(3 * PAGE, "kv_cache")] if lends else []
-        before = {weights: weights_of(4, 1), cache: weights_of(3, 2)}
-        for address, content in before.items():
-            ctypes.memmove(address, content, len(content))
-        lost = [(PAGE, 2 * PAGE - 4096)]
-        device_bytes = (10 if lends else 7) * PAGE
-        for _ in range(2):
-            sim.configure(device_bytes=device_bytes if full == "all the time" else DEVICE_BYTES)
-            report = allocator.sleep(drop={cache: lost, **{each: [(0, 3 * PAGE)] for each in others}})
-            assert (report.stored_bytes < report.copied_bytes) is (lends or full != "all the time")
-            sim.configure(device_bytes=device_bytes)
-            assert allocator.wake_up().restored_bytes == 5 * PAGE + 4096
-            for address, content in before.items():
-                now = ctypes.string_at(address, len(content))
-                assert but(content, now, *(lost if address == cache else ()))
-            allocator.release_backups()
 
     def test_a_segment_made_since_is_in_use(self, allocator: CuMemAllocator) -> None:
         """It may have the address of one whose blocks PyTorch has freed."""

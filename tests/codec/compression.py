@@ -23,7 +23,7 @@ Contents = dict[int, bytes]  # by address
 
 # Of one slot of a workspace, which is then a page.
 ONE_PAGE_BENCH = PAGE - (64 << 10)
-BENCH_BYTES = 5 * PAGE, 3 * PAGE  # with `small_slots`; the second can be lent
+BENCH_BYTES = 5 * PAGE, 3 * PAGE  # with `small_slots`; the second is the least
 EXACT = 1.01
 COMPRESSED_BYTES = int(0.70 * 2 * PAGE)  # of two pages of weights, with some to spare
 USUAL_BENCH_BYTES = workspace_bytes(
@@ -40,7 +40,6 @@ def small_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("slots", "most_slots"):
         monkeypatch.setattr(CuMemAllocator.tuning, name, 2)
     monkeypatch.setattr(CuMemAllocator.tuning, "slot_bytes", (4 * MIB, 2 * MIB))
-    monkeypatch.setattr(CuMemAllocator.tuning, "lent_slot_bytes", 2 * MIB)
     monkeypatch.setattr(CuMemAllocator.tuning, "worth_compiling_bytes", 0)
     monkeypatch.setattr(CuMemAllocator.tuning, "prepare_piece_bytes", PAGE)  # is decoded in a slot
     monkeypatch.setattr("cumem_sleep.digest.device.sums_of", quick_sums)  # what it tells apart is not the question here

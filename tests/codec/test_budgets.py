@@ -11,7 +11,6 @@ from compression import (
     check_bytes,
     check_host_bytes,
     cycle,
-    encodings,
     fill,
     fp16,
     noise,
@@ -85,45 +84,3 @@ class TestHostMemory:
             contents |= fill(allocator, zeros)
         cycle(allocator, contents)
         check_host_bytes(allocator)
-
-    def test_budget_that_is_too_small_for_what_changed(self, make_allocator: MakeAllocator) -> None:
-        """The error names the need of all of it."""
-        allocator = make_allocator(compress="auto", host_budget_bytes=3 * COMPRESSED_BYTES)
-        contents = fill(allocator, bf16, bf16, bf16)
-        cycle(allocator, contents)
-        for address in contents:
-            contents[address] = noise(2 * PAGE, np.random.default_rng(address))
-            write(address, contents[address])
-        with pytest.raises(OutOfHostMemory) as refused:
-            allocator.sleep()
-        assert refused.value.needed_bytes == 3 * 2 * PAGE
-        assert states() == {AWAKE}
-        check_bytes(contents)
-
-    def test_budget_that_is_reached_while_preparing(
-        self, make_allocator: MakeAllocator, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        """Weights would fit, the noise among them does not."""
-        allocator = make_allocator(compress="auto", host_budget_bytes=2 * COMPRESSED_BYTES)
-        contents = fill(allocator, bf16, noise)
-        error = finished(allocator.prepare()).error
-        assert isinstance(error, OutOfHostMemory)
-        assert (error.needed_bytes, error.limit) == (2 * PAGE, "budget")
-        assert "prepare ended early" in caplog.text
-        assert encodings(allocator, list(contents)[:1]) == ["bf16"]
-        check_host_bytes(allocator)
-        allocator.free(list(contents)[1])
-        assert allocator.sleep().copied_bytes == 0
-        allocator.wake_up()
-
-    def test_budget_that_only_a_clean_backup_could_make_way_for(self, make_allocator: MakeAllocator) -> None:
-        allocator = make_allocator(compress="auto", host_budget_bytes=3 * PAGE)
-        contents = fill(allocator, bf16, bf16)
-        cycle(allocator, contents)
-        address = list(contents)[1]
-        contents[address] = noise(2 * PAGE, np.random.default_rng(1))
-        write(address, contents[address])
-        with pytest.raises(OutOfHostMemory, match="budget"):
-            allocator.sleep()
-        assert states() == {AWAKE}
-        check_bytes(contents)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import pickle
 from types import SimpleNamespace
 
 import numpy as np
@@ -20,7 +19,6 @@ from compression import (
     failing,
     fill,
     fp16,
-    leave_free,
     noise,
     small_slots,  # noqa: F401  (autouse)
     some_noise,
@@ -31,7 +29,7 @@ from compression import (
 from preparing import finished
 from support import BACKED_UP, DROPPED, PAGE
 
-from cumem_sleep import BackupMismatch, CodecError, CuMemAllocator, CumemSleepError, _core, sim
+from cumem_sleep import BackupMismatch, CodecError, CuMemAllocator, _core, sim
 from cumem_sleep.codec.codec import Codec, Kernels, Layout
 
 pytestmark = pytest.mark.sim
@@ -107,7 +105,6 @@ class TestCodecFails:
         assert "no such kernel" in caplog.text
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("lend", [False, True])
     @pytest.mark.parametrize(("name", "after"), [("count", 0), ("encode", 0), ("encode", 1)])
     def test_at_sleep(
         self,
@@ -116,12 +113,9 @@ class TestCodecFails:
         caplog: pytest.LogCaptureFixture,
         name: str,
         after: int,
-        lend: bool,
     ) -> None:
         contents = fill(allocator, bf16, noise, bf16)
         fill(allocator, noise, nbytes=BENCH_BYTES[1], tag="kv_cache")
-        if lend:
-            leave_free(0)
         failing(name, monkeypatch, after)
         for _ in range(2):
             cycle(allocator, contents)
@@ -176,35 +170,6 @@ class TestCodecFails:
         allocator.wake_up()
         check_bytes(contents)
 
-    @pytest.mark.parametrize("name", ["count", "encode", "decode"])
-    def test_while_preparing(
-        self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
-    ) -> None:
-        contents = fill(allocator, bf16, noise)
-        with monkeypatch.context() as patch:
-            failing(name, patch)
-            preparation = finished(allocator.prepare())
-        assert len(caplog.records) == 1
-        if name == "count":  # while planning
-            assert preparation.error is None
-            assert encodings(allocator, contents) == [None, None]
-        else:
-            assert isinstance(preparation.error, CodecError)
-        assert sim.stats().live_handles == 2
-        cycle(allocator, contents)
-
-    def test_on_the_second_device(self, make_allocator: MakeAllocator, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Nothing is compressed from then on; what was, stays."""
-        allocator = make_allocator(compress="auto")
-        sim.configure(devices=2)
-        contents = fill(allocator, bf16) | fill(allocator, bf16, device=1)
-        failing("count", monkeypatch, after=1)
-        assert finished(allocator.prepare()).error is None
-        assert encodings(allocator, contents) == ["bf16", None]
-        assert allocator.sleep().copied_bytes == 0
-        allocator.wake_up()
-        check_bytes(contents)
-
     def test_kernels_cannot_be_had(
         self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -230,9 +195,3 @@ class TestCodecFails:
         cycle(allocator, contents)
         assert encodings(allocator, contents) == [None]
         assert "cannot access pinned host memory" in caplog.text
-
-    def test_error_can_be_pickled(self) -> None:
-        error = pickle.loads(pickle.dumps(CodecError("compressed backups cannot be read: no Triton here")))
-        assert type(error) is CodecError
-        assert isinstance(error, CumemSleepError)
-        assert str(error) == "compressed backups cannot be read: no Triton here"

@@ -8,7 +8,7 @@ from typing import Any
 import even_bytes
 import numpy as np
 import pytest
-from compression import MakeAllocator, at, bf16, check_bytes, cycle, encodings, fill, noise, write
+from compression import bf16, check_bytes, cycle, encodings, fill, write
 from support import PAGE
 
 from cumem_sleep import CuMemAllocator, _core
@@ -119,11 +119,6 @@ def test_a_codec_has_kernels_under_its_name(codec: Codec, monkeypatch: pytest.Mo
         assert all(callable(getattr(kernels, name)) for name in ("count", "encode", "decode"))
 
 
-def test_no_two_layouts_have_the_same_name() -> None:
-    names = [layout.name for codec in BOTH for layout in codec.LAYOUTS]
-    assert len(set(names)) == len(names)
-
-
 @pytest.mark.sim  # the second codec has no kernels, and content is written by the CPU
 @pytest.mark.usefixtures("both")
 class TestTogether:
@@ -152,13 +147,6 @@ class TestTogether:
         kernels.decode(layout, to_decode.ctypes.data, 3)
         assert np.array_equal(decoded, content)
 
-    def test_each_segment_gets_the_one_that_suits_it(self, allocator: CuMemAllocator) -> None:
-        contents = fill(allocator, bf16, small_numbers, noise, bf16, small_numbers)
-        cycle(allocator, contents)
-        assert encodings(allocator, contents) == ["bf16", "even_bytes", None, "bf16", "even_bytes"]
-        numbers = [allocator._store.catalogue.encoding_of(at(address)) for address in list(contents)[1::3]]
-        assert all(n is not None and n.bytes == 2 * even_bytes.LAYOUTS[0].smallest_chunk_bytes for n in numbers)
-
     def test_a_segment_changes_from_one_to_the_other(self, allocator: CuMemAllocator) -> None:
         contents = fill(allocator, bf16, small_numbers)
         cycle(allocator, contents)
@@ -167,16 +155,6 @@ class TestTogether:
             write(address, contents[address])
         cycle(allocator, contents)
         assert encodings(allocator, contents) == ["even_bytes", "bf16"]
-
-    def test_prepared(self, make_allocator: MakeAllocator) -> None:
-        allocator = make_allocator(compress="auto")
-        contents = fill(allocator, bf16, small_numbers, noise)
-        allocator.prepare().wait()
-        report = allocator.sleep()
-        assert report.copied_bytes == 0
-        assert encodings(allocator, contents) == ["bf16", "even_bytes", None]
-        allocator.wake_up()
-        check_bytes(contents)
 
     def test_a_backup_is_read_without_a_wake(self, allocator: CuMemAllocator) -> None:
         contents = fill(allocator, bf16, small_numbers)

@@ -140,18 +140,6 @@ class TestDefinition:
         blocks = content[: 40 * 8192].reshape(40, 8192)
         assert np.diff(starts[:41]).tolist() == [len(plainly_encoded(BF16, block.tobytes(), 114)) for block in blocks]
 
-    def test_blocks_may_lie_in_any_order(self) -> None:
-        content = weights(BF16)
-        code = code_of(BF16, 114)
-        stored = codec.encode(code, content)
-        starts = stored[: BF16.header_bytes].view("<u4").astype(int)
-        parts = np.split(stored, starts)[1:]
-        order = np.random.default_rng(0).permutation(len(parts))
-        shuffled = np.concatenate([stored[: BF16.header_bytes], *(parts[block] for block in order)])
-        lengths = np.array([len(parts[block]) for block in order])
-        shuffled[: BF16.header_bytes].view("<u4")[order] = BF16.header_bytes + np.cumsum(lengths) - lengths
-        assert np.array_equal(codec.decode(code, shuffled, [stored.size]), content)
-
     @every_layout
     @pytest.mark.parametrize("kinds", [1, 8, 256])
     def test_a_code_has_nine_different_symbols(self, layout: ExponentLayout, kinds: int) -> None:
@@ -209,46 +197,8 @@ class TestRoundTrip:
         every = (np.arange(count, dtype=np.uint64) * step + np.arange(count) % step).astype(layout.dtype)
         assert_round_trip(code_of(layout), tiled(every.view(np.uint8)))
 
-    @pytest.mark.slow
-    @pytest.mark.parametrize("special", [[np.nan, -np.nan, np.inf, -np.inf], [0.0, -0.0, 1e-40, -3e-42, 1e-45]])
-    @every_layout
-    def test_what_is_no_usual_number(self, layout: ExponentLayout, special: list[float]) -> None:
-        content = weights(layout).copy()
-        with np.errstate(over="ignore", invalid="ignore"):
-            odd = as_type(layout, np.array(special * 4, np.float32))
-        content[8192 : 8192 + odd.size] = odd
-        code = choose_code(content[:8192])
-        assert code is not None
-        assert_round_trip(code, content)
-
-    @every_layout
-    def test_symbols_that_are_all_among_the_first(self, layout: ExponentLayout) -> None:
-        stored = assert_round_trip(code_of(layout), values_of(layout, [0, 1, 2]))
-        assert stored.size == layout.smallest_chunk_bytes
-
     def test_the_least_is_that_of_some_layout(self) -> None:
         assert codecs.least_bytes(3 * CHUNK_BYTES) == 3 * min(layout.smallest_chunk_bytes for layout in LAYOUTS)
-
-    @every_layout
-    def test_symbols_that_are_all_outside_the_code(self, layout: ExponentLayout) -> None:
-        stored = assert_round_trip(code_of(layout), values_of(layout, np.arange(9, 16)))
-        assert stored.size == largest_chunk_bytes(layout) > CHUNK_BYTES
-
-    @every_layout
-    def test_blocks_of_one_symbol(self, layout: ExponentLayout) -> None:
-        """Each of another place in the code, so levels pass on all that reach them, or nothing."""
-        symbols = np.ones((layout.blocks_per_chunk, BLOCK_VALUES), int)
-        symbols[5:15] = np.array([0, 2, 3, 5, 6, 8, 9, 15, 0, 9])[:, None]
-        assert_round_trip(code_of(layout), values_of(layout, symbols.reshape(-1)))
-
-    @every_layout
-    def test_counts_around_whole_words(self, layout: ExponentLayout) -> None:
-        """Blocks in which 0, 1, 15, 16, 17 … values reach each level."""
-        symbols = np.zeros((layout.blocks_per_chunk, BLOCK_VALUES), int)
-        for block, row in enumerate(symbols):
-            for level, symbol in enumerate((3, 6, 9)):
-                row[: (block // 4**level % 4) * 16 + block % 3 - 1] = symbol
-        assert_round_trip(code_of(layout), values_of(layout, symbols.reshape(-1)))
 
     @pytest.mark.slow
     @every_layout
@@ -337,21 +287,6 @@ class TestChoice:
     def test_random_bytes_are_not_worth_it(self) -> None:
         assert choose_codes(random_bytes(64 * 8192).reshape(64, -1)) == [None] * 64
 
-    @pytest.mark.parametrize("deviation", [1.5, 2.5, 4.0])
-    def test_packed_int4_is_not_worth_it(self, deviation: float) -> None:
-        fours = np.clip(np.round(normal(1 << 16, deviation)), -8, 7).astype(np.int8).view(np.uint8) & 15
-        packed = fours[::2] | fours[1::2] << 4
-        assert choose_codes(packed.reshape(4, -1)) == [None] * 4
-
-    @every_layout
-    def test_what_is_encoded_is_not_worth_it(self, layout: ExponentLayout) -> None:
-        content = weights(layout)
-        code = choose_code(content[:8192])
-        assert code is not None
-        stored = codec.encode(code, content)
-        samples = stored[: stored.size // 8192 * 8192].reshape(-1, 8192)
-        assert choose_codes(samples) == [None] * len(samples)
-
     def test_worth_is_a_limit(self) -> None:
         sample = weights(BF16)[:8192]
         assert choose_code(sample, worth=0.68) is not None
@@ -402,13 +337,6 @@ class TestDamage:
         assert not np.array_equal(decoded[3], expected[3])
         assert np.array_equal(np.delete(decoded, 3, 0), np.delete(expected, 3, 0))
 
-    def test_of_the_lowest_bits_of_the_header(self, encoded: tuple[Code, Bytes, Bytes]) -> None:
-        """They are none of an offset: kernels could not read what is not aligned."""
-        code, content, stored = encoded
-        damaged = stored.copy()
-        damaged[: code.layout.header_bytes : 4] |= 15
-        assert np.array_equal(codec.decode(code, damaged, [stored.size]), content)
-
     @pytest.mark.slow
     @pytest.mark.parametrize("byte", [0, 0xFF, 0xAA])
     def test_of_the_codes(self, encoded: tuple[Code, Bytes, Bytes], byte: int) -> None:
@@ -438,14 +366,3 @@ class TestDamage:
             assert not np.array_equal(cut, content)
         assert np.array_equal(codec.decode(code, stored[:size], [stored.size]), cut)  # said to be more than there is
         assert np.array_equal(codec.decode(code, stored, [size]), cut)  # said to be less
-
-    def test_of_all_sizes(self, encoded: tuple[Code, Bytes, Bytes]) -> None:
-        code, content, stored = encoded
-        decoded = codec.decode(code, stored, [5, stored.size - 5, 3 * CHUNK_BYTES, 0])
-        assert decoded.size == 4 * content.size
-
-    @pytest.mark.slow
-    @settings(max_examples=30, deadline=None)
-    @given(pattern=st.binary(min_size=1, max_size=500), layout=st.sampled_from(LAYOUTS), size=st.integers(0, 3 << 20))
-    def test_of_any_kind(self, pattern: bytes, layout: ExponentLayout, size: int) -> None:
-        assert codec.decode(code_of(layout), tiled(pattern)[:size], [size]).size == CHUNK_BYTES

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from contextlib import suppress
 from typing import Any
 
@@ -14,9 +13,8 @@ from compression import (
     fill,
     noise,
     small_slots,  # noqa: F401  (autouse)
-    states,
 )
-from support import BACKED_UP, in_thread
+from support import in_thread
 
 from cumem_sleep import CuMemAllocator, InvalidState, _core
 from cumem_sleep.codec.kernels import SimulatedKernels
@@ -64,23 +62,4 @@ class TestFree:
         monkeypatch.setattr(SimulatedKernels, "decode", free_and_decode)
         allocator.wake_up()
         assert {segment.address for segment in _core.segments()} == set(contents)
-        check_bytes(contents)
-
-    def test_sleeps_from_several_threads(self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch) -> None:
-        """A second sleep during the first finds nothing to do."""
-        contents = fill(allocator, bf16)
-        encode = SimulatedKernels.encode
-        begun: list[threading.Thread] = []
-
-        def sleep_and_encode(*arguments: Any) -> None:
-            if not begun:
-                begun.append(threading.Thread(target=allocator.sleep))
-                begun[0].start()
-            encode(*arguments)
-
-        monkeypatch.setattr(SimulatedKernels, "encode", sleep_and_encode)
-        allocator.sleep()
-        begun[0].join(30)
-        assert states() == {BACKED_UP}
-        allocator.wake_up()
         check_bytes(contents)

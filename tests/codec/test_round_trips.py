@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import pytest
-from cold_tier import moved
 from compression import (
     BENCH_BYTES,
     KINDS,
     Contents,
     MakeAllocator,
-    at,
     bf16,
     check_bytes,
     check_host_bytes,
@@ -34,14 +30,10 @@ from compression import (
 from support import AWAKE, BACKED_UP, MIB, PAGE, patch_map
 
 from cumem_sleep import CuMemAllocator, DriverError, _core, sim
-from cumem_sleep.codec.chunks import ChunkBatch
 from cumem_sleep.codec.exponent import ExponentLayout
 from cumem_sleep.codec.kernels import SimulatedKernels
-from cumem_sleep.codec.slots import Slot
-from cumem_sleep.digest.device import DigestRun
 from cumem_sleep.transfer.decoding import Decoding
 from cumem_sleep.transfer.engine_or_kernel import BestRate, CopyChoice, Pace
-from cumem_sleep.transfer.transfer import Transfer
 
 pytestmark = pytest.mark.sim
 
@@ -89,27 +81,6 @@ class TestRoundTrips:
             allocator.wake_up()
             check_bytes(contents)
             assert (allocator._store.room.bytes > 0) is retained
-
-    def test_what_has_moved_to_other_tiers(self, allocator: CuMemAllocator) -> None:
-        contents = fill(allocator, bf16, noise, bf16, some_noise)
-        allocator.sleep()
-        stored = encodings(allocator, contents)
-        for backup in [*allocator._store.catalogue][:3]:
-            moved(allocator, backup)
-        assert encodings(allocator, contents) == stored == ["bf16", None, "bf16", "bf16"]
-        assert allocator.wake_up().verified_bytes == 4 * 2 * PAGE
-        check_bytes(contents)
-        assert allocator.sleep().clean_bytes == 4 * 2 * PAGE
-        allocator.wake_up()
-        check_bytes(contents)
-
-    @pytest.mark.parametrize("nbytes", [1, PAGE - 1, PAGE + 1, 5 * MIB])
-    def test_odd_sizes(self, allocator: CuMemAllocator, nbytes: int) -> None:
-        address = allocator.malloc(nbytes)
-        contents = {address: bf16(at(address).bytes, np.random.default_rng(0))}
-        write(address, contents[address])
-        cycle(allocator, contents)
-        assert encodings(allocator, contents) == ["bf16"]
 
     def test_in_parts(self, allocator: CuMemAllocator) -> None:
         contents = fill(allocator, bf16, noise) | fill(allocator, some_noise, tag="lora")
@@ -177,33 +148,6 @@ class TestRoundTrips:
         assert sum(nbytes for nbytes, _ in took if nbytes) == encoded + 12 * PAGE, "and what is stored as it is"
         assert all(seconds > 0 for _, seconds in took)
 
-    def test_a_wake_copies_raw_backups_first(self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Each kind has the link for itself, and what it copies is mapped in that order."""
-        contents = fill(allocator, bf16, noise, fp16, noise, nbytes=4 * PAGE)
-        allocator.sleep()
-        events: list[str] = []
-        finish, copy, map_segment = Transfer.finish, Decoding._copy, _core.Segment.map
-
-        def noted_finish(transfer: Transfer) -> None:
-            finish(transfer)
-            events.append("raw done")
-
-        def noted_copy(*arguments: Any) -> None:
-            events.append("slot")
-            copy(*arguments)
-
-        def noted_map(segment: _core.Segment) -> None:
-            events.append(f"map {list(contents).index(segment.address)}")
-            map_segment(segment)
-
-        monkeypatch.setattr(Transfer, "finish", noted_finish)
-        monkeypatch.setattr(Decoding, "_copy", noted_copy)
-        patch_map(monkeypatch, noted_map)
-        allocator.wake_up()
-        check_bytes(contents)
-        assert events.index("raw done") < events.index("slot")
-        assert [event for event in events if event.startswith("map")] == ["map 1", "map 3", "map 0", "map 2"]
-
     @pytest.mark.slow
     def test_copies_by_the_kernel_end_before_the_memory_that_they_fill_goes(
         self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch
@@ -257,26 +201,6 @@ class TestRoundTrips:
         cycle(allocator, contents)
         assert encodings(allocator, contents) == [None]
 
-    @pytest.mark.parametrize("slots", [2, 4])
-    def test_digests_begin_when_segments_are_complete(
-        self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch, slots: int
-    ) -> None:
-        for name in ("slots", "most_slots"):
-            monkeypatch.setattr(CuMemAllocator.tuning, name, slots)
-        contents = fill(allocator, bf16, some_noise, bf16, nbytes=3 * PAGE)
-        allocator.sleep()
-        started: list[int] = []
-        start = DigestRun.start
-
-        def look_and_start(run: DigestRun, segments: Sequence[_core.Segment]) -> None:
-            check_bytes({segment.address: contents[segment.address] for segment in segments})
-            started.extend(segment.address for segment in segments)
-            start(run, segments)
-
-        monkeypatch.setattr(DigestRun, "start", look_and_start)
-        allocator.wake_up()
-        assert started == list(contents)
-
     @pytest.mark.slow
     @pytest.mark.parametrize("slots", [2, 4])
     def test_nothing_is_decoded_to_what_is_not_mapped_yet(
@@ -311,56 +235,3 @@ class TestRoundTrips:
         check_bytes(contents)
         assert events.index("decode") == slots - 1
         assert events.count("copy") == events.count("decode") == 8  # two encoded pages in each
-
-    @pytest.mark.parametrize("slots", [2, *(pytest.param(slots, marks=pytest.mark.slow) for slots in (1, 4))])
-    def test_what_is_encoded_is_copied_while_the_next_is_encoded(
-        self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch, slots: int
-    ) -> None:
-        """A lane may wait for the kernel first; with one slot it has to. The counters are read at the end."""
-        for name in ("slots", "most_slots"):
-            monkeypatch.setattr(CuMemAllocator.tuning, name, slots)
-        contents = fill(allocator, bf16, bf16, nbytes=8 * PAGE)
-        encode, copy, read = SimulatedKernels.encode, Slot.copy, Slot.read_counters
-        events: list[str] = []
-
-        def note_and_encode(*arguments: Any) -> None:
-            events.append("encode")
-            encode(*arguments)
-
-        def note_and_copy(slot: Slot) -> None:
-            if slot._uncopied is not None:
-                events.append("copy")
-            copy(slot)
-
-        monkeypatch.setattr(SimulatedKernels, "encode", note_and_encode)
-
-        def note_and_read(slot: Slot) -> None:
-            if any(isinstance(each, ChunkBatch) for each in slot._counted):
-                events.append("read")
-            read(slot)
-
-        monkeypatch.setattr(Slot, "copy", note_and_copy)
-        monkeypatch.setattr(Slot, "read_counters", note_and_read)
-        allocator.sleep()
-        copied = ["encode", "copy"] * 8 if slots == 1 else ["encode", *["encode", "copy"] * 7, "copy"]
-        assert events == [*copied, *["read"] * slots]
-        allocator.wake_up()
-        check_bytes(contents)
-
-    def test_counters_are_read_where_there_is_no_room_for_more(
-        self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(CuMemAllocator.tuning, "rows", 3)
-        contents = fill(allocator, bf16, bf16, nbytes=8 * PAGE)
-        counted: list[int] = []
-        check = ChunkBatch.check_sizes
-        monkeypatch.setattr(
-            ChunkBatch, "check_sizes", lambda batch, found: (counted.append(len(found)), check(batch, found))
-        )
-        cycle(allocator, contents)
-        assert sum(counted) == 16
-
-    def test_host_memory_of_weights(self, allocator: CuMemAllocator) -> None:
-        fill(allocator, bf16)
-        allocator.sleep()
-        assert allocator.usage()["weights"].host_bytes < 0.68 * 2 * PAGE

@@ -58,13 +58,6 @@ def test_the_next_best_layout_that_is_ready_is_taken(allocator: CuMemAllocator, 
     assert compiled == ["bf16", "fp32"]
 
 
-def test_what_no_other_layout_makes_smaller_is_stored_as_it_is(allocator: CuMemAllocator, compiled: list[str]) -> None:
-    contents = fill(allocator, bf16, fp32, nbytes=3 * PAGE)
-    cycle(allocator, contents)
-    assert encodings(allocator, contents) == ["bf16", None]
-    assert compiled == ["bf16"]
-
-
 def test_a_layout_of_much_memory_is_compiled(allocator: CuMemAllocator, compiled: list[str]) -> None:
     """Only the segments of a layout count that are planned together."""
     contents = fill(allocator, fp32, fp32, nbytes=WORTH_BYTES // 2)
@@ -78,31 +71,6 @@ def test_a_layout_that_is_ready_serves_the_smallest_segment(allocator: CuMemAllo
     contents = fill(allocator, fp32, e4m3, nbytes=PAGE)
     cycle(allocator, contents)
     assert encodings(allocator, contents) == ["fp32", "e4m3"]
-    assert compiled == []
-
-
-def test_the_next_best_layout_must_be_ready_as_well(allocator: CuMemAllocator, compiled: list[str]) -> None:
-    """After e4m3 that is e5m2."""
-    contents = fill(allocator, bf16, e4m3, nbytes=PAGE)
-    cycle(allocator, contents)
-    assert encodings(allocator, contents) == ["bf16", None]
-    assert compiled == ["bf16"]
-
-
-@pytest.mark.parametrize("pages", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_small_segments_add_up(allocator: CuMemAllocator, compiled: list[str], pages: int) -> None:
-    """A sleep plans them in parts, of which each may be too little."""
-    contents = fill(allocator, *[fp32] * (16 // pages), nbytes=pages * PAGE)
-    cycle(allocator, contents)
-    assert "fp32" in encodings(allocator, contents)
-    assert compiled == ["fp32"]
-
-
-def test_each_sleep_counts_anew(allocator: CuMemAllocator, compiled: list[str]) -> None:
-    contents = fill(allocator, fp32, nbytes=WORTH_BYTES - PAGE)
-    for _ in range(3):
-        cycle(allocator, contents)
-        allocator.release_backups()
     assert compiled == []
 
 

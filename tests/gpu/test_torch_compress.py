@@ -31,7 +31,7 @@ MIB = 1 << 20
 EXACT = 1.01
 WORTHWHILE = 0.69  # of bf16 weights; their entropy is 0.66
 BENCH_BYTES = workspace_bytes(
-    CuMemAllocator.tuning, CuMemAllocator.tuning.slots, CuMemAllocator.tuning.lent_slot_bytes
+    CuMemAllocator.tuning, CuMemAllocator.tuning.slots, CuMemAllocator.tuning.slot_bytes[-1]
 )  # the least memory that chunks are encoded in
 # What the driver may take for its own while memory sleeps (page tables of pinned memory), less than any workspace.
 SLACK = 16 * MIB

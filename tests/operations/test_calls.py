@@ -13,7 +13,6 @@ from support import MIB, PAGE, digest_by_the_kernel, forget_devices, fresh_alloc
 
 from cumem_sleep import CuMemAllocator, DriverError, InvalidState, _core, sim
 from cumem_sleep.backups.catalogue import Catalogue
-from cumem_sleep.codec.memory import SegmentLoan
 from cumem_sleep.core.pinned import pinned_block, pinned_table
 
 pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("nothing_left_behind")]
@@ -162,20 +161,6 @@ class TestStreams:
         with _core.CopyStream(0):
             pass
         assert streams_in(sim.stats().calls) == (1, 1)
-        region.free()
-
-    @pytest.mark.parametrize("keep_bytes", [False, True])
-    def test_of_what_lent_memory_are_free_when_it_is_back(self, keep_bytes: bool) -> None:
-        """Not when Python happens to drop the object, perhaps in another operation."""
-        region = Region(1, backup=False)
-        forget_devices()
-        sim.reset()
-        lent = SegmentLoan(_core.segments()[0], MIB, keep_bytes=keep_bytes)
-        lent.lend()
-        for _ in range(2):
-            lent.close()
-            _core.release_idle(0)
-            assert streams_in(sim.stats().calls) == (1, 1)
         region.free()
 
     def test_are_never_used_by_two_at_once(self) -> None:
