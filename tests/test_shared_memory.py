@@ -174,47 +174,6 @@ class TestTwoProcesses:
         assert memory.read(address, BYTES) == content[::-1]
         block.close()
 
-    def test_who_sleeps_wakes_from_another_process_s_memory(self, allocator: CuMemAllocator, memory: Memory) -> None:
-        """As after a vault was killed: its client maps its copy for reading, pins it, and copies from it."""
-        address = allocator.malloc(BYTES)
-        script = """
-            block = _core.HostBlock.shared(link.receive(), -1)
-            memoryview(block)[:] = bytes(range(256)) * (block.bytes // 256)
-            reader = os.open(f"/proc/self/fd/{block.fd}", os.O_RDONLY)
-            link.send(None, reader)
-            link.receive()
-        """
-        with other_process(script) as (link, process):
-            link.send(BYTES)
-            _, reader = link.receive()
-            block = _core.HostBlock.mapped(reader, BYTES, False)
-            os.close(reader)
-            process.kill()
-            process.wait()
-        block.prefault(0, BYTES)
-        with contextlib.suppress(() if SIMULATED else DriverError):  # then it is copied from pageable memory
-            block.pin(0)
-        with _core.CopyStream(0) as stream:
-            stream.to_device(address, block, 0, BYTES)
-            stream.synchronize()
-        assert memory.read(address, BYTES) == bytes(range(256)) * (BYTES // 256)
-        block.close()
-
-    def test_a_writable_block_is_written_by_both(self) -> None:
-        script = """
-            nbytes, descriptor = link.receive()
-            block = _core.HostBlock.mapped(descriptor, nbytes, True)
-            assert bytes(memoryview(block)[:5]) == b"first"
-            memoryview(block)[-6:] = b"second"
-            link.send()
-        """
-        block = _core.HostBlock.shared(5000, -1)
-        memoryview(block)[:5] = b"first"
-        with other_process(script) as (link, _):
-            link.send(block.bytes, block.fd)
-            link.receive()
-        assert bytes(memoryview(block)[-6:]) == b"second"
-
     @pytest.mark.slow
     @only_simulated
     def test_memory_is_the_device_s_again_when_both_have_given_it_up(self, allocator: CuMemAllocator) -> None:
@@ -270,19 +229,6 @@ class TestTwoProcesses:
             link.send(uuid, descriptor)
             assert link.receive() == content[:4096]
 
-    @only_simulated
-    def test_memory_of_a_device_that_the_process_does_not_see(self, allocator: CuMemAllocator) -> None:
-        address = allocator.malloc(PAGE)
-        script = """
-            open_driver()
-            _, descriptor = link.receive()
-            with raises(DriverError, "cuMemImportFromShareableHandle", "CUDA_ERROR_NOT_SUPPORTED", str(descriptor)):
-                _core.ImportedMemory(descriptor, 0, PAGE)
-        """
-        environment = {"CUMEM_SLEEP_SIM_DEVICE_ORDER": "5"}
-        with other_process(script, **environment) as (link, _), exported(address) as (descriptor, _, _):
-            link.send(None, descriptor)
-
 
 class TestImport:
     def test_closing_again_does_nothing_and_leaves_the_descriptor_open(self, allocator: CuMemAllocator) -> None:
@@ -292,10 +238,6 @@ class TestImport:
             imported.close()
             imported.close()
             os.fstat(descriptor)
-
-    def test_who_is_forgotten_is_closed(self, allocator: CuMemAllocator) -> None:
-        with exported(allocator.malloc(PAGE)) as (descriptor, _, nbytes):
-            _core.ImportedMemory(descriptor, 0, nbytes)
 
     @pytest.mark.parametrize("kind", ["file", "pipe", "socket", "memfd", "shared block", "directory"])
     def test_descriptors_of_something_else(self, kind: str, allocator: CuMemAllocator, tmp_path: pathlib.Path) -> None:
@@ -360,10 +302,6 @@ def nonsense(kind: str, tmp_path: pathlib.Path) -> Iterator[int]:
 
 
 class TestHostBlocks:
-    def test_of_one_process_have_no_descriptor(self) -> None:
-        block = _core.HostBlock(4096, -1)
-        assert (block.fd, block.writable) == (-1, True)
-
     @pytest.mark.parametrize("nbytes", [1, 4096, 4097, 3 * MIB + 5])
     def test_of_any_size(self, nbytes: int) -> None:
         block = _core.HostBlock.shared(nbytes, -1)
@@ -408,29 +346,6 @@ class TestHostBlocks:
         assert "memfd:cumem-sleep" not in pathlib.Path("/proc/self/maps").read_text()
         assert (block.fd, descriptors()) == (-1, before - 1)
         assert bytes(view) == bytes(MIB)
-
-    @pytest.mark.parametrize("kind", ["file", "pipe", "socket", "memfd", "directory"])
-    @pytest.mark.parametrize("writable", [False, True])
-    def test_descriptors_of_something_else(self, kind: str, writable: bool, tmp_path: pathlib.Path) -> None:
-        words = r"fd=\d+: not shared host memory"
-        with nonsense(kind, tmp_path) as descriptor, pytest.raises(InvalidState, match=words):
-            _core.HostBlock.mapped(descriptor, PAGE, writable)
-
-    @pytest.mark.parametrize("wrong", [-1, 987654])
-    def test_descriptors_that_are_not_open(self, wrong: int) -> None:
-        with pytest.raises(InvalidState, match=f"fd={wrong}: not an open file descriptor"):
-            _core.HostBlock.mapped(wrong, PAGE, False)
-
-    @pytest.mark.parametrize("nbytes", [0, 1, PAGE - 4096, PAGE + 1, 2**63, 2**64 - 1])
-    def test_another_size_than_it_has(self, nbytes: int) -> None:
-        block = _core.HostBlock.shared(PAGE, -1)
-        with pytest.raises(InvalidState, match=f"fd={block.fd} has {PAGE} bytes, which does not match bytes={nbytes}"):
-            _core.HostBlock.mapped(block.fd, nbytes, False)
-
-    def test_exported_device_memory_is_no_host_memory(self, allocator: CuMemAllocator) -> None:
-        words = r"fd=\d+: not shared host memory"
-        with exported(allocator.malloc(PAGE)) as (descriptor, _, _), pytest.raises(InvalidState, match=words):
-            _core.HostBlock.mapped(descriptor, PAGE, False)
 
 
 class TestReadOnly:
@@ -494,22 +409,6 @@ class TestReadOnly:
         )
         assert process.returncode == -signal.SIGSEGV
         assert process.stdout == f"{errno.EACCES}\n"
-
-    def test_its_descriptor_cannot_be_opened_again_for_writing(self) -> None:
-        """By an ordinary user; root may do all."""
-        process = run_script(
-            """
-            if os.getuid() == 0:
-                os.setresgid(65534, 65534, 65534)
-                os.setresuid(65534, 65534, 65534)
-            owner = _core.HostBlock.shared(PAGE, -1)
-            reader = os.open(f"/proc/self/fd/{owner.fd}", os.O_RDONLY)
-            for descriptor in (owner.fd, reader):
-                with raises(PermissionError):
-                    os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR)
-            """
-        )
-        assert_clean_exit(process)
 
 
 @only_simulated
@@ -610,15 +509,6 @@ class TestFaults:
         allocator.free(address)
         assert free_bytes() == before + PAGE
 
-    def test_an_import_that_the_driver_will_not_take_back_is_tried_again(self, allocator: CuMemAllocator) -> None:
-        with exported(allocator.malloc(PAGE)) as (descriptor, _, nbytes):
-            imported = _core.ImportedMemory(descriptor, 0, nbytes)
-        sim.fail("cuMemUnmap", times=2)
-        imported.close()
-        assert sim.stats().live_handles == 2
-        assert _core.reclaim() == 0
-        assert sim.stats().live_handles == 1
-
 
 @pytest.mark.skipif(
     _core.CHECKS_INVARIANTS, reason="sanitizers look at an object through a pipe, for which no descriptor is left"
@@ -689,37 +579,6 @@ class TestFork:
             assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
             assert memory.read(imported.address, PAGE) == bytes(memoryview(block)) == content
             assert os.fstat(block.fd).st_size == PAGE
-            """
-        )
-        assert_clean_exit(process)
-
-    def test_before_any_driver_was_opened(self) -> None:
-        """A child that lets go of the block, whose pages it did not inherit, unmaps nothing of its own there."""
-        process = run_script(
-            """
-            import mmap
-            block = _core.HostBlock.shared(PAGE, -1)
-            memoryview(block)[:4] = b"kept"
-            address, descriptor = block.address, block.fd
-            child = os.fork()
-            if child == 0:
-                libc = ctypes.CDLL(None)
-                libc.mmap.restype = ctypes.c_void_p
-                libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t] + [ctypes.c_int] * 3 + [ctypes.c_long]
-                fixed = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x100000  # MAP_FIXED_NOREPLACE
-                assert libc.mmap(address, PAGE, 3, fixed, -1, 0) == address
-                ctypes.memset(address, 5, PAGE)
-                with raises(InvalidState, "fork"):
-                    block.prefault(0, PAGE)
-                block.close()
-                del block
-                assert ctypes.string_at(address, 4) == bytes([5] * 4)
-                # The child's own descriptor of the same pages is the child's to use.
-                again = _core.HostBlock.mapped(descriptor, PAGE, False)
-                assert bytes(memoryview(again)[:4]) == b"kept"
-                os._exit(0)
-            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-            assert bytes(memoryview(block)[:4]) == b"kept"
             """
         )
         assert_clean_exit(process)

@@ -8,7 +8,7 @@ import numpy as np
 
 from .. import _core
 from ..codec.chunks import Encoding
-from ..core.extents import Extent, Ranges, RangeTable
+from ..core.extents import Ranges, RangeTable
 from ..digest.reference import Digest
 from ..errors import InvalidState
 from .backup import Backup
@@ -26,13 +26,13 @@ class Catalogue:
         retain: whether backups stay while their segments are awake, unless they say otherwise themselves.
 
     Attributes:
-        tiers: those that have been opened, among them every one that a backup lies in.
+        tier: where all of them lie; None until it is opened.
         kept: what is kept of dropped segments; it gives way to backups.
     """
 
     def __init__(self, retain: bool) -> None:
         self._retain = retain
-        self.tiers: list[Tier] = []
+        self.tier: Tier | None = None
         self.kept = KeptRanges(retain)
         self._backups: dict[int, Backup] = {}  # by the segments' ids
         self._parts: Mapping[int, Ranges] = {}  # what a sleep under way backs up of a segment, if not all of it
@@ -105,27 +105,15 @@ class Catalogue:
     def footprints(self, segments: Iterable[_core.Segment]) -> dict[int, Footprint]:
         """What the backups of `segments` take of the host's memory, by the segments' ids."""
         backups = [backup for segment in segments if (backup := self.of(segment))]
-        found: dict[int, Footprint] = {}
-        for tier, mine in self._by_tier(backups):
-            held = tier.footprints([backup.extents for backup in mine])
-            found.update(zip([backup.segment.id for backup in mine], held, strict=True))
-        return found
+        if not backups or self.tier is None:
+            return {}
+        held = self.tier.footprints([backup.extents for backup in backups])
+        return dict(zip([backup.segment.id for backup in backups], held, strict=True))
 
     def add(self, backup: Backup) -> None:
         """Enter a backup of what has none yet."""
         backup.segment.note_backup()
         self._backups[backup.segment.id] = backup
-
-    def move(self, backup: Backup, tier: Tier, extents: Sequence[Extent]) -> None:
-        """Let `backup`, which is complete, lie in other extents: they hold the same bytes, stored in the same way.
-
-        Its segment may sleep meanwhile, but not wake.
-        """
-        if tier not in self.tiers:
-            self.tiers.append(tier)
-        before, left = backup.tier, backup.extents
-        backup.tier, backup.extents = tier, tuple(extents)
-        before.release(left)
 
     def prove(self, segments: Sequence[_core.Segment], digests: Mapping[int, Digest]) -> None:
         """Mark the backups of `segments` as complete: filled with bytes that had these digests before and after.
@@ -139,14 +127,13 @@ class Catalogue:
         for backup in backups:
             backup.prove(digests.get(backup.segment.id))
         try:
-            for tier, mine in self._by_tier(backups):
-                sealed = [
-                    (b.extents, Content(b.digest, b.content_bytes, b.encoding is not None))
-                    for b in mine
-                    if b.digest is not None
-                ]
-                if sealed:
-                    tier.seal(sealed)
+            sealed = [
+                (b.extents, Content(b.digest, b.content_bytes, b.encoding is not None))
+                for b in backups
+                if b.digest is not None
+            ]
+            if sealed and self.tier is not None:
+                self.tier.seal(sealed)
         except BaseException:
             self._release(backups)
             raise
@@ -170,9 +157,8 @@ class Catalogue:
     def distrust(self, segments: Iterable[_core.Segment]) -> None:
         """The backups of these hold other bytes than those at sleep: they stay, but nobody else is to share them."""
         backups = [backup for segment in segments if (backup := self.of(segment))]
-        for tier, mine in self._by_tier(backups):
-            if mine:
-                tier.distrust([backup.extents for backup in mine])
+        if backups and self.tier is not None:
+            self.tier.distrust([backup.extents for backup in backups])
 
     def claim(self, segments: Iterable[_core.Segment]) -> None:
         """Mark the backups of `segments` as needed until `prune`; forget those that were evicted."""
@@ -212,16 +198,14 @@ class Catalogue:
         for backup in backups:
             backup.being_prepared = False
             del self._backups[backup.segment.id]
-        for tier, mine in self._by_tier(backups):  # of some it may be nothing: what they have left to a thread goes on
-            tier.release([extent for backup in mine for extent in backup.extents])
+        if self.tier is not None:  # even of nothing: what it has left to a thread goes on
+            self.tier.release([extent for backup in backups for extent in backup.extents])
 
     def _set_needed(self, backups: Sequence[Backup], *, needed: bool) -> None:
-        for tier, mine in self._by_tier(backups):
-            if gone := tier.set_needed([backup.extents for backup in mine], needed=needed):
-                self._release([mine[place] for place in gone])
-
-    def _by_tier(self, backups: Sequence[Backup]) -> list[tuple[Tier, list[Backup]]]:
-        return [(tier, [backup for backup in backups if backup.tier is tier]) for tier in self.tiers]
+        if self.tier is not None:
+            gone = self.tier.set_needed([backup.extents for backup in backups], needed=needed)
+            if gone:
+                self._release([backups[place] for place in gone])
 
     def _is_needed(self, backup: Backup) -> bool:
         if backup.segment.freed or not (backup.complete or backup.being_prepared):

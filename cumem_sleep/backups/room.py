@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
 from itertools import islice
 
 from .. import _core
@@ -33,17 +32,17 @@ class BackupRoom:
         self._turns = turns
         self._catalogue = catalogue
 
-    @cached_property
+    @property
     def tier(self) -> Tier:
-        """Where new backups go. Opened at the first use: making a store takes no memory and contacts no vault."""
-        tier = open_tier(self._settings, self._tuning, self._turns.if_free)
-        self._catalogue.tiers.append(tier)
-        return tier
+        """Where backups go. Opened at the first use: making a store takes no memory and contacts no vault."""
+        if self._catalogue.tier is None:
+            self._catalogue.tier = open_tier(self._settings, self._tuning, self._turns.if_free)
+        return self._catalogue.tier
 
     @property
     def bytes(self) -> int:
-        """How much of the tiers' memory all backups take."""
-        return sum(tier.bytes for tier in self._catalogue.tiers)
+        """How much of the tier's memory all backups take."""
+        return 0 if self._catalogue.tier is None else self._catalogue.tier.bytes
 
     def place(self) -> BackupPlace:
         """Where new backups go."""
@@ -70,7 +69,7 @@ class BackupRoom:
             return
         kept = {segment.id for segment in keep}
         awake = [backup for backup in self._catalogue if backup.segment.sleep == _Sleep.AWAKE]
-        retained = [b for b in awake if b.segment.id not in kept and b.tier is self.tier]
+        retained = [backup for backup in awake if backup.segment.id not in kept]
         for limit in short:
             if limit.available_bytes + sum(backup.bytes for backup in retained) < needed:
                 raise OutOfHostMemory(needed, limit.available_bytes, limit.name)
@@ -106,7 +105,7 @@ class BackupRoom:
         unfit: list[int] = []
         for backup in filter(None, map(self._catalogue.of, segments)):
             encoding = encodings.get(backup.segment.id)
-            if backup.tier is tier and backup.has_room_for(encoding) and tier.can_rewrite(backup.extents):
+            if backup.has_room_for(encoding) and tier.can_rewrite(backup.extents):
                 backup.begin(encoding, being_prepared=beside_work)
             else:
                 unfit.append(backup.segment.id)
@@ -171,7 +170,7 @@ class BackupRoom:
         return max(0, available + self._catalogue.kept.bytes - needed)
 
     def unpin(self) -> None:
-        """Let the tiers unpin all backups; each is pinned again when it is next copied."""
+        """Let the tier unpin all backups; each is pinned again when it is next copied."""
         self._catalogue.kept.unpin()
         for backup in self._catalogue:
             backup.tier.unpin(backup.extents)
@@ -185,8 +184,8 @@ class BackupRoom:
         """Forget backups that nobody can need, and return when all that was released has gone back to the system."""
         self._catalogue.prune()
         self._catalogue.kept.release_spare()
-        for tier in self._catalogue.tiers:
-            tier.finish_releasing()
+        if self._catalogue.tier is not None:
+            self._catalogue.tier.finish_releasing()
 
     def clear(self) -> None:
         """Forget every backup of an awake segment; returns when the memory has gone back to the system."""
@@ -196,10 +195,10 @@ class BackupRoom:
     def leave(self) -> None:
         """Forget all backups, of which no segment needs any, and let go of whoever keeps them."""
         self.clear()
-        for tier in self._catalogue.tiers:
-            tier.leave()
+        if self._catalogue.tier is not None:
+            self._catalogue.tier.leave()
 
     def stop(self) -> None:
         """End background work. May be called without the lock."""
-        for tier in self._catalogue.tiers:
-            tier.stop()
+        if self._catalogue.tier is not None:
+            self._catalogue.tier.stop()

@@ -30,7 +30,6 @@ from ..vault.client import (
     DEADLINE_S,
     NO_MORE_FILES,
     LentMemory,
-    Range,
     Sealed,
     Shown,
     SlabTable,
@@ -586,14 +585,14 @@ class VaultLane(Lane):
 
     def write(self, extent: Extent, offset: int, address: int, nbytes: int) -> None:
         """Begin to copy from the device, when what runs on the stream has ended."""
-        self._copy(self._transfers.tier.client(), address, cast(VaultExtent, extent), offset, nbytes, filled=False)
+        self.write_pieces(extent, np.array([(address, offset, nbytes)]))
 
     def read(self, address: int, extent: Extent, offset: int, nbytes: int, *, by_kernel: bool = False) -> None:  # noqa: ARG002
         """Begin to copy to the device, when what runs on the stream has ended."""
         (mine,) = _mine([extent])
         client = self._transfers.reader(mine)
         if client is not None:
-            self._copy(client, address, mine, offset, nbytes, filled=True)
+            self._copy(client, mine, np.array([(address, offset, nbytes)]), filled=True)
             return
         self._transfers.tier.hear()
         self._read_itself(_OwnRead(address, mine, offset, nbytes, mine.backup.extents))
@@ -620,22 +619,9 @@ class VaultLane(Lane):
             self.stream.to_device(address + at, block, 0, size)
         self.stream.synchronize()
 
-    def _copy(
-        self, client: VaultClient, address: int, extent: VaultExtent, offset: int, nbytes: int, *, filled: bool
-    ) -> None:
-        """Let the vault copy: from the device's `address`, or to it if that is to be `filled`."""
-        self._transfers.begin(client, extent)
-        lent, at = self._transfers.lend(client, address, self.stream.device)
-        if filled:
-            self._transfers.note_loan(address - at, filled=True)
-        self.stream.synchronize()
-        request = (client.read if filled else client.write)(lent, [Range(extent.backup, offset, at, nbytes)])
-        self._begun.append((client, request))
-        self._transfers.begun(request)
-
     def write_pieces(self, extent: Extent, pieces: PieceTable) -> None:
         """Begin to copy them from the device, when what runs on the stream has ended."""
-        self._copy_pieces(self._transfers.tier.client(), cast(VaultExtent, extent), pieces, filled=False)
+        self._copy(self._transfers.tier.client(), cast(VaultExtent, extent), pieces, filled=False)
 
     def read_pieces(self, extent: Extent, pieces: PieceTable) -> None:
         """Begin to copy them to the device, when what runs on the stream has ended.
@@ -654,9 +640,10 @@ class VaultLane(Lane):
         if evicted:
             mine.is_lost = True
             raise VaultError("the vault needed the memory for backups")
-        self._copy_pieces(client, mine, pieces, filled=True)
+        self._copy(client, mine, pieces, filled=True)
 
-    def _copy_pieces(self, client: VaultClient, extent: VaultExtent, pieces: PieceTable, *, filled: bool) -> None:
+    def _copy(self, client: VaultClient, extent: VaultExtent, pieces: PieceTable, *, filled: bool) -> None:
+        """Let the vault copy: from the device's memory, or to it if that is to be `filled`."""
         self._transfers.begin(client, extent)
         self.stream.synchronize()
         while len(pieces):
@@ -667,7 +654,7 @@ class VaultLane(Lane):
                 self._transfers.note_loan(base, filled=True)
             beyond = np.flatnonzero((some[:, 0] < base) | (some[:, 0] >= base + lent.nbytes))
             some = some[: beyond[0]] if len(beyond) else some
-            request = client.copy_table(lent, extent.backup, some - np.array((base, 0, 0)), to_host=not filled)
+            request = client.copy(lent, extent.backup, some - np.array((base, 0, 0)), to_host=not filled)
             self._begun.append((client, request))
             self._transfers.begun(request)
             pieces = pieces[len(some) :]

@@ -37,6 +37,22 @@ def read_pieces(pace: Pace, lane: Lane, pieces: Iterable[Piece], *, by_engine: b
         lane.read(piece.address, piece.extent, piece.offset, piece.bytes)
 
 
+def load_kernel(device: int) -> bool:
+    """Make the context, if there is none yet, and load the kernel there; returns whether it can be used.
+
+    Not if kernels cannot access pinned memory by its host address.
+    """
+    try:
+        _core.memory_info(device)
+        if not _core.device_info(device).host_pointers:
+            return False
+        _core.load_copy_kernel(device)
+    except Exception as error:  # whatever it is, the engine copies
+        log.warning("copies go by the copy engine alone, because the copy kernel failed: %s", error)
+        return False
+    return True
+
+
 class Copiers:
     """Who can copy to each device.
 
@@ -49,18 +65,9 @@ class Copiers:
         self.best_rates: dict[int, BestRate] = {}
 
     def warm_up(self, device: int) -> None:
-        """Load the kernel on `device`; without this only the copy engine is used there.
-
-        The kernel is not used either if kernels cannot access pinned memory by its host address.
-        """
-        if not _core.device_info(device).host_pointers:
-            return
-        try:
-            _core.load_copy_kernel(device)
-        except DriverError as error:
-            log.warning("copies go by the copy engine alone, because the copy kernel failed: %s", error)
-            return
-        self._time_both(device, self.best_rates.setdefault(device, BestRate()))
+        """Load the kernel on `device`; without this only the copy engine is used there."""
+        if load_kernel(device):
+            self._time_both(device, self.best_rates.setdefault(device, BestRate()))
 
     def _time_both(self, device: int, best: BestRate) -> None:
         """Time both before the first wake, which usually comes right after a sleep, when both are slow at first.

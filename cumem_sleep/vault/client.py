@@ -25,7 +25,6 @@ from .protocol import Channel, Nonsense, NoRoomForDescriptors, OtherVersion, Tab
 DEADLINE_S = 5.0  # of silence: the vault says every second that it is at work
 NO_MORE_FILES = "this process can open no more files: raise the limit of its open files (ulimit -n)"
 _BRIEFLY_S = 1.0  # how long a question of no consequence waits for its answer
-_SEALED_AT_ONCE = 64  # with their notes
 _SHOWN_AT_ONCE = 10_000  # extents
 _HAND_OUT = ("reserve", "find", "show")  # backups
 _TAKE_LONG = ("reserve", "show")  # as long as memory is still being taken
@@ -41,15 +40,6 @@ class _NoAnswer(Exception):
     """Within the time of a mere look."""
 
 
-class Range(NamedTuple):
-    """What is copied: `nbytes` of a backup from `offset` on, and of lent memory from `lent_offset` on."""
-
-    backup: VaultBackup
-    offset: int
-    lent_offset: int
-    nbytes: int
-
-
 @dataclass(eq=False)
 class VaultBackup:
     """A backup that the vault keeps for this process.
@@ -57,21 +47,18 @@ class VaultBackup:
     Attributes:
         nbytes: of the stored bytes.
         extents: where they are, in order: (slab, offset, bytes). `VaultClient.slabs` has the slabs, which may be files.
-        note: what the owner that sealed it wrote down, about the encoding for one.
     """
 
     number: int
     nbytes: int
     extents: tuple[SlabRange, ...]
-    note: str
 
 
 class Sealed(NamedTuple):
-    """What a backup turned out to hold: its bytes were proven. `note`: for those that will share it."""
+    """What a backup turned out to hold: its bytes were proven."""
 
     backup: VaultBackup
     key: Key
-    note: str = ""
 
 
 class Shown(NamedTuple):
@@ -235,7 +222,7 @@ class VaultClient:
         if uid != os.getuid():
             connection.close()
             raise VaultUnavailable(f"the vault at {self.path} belongs to user {uid}: name another socket")
-        limits = protocol.MAX_ANSWER_BYTES, protocol.MAX_REQUEST_BYTES, None, protocol.MAX_REQUEST_VALUES
+        limits = protocol.MAX_ANSWER_BYTES, protocol.MAX_REQUEST_BYTES
         return Channel(connection, *limits, loses_descriptors=False), pid
 
     @property
@@ -412,10 +399,10 @@ class VaultClient:
     def seal(self, sealed: Sequence[Sealed]) -> None:
         """These have been written and proven: others may share them, and nobody writes to them again.
 
-        Where another process sealed the same bytes before, both share that backup: `extents` and `note` change.
+        Where another process sealed the same bytes before, both share that backup: `extents` changes.
         """
-        for some in _parts(sealed, _SEALED_AT_ONCE):
-            said = [{"number": each.backup.number, **_described(each.key), "note": each.note} for each in some]
+        for some in _parts(sealed):
+            said = [{"number": each.backup.number, **_described(each.key)} for each in some]
             facts = self._readable(self._ask("seal", backups=said)["backups"])
             for each, now in zip(some, facts, strict=True):
                 self._fill(each.backup, now)
@@ -506,7 +493,6 @@ class VaultClient:
             {
                 **_described(each.key),
                 "bytes": each.backup.nbytes,
-                "note": each.backup.note,
                 "extents": [(at[each.slabs, slab], offset, nbytes) for slab, offset, nbytes in each.backup.extents],
                 "distrusted": each.backup.number in each.slabs.distrusted,
             }
@@ -530,26 +516,21 @@ class VaultClient:
         self._last_lent += 1
         return LentMemory(self._last_lent, gpu, nbytes, descriptor)
 
-    def write(self, lent: LentMemory, ranges: Sequence[Range]) -> int:
-        """Begin to copy from lent memory to backups. What was to be there must be there. Returns what to `wait` for."""
-        return self._copy(lent, ranges, to_host=True)
-
-    def read(self, lent: LentMemory, ranges: Sequence[Range]) -> int:
-        """Begin to copy from backups to lent memory. Returns what to `wait` for.
-
-        If the vault is lost before that has ended, it may be carried out later: give the memory back to the driver.
-        """
-        return self._copy(lent, ranges, to_host=False)
-
     @_in_turn
-    def copy_table(self, lent: LentMemory, backup: VaultBackup, ranges: Table, *, to_host: bool) -> int:
-        """As `write` or `read`, of many small ranges of one backup.
+    def copy(self, lent: LentMemory, backup: VaultBackup, ranges: Table, *, to_host: bool) -> int:
+        """Begin to copy between lent memory, whose bytes must be there, and a backup. Returns what to `wait` for.
+
+        If the vault is lost before a copy to the memory has ended, it may be carried out later: give the memory back to
+        the driver.
 
         Args:
-            ranges: rows of an offset in the memory, one in the backup, and bytes, all multiples of 16; at most
-                `protocol.MAX_ROWS`, of which none overlap.
+            ranges: rows of an offset in the memory, one in the backup, and bytes; at most `protocol.MAX_ROWS`, of which
+                none overlap.
         """
-        return self._begin_copy("copy_table", lent, protocol.table_to_json(ranges), to_host, number=backup.number)
+        descriptors = [lent.descriptor] if lent.descriptor >= 0 else []
+        lent.descriptor = -1
+        facts = {"gpu": lent.gpu, "memory": lent.number, "bytes": lent.nbytes, "out": to_host, "number": backup.number}
+        return self._begin("copy", descriptors, **facts, ranges=protocol.table_to_json(ranges))
 
     def wait(self, requests: Iterable[int]) -> set[str]:
         """Return when these copies have ended, or this memory was given back. Waiting again for the same does nothing.
@@ -602,19 +583,6 @@ class VaultClient:
         return self._ask("status")
 
     # How it is said
-
-    @_in_turn
-    def _copy(self, lent: LentMemory, ranges: Sequence[Range], to_host: bool) -> int:
-        if not ranges:
-            raise InvalidState("no ranges: there is nothing to copy")
-        numbers = [(each.backup.number, each.offset, each.lent_offset, each.nbytes) for each in ranges]
-        return self._begin_copy("copy", lent, numbers, to_host)
-
-    def _begin_copy(self, verb: str, lent: LentMemory, ranges: object, to_host: bool, **more: object) -> int:
-        descriptors = [lent.descriptor] if lent.descriptor >= 0 else []
-        lent.descriptor = -1
-        facts = {"gpu": lent.gpu, "memory": lent.number, "bytes": lent.nbytes, "out": to_host, "ranges": ranges}
-        return self._begin(verb, descriptors, **facts, **more)
 
     @_in_turn
     def _ask(
@@ -774,19 +742,20 @@ class VaultClient:
         return facts
 
     def _backup(self, facts: dict[str, Any]) -> VaultBackup:
-        backup = VaultBackup(facts["number"], 0, (), "")
+        backup = VaultBackup(facts["number"], 0, ())
         self._fill(backup, facts)
         return backup
 
     def _fill(self, backup: VaultBackup, facts: dict[str, Any]) -> None:
-        backup.nbytes, backup.note = facts["bytes"], facts["note"]
+        backup.nbytes = facts["bytes"]
         if facts["distrusted"]:
             self.slabs.distrusted.add(backup.number)
         self.slabs.put(backup, tuple(SlabRange(*extent) for extent in facts["extents"]))
 
 
-def _parts(items: Sequence[_Item], at_once: int = protocol.MAX_BACKUPS) -> list[Sequence[_Item]]:
+def _parts(items: Sequence[_Item]) -> list[Sequence[_Item]]:
     """So that one request is about each; there is one at least."""
+    at_once = protocol.MAX_BACKUPS
     return [items[start : start + at_once] for start in range(0, max(1, len(items)), at_once)]
 
 

@@ -19,19 +19,18 @@ All but reading and sharing wait for copies to and from it. Room is made in that
 retained entries; then needed ones are dropped from memory, and then spilled, those that are needed longest first.
 
 What a call costs does not depend on what else is held: 10 µs or so for each backup that it is about, and 2 µs for each
-extent. Where that may be many backups, a caller says how many at most, and calls again.
+extent.
 """
 
 from __future__ import annotations
 
-import sys
 import time
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate, islice
+from itertools import accumulate
 from typing import NamedTuple
 
 from ..errors import InvalidArgument, InvalidState, OutOfHostMemory, format_bytes
@@ -85,7 +84,6 @@ class Entry:
     Attributes:
         nbytes: how many bytes are stored.
         taken_bytes: how many bytes of the slabs it takes.
-        note: what the owner wrote down about the encoding, for those that share it.
         is_expendable: it is never sealed.
         is_distrusted: it holds other bytes than its key says. Nobody finds it, and only who needs it has it still.
         copies: how many copies to and from the extents are under way: until they end nobody else gets the extents.
@@ -102,7 +100,6 @@ class Entry:
     taken_bytes: int
     extents: list[SlabRange] = field(default_factory=list)
     key: Key | None = None
-    note: str = ""
     is_adopted: bool = False
     is_expendable: bool = False
     is_distrusted: bool = False
@@ -304,13 +301,11 @@ class Ledger:
         count, size = next(((at, size) for at, size in enumerate(sizes, 1) if size >= nbytes), (0, 0))
         return candidates[:count] if nbytes > 0 and size <= self.available_bytes() else []
 
-    def empty(self, slabs: Iterable[int], most: int = sys.maxsize) -> bool:
-        """Evict what lies in these slabs, at most so many holds; returns whether they are empty."""
+    def empty(self, slabs: Iterable[int]) -> bool:
+        """Evict what lies in these slabs; returns whether they are empty, or have yet to be zeroed."""
         for entry in [entry for number in slabs for entry in self._slabs[number].entries]:
             if self._may_go(entry):  # it may lie in several of them
-                most -= self._evict(entry, most)
-            if most <= 0:
-                break
+                self._evict(entry)
         return not any(self._slabs[number].entries for number in slabs)
 
     def _may_go(self, entry: Entry) -> bool:
@@ -328,19 +323,14 @@ class Ledger:
         may_go = 0 if expendable else self._expendable.nbytes + self._evictable.nbytes + self._droppable.nbytes
         return max(0, self.free_bytes + self._zeroing_bytes + may_go - others)
 
-    def make_room(self, nbytes: int, most: int = sys.maxsize) -> bool:
-        """Evict until so much is free, or will be when it is zeroed, at most so many holds; returns whether it is."""
-        while self.free_bytes + self._zeroing_bytes < nbytes and most > 0:
+    def make_room(self, nbytes: int) -> bool:
+        """Evict until so much is free, or will be when it is zeroed; returns whether it is free now."""
+        while self.free_bytes + self._zeroing_bytes < nbytes:
             queue = self._expendable or self._evictable or self._droppable
             if not queue:
                 break
-            most -= self._evict(next(iter(queue)), most)
+            self._evict(next(iter(queue)))
         return self.free_bytes >= nbytes
-
-    @property
-    def is_zeroing(self) -> bool:
-        """Whether there will be more free memory when it is zeroed."""
-        return self._zeroing_bytes > 0
 
     def reserve(
         self, owner: Hashable, gpu: str, sizes: Sequence[int], node: int = -1, *, expendable: bool = False
@@ -372,7 +362,6 @@ class Ledger:
         owner: Hashable,
         gpu: str,
         key: Key,
-        note: str,
         nbytes: int,
         extents: Sequence[SlabRange],
         is_distrusted: bool = False,
@@ -395,7 +384,7 @@ class Ledger:
                 raise InvalidArgument(f"extent {slab}:{offset}+{size}: it does not lie in an adopted slab")
         if not 0 < nbytes <= sum(extent.nbytes for extent in extents):
             raise InvalidArgument(f"extents of {sum(e.nbytes for e in extents)} bytes cannot hold {nbytes} bytes")
-        entry = Entry(nbytes, sum(extent.nbytes for extent in extents), list(extents), key, note, is_adopted=True)
+        entry = Entry(nbytes, sum(extent.nbytes for extent in extents), list(extents), key, is_adopted=True)
         entry.is_distrusted = is_distrusted
         self._add(entry)
         self._adopted[place] = entry
@@ -420,7 +409,7 @@ class Ledger:
                 self._leave(hold)
         return entries
 
-    def seal(self, owner: Hashable, number: int, key: Key, note: str = "") -> Hold:
+    def seal(self, owner: Hashable, number: int, key: Key) -> Hold:
         """Note that the entry has the bytes of this key: from now on it may be shared, and nobody writes to it.
 
         If there is an older entry of the same bytes, the hold moves to that one, and this entry is given back.
@@ -431,7 +420,7 @@ class Ledger:
         hold = self.sealable(owner, number)
         entry, older = hold.entry, self._by_key.get(key)
         if older is None:
-            entry.key, entry.note = key, note
+            entry.key = key
             self._by_key[key] = entry
             self._queue(entry)
         else:
@@ -489,11 +478,10 @@ class Ledger:
             if hold is not None:
                 self._leave(hold)
 
-    def drop_owner(self, owner: Hashable, most: int = sys.maxsize) -> bool:
-        """Give back what the owner has, at most so many holds; returns whether that was all."""
+    def drop_owner(self, owner: Hashable) -> None:
+        """Give back what the owner has."""
         del self.claims[owner]
-        self.release(owner, list(islice(self._holds.get(owner, ()), most)))
-        return owner not in self._holds
+        self.release(owner, self.numbers(owner))
 
     def begin_copy(self, entry: Entry) -> None:
         """Keep the extents of the entry until `end_copy`, even if all its holds are released."""
@@ -786,26 +774,18 @@ class Ledger:
         size, at = min(fits)[1:] if fits else max((runs.largest(), at) for at, runs in self._runs.items())
         return self._runs[at].take(size, nbytes)
 
-    def _evict(self, entry: Entry, most: int = sys.maxsize) -> int:
-        """Drop it from memory, if it is in files, too; otherwise its holds, at most so many. Returns how many.
-
-        Whoever had one of these finds it gone.
-        """
+    def _evict(self, entry: Entry) -> None:
+        """Drop it from memory, if it is in files, too; otherwise whoever had it finds it gone."""
         if entry.is_in_files and entry.extents:
-            self._drop_from_memory(entry)
-            return 1
-        holds = list(islice(entry.holds, most))
-        for hold in holds:
+            self._free_memory(entry)
+            entry.extents, entry.slabs, entry._ends = [], set(), []
+            for group in entry.counts:
+                self._held[group][3] += entry.taken_bytes
+            self._queue(entry)
+            return
+        for hold in list(entry.holds):
             self._leave(hold)
-        self.evicted_bytes += 0 if entry.holds else entry.taken_bytes
-        return len(holds)
-
-    def _drop_from_memory(self, entry: Entry) -> None:
-        self._free_memory(entry)
-        entry.extents, entry.slabs, entry._ends = [], set(), []
-        for group in entry.counts:
-            self._held[group][3] += entry.taken_bytes
-        self._queue(entry)
+        self.evicted_bytes += entry.taken_bytes
 
     def _free(self, entry: Entry) -> None:
         self._entries.remove(entry)

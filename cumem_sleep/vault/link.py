@@ -21,6 +21,7 @@ from ..core import log
 from ..core.pinned import pinned_block
 from ..core.tuning import Tuning
 from ..errors import CumemSleepError, VaultError
+from ..transfer.copiers import load_kernel
 from ..transfer.engine_or_kernel import BestRate, Pace
 from .jobs import RELAYED_BYTES, Job, JobQueue, LinkPiece
 from .protocol import Table
@@ -151,8 +152,8 @@ class VaultLink:
 
     def _run(self) -> None:
         in_flight: deque[_InFlight] = deque()
-        if not self._to_host:
-            self._use_kernel()
+        if not self._to_host and load_kernel(self.device):
+            self._use(BestRate())
         with ExitStack() as stack:
             stack.callback(self._relay.close)
             while True:
@@ -281,18 +282,6 @@ class VaultLink:
             home.turns.give_back(job, piece)
             home._notify()
         self._end_if_over(home, job)
-
-    def _use_kernel(self) -> None:
-        """Make the context, if there is none yet, and load it, to be used from now on while the engine is slow."""
-        try:
-            _core.memory_info(self.device)
-            if not _core.device_info(self.device).host_pointers:
-                return
-            _core.load_copy_kernel(self.device)
-        except Exception as error:  # whatever it is: without this thread every copy would wait for ever
-            log.warning("copies go by the copy engine alone, because the copy kernel failed: %s", error)
-            return
-        self._use(BestRate())
 
     def _use(self, best: BestRate | None) -> None:
         """From here on choose by the best rate seen so far; None: there is no kernel to choose."""

@@ -249,9 +249,9 @@ class VaultPool:
             raise
         return found
 
-    def make_room_for_adopted(self, found: Sequence[memory.Slab], most: int) -> bool:
-        """Evict what `adopt` has to for these slabs, at most so many holds; returns whether that was all."""
-        return self.ledger.empty(self.ledger.to_empty(self._excess(self._unknown(found))), most)
+    def make_room_for_adopted(self, found: Sequence[memory.Slab]) -> bool:
+        """Evict what `adopt` has to for these slabs; returns whether that is zeroed already."""
+        return self.ledger.empty(self.ledger.to_empty(self._excess(self._unknown(found))))
 
     def adopt(self, found: Sequence[memory.Slab], names: Mapping[Hashable, str]) -> list[int]:
         """The numbers of these slabs, after as much of our own memory was given back.

@@ -31,7 +31,7 @@ import numpy.typing as npt
 
 from ..errors import DriverError, InvalidArgument, InvalidState, OutOfHostMemory, VaultError
 
-VERSION = 6
+VERSION = 7
 MAX_REQUEST_BYTES = 2 << 20
 MAX_REQUEST_VALUES = 1 << 17  # numbers, strings and so on: parsing them takes the vault 15 to 35 ms
 MAX_ANSWER_BYTES = 64 << 20
@@ -87,11 +87,10 @@ class Channel:
         max_received_bytes: int,
         max_sent_bytes: int,
         max_received_values: int | None = None,
-        max_sent_values: int | None = None,
         *,
         loses_descriptors: bool = True,
     ) -> None:
-        """A message has at most so many bytes and, where that is given, values; then it has no fractions, either.
+        """A message has at most so many bytes; one that comes also values, where that is given, and no fractions then.
 
         Args:
             loses_descriptors: what comes is taken in although this process can open no more files.
@@ -101,7 +100,6 @@ class Channel:
         self._max_received_bytes = max_received_bytes
         self._max_sent_bytes = max_sent_bytes
         self._max_received_values = max_received_values
-        self._max_sent_values = max_sent_values
         self._look = 0 if loses_descriptors else socket.MSG_PEEK
         self._received = bytearray()
         self._batches: deque[tuple[list[int], bool]] = deque()  # each was sent with one message
@@ -136,9 +134,6 @@ class Channel:
                 f"message of {len(text)} bytes and {len(descriptors)} descriptors: expected at most"
                 f" {self._max_sent_bytes} and {MAX_DESCRIPTORS}: ask for less at once"
             )
-        if self._max_sent_values is not None and _values(text) > self._max_sent_values:
-            close_all(descriptors)
-            raise InvalidArgument(f"message of over {self._max_sent_values} values: ask for less at once")
         header = _HEADER.pack(_MAGIC, version, len(descriptors), len(text))
         self._unsent.append((memoryview(bytearray(header) + text), descriptors))
         self.unsent_bytes += len(header) + len(text)

@@ -12,19 +12,18 @@ from .protocol import Table
 
 PIECE_ROWS = 1 << 12
 _PIECE_BYTES = 64 << 20  # as other pieces, so that clients take turns
-_ROW_BYTES = 1 << 20  # one of the kernel's blocks copies a row
-_ALIGNMENT = 16  # what a kernel copies at once
+SMALL_RANGE_BYTES = 1 << 20  # one of the kernel's blocks copies a row
 
 
 def check_table(ranges: Table, lent_bytes: int, backup_bytes: int) -> None:
     """See that these can be copied, in any order: rows of an offset in lent memory, one in a backup, and bytes.
 
     Raises:
-        InvalidArgument: they lie beyond either, overlap, or are not multiples of 16 bytes.
+        InvalidArgument: they lie beyond either, overlap, or are empty.
     """
     at, offset, nbytes = ranges.T
-    if (ranges % _ALIGNMENT).any() or (nbytes == 0).any():
-        raise InvalidArgument("ranges: expected offsets and bytes that are multiples of 16")
+    if (nbytes == 0).any():
+        raise InvalidArgument("ranges: one has no bytes")
     for start, whole in ((at, lent_bytes), (offset, backup_bytes)):
         if (start > whole - nbytes).any():
             raise InvalidArgument(f"ranges: one lies beyond {lent_bytes} bytes of memory or {backup_bytes} of a backup")
@@ -37,10 +36,10 @@ def table_pieces(ranges: Table, extents: Sequence[SlabRange]) -> Iterator[tuple[
     """The slab of each piece, and its rows: of an offset in lent memory, one in the slab, and bytes."""
     at, offset, nbytes = ranges.T
     whole = np.array(extents)
-    counts = -(-whole[:, 2] // _ROW_BYTES)  # parts of an extent
+    counts = -(-whole[:, 2] // SMALL_RANGE_BYTES)  # parts of an extent
     slab, start, size = np.repeat(whole, counts, axis=0).T
-    skipped = (np.arange(len(slab)) - np.repeat(np.cumsum(counts) - counts, counts)) * _ROW_BYTES
-    start, size = start + skipped, np.minimum(_ROW_BYTES, size - skipped)
+    skipped = (np.arange(len(slab)) - np.repeat(np.cumsum(counts) - counts, counts)) * SMALL_RANGE_BYTES
+    start, size = start + skipped, np.minimum(SMALL_RANGE_BYTES, size - skipped)
     ends = np.cumsum(size)
     first = np.searchsorted(ends, offset, "right")
     counts = np.searchsorted(ends, offset + nbytes - 1, "right") - first + 1  # parts that a range lies in

@@ -1,9 +1,8 @@
 """What clients may ask the vault for. Nothing here waits: what takes time is answered when it has ended.
 
 A request is about a few hundred backups at most (`protocol.MAX_BACKUPS`), so it takes the vault a few milliseconds; a
-client with more asks again. What else has to be done to many backups, evicting them above all, is done so many at a
-time, and posted for the rest. What calls the driver is done by threads of the GPU that it is about, because the driver
-may need seconds for a new context there.
+client with more asks again. To evict a backup takes 10 µs. What calls the driver is done by threads of the GPU that it
+is about, because the driver may need seconds for a new context there.
 """
 
 from __future__ import annotations
@@ -12,11 +11,12 @@ import os
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +29,12 @@ from .ledger import Entry, HeldBytes, Hold, Key, SlabRange, needed_bytes
 from .link import PIECE_BYTES, CopyTotals, LinkGroup, VaultLink
 from .moves import Move, MoveLog, encoded
 from .pool import VaultPool
-from .protocol import Nonsense, VaultMessage, boolean, integer, integers, objects, rows, table, text
-from .range_table import check_table, table_pieces
+from .protocol import Nonsense, Table, VaultMessage, boolean, integer, integers, objects, rows, table, text
+from .range_table import SMALL_RANGE_BYTES, check_table, table_pieces
 from .relay import Relaying
 from .session import Session
 from .spill import REQUESTS_AT_ONCE, FileRead, Spiller, SpillPlan
 
-_NOTE_BYTES, _NOTE_SHARE = 4096, 1024  # a note may have so many, and one for so many of its backup
-_AT_ONCE = 256  # holds that are evicted or dropped before others have their turn: two milliseconds or three
 _MAX_PIECES = 1 << 14  # of one copy: 64 MiB each, or an extent
 _MAX_SAID, _EXTENT_CHARACTERS = 16 << 20, 24  # of one answer, about; a single backup has less
 
@@ -52,7 +50,7 @@ class VaultGpu:
 
 
 _Answer = dict[str, Any]
-_Shown = tuple[Key, str, int, list[list[int]], bool]  # a backup's note, size and extents; and whether it is distrusted
+_Shown = tuple[Key, int, list[list[int]], bool]  # a backup's size and extents; and whether it is distrusted
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,7 +112,6 @@ class Service:
         self._groups = {to_host: LinkGroup(to_host, relaying.refusal) for to_host in (True, False)}
         self._givers: dict[int, ThreadPoolExecutor] = {}  # give back what was lent of each GPU
         self._waiting: deque[_Reservation] = deque()
-        self._is_evicting = False  # for the first of those who wait
         self._leaving: set[Session] = set()  # have gone, and memory of theirs is here still
         # Who waits until what was lent is not here any more, and what is answered then.
         self._returning: list[tuple[_Request, Sequence[BorrowedMemory], Callable[[], _Answer]]] = []
@@ -198,12 +195,7 @@ class Service:
         self.cancel(session)
         if session.has_lent:
             self._leaving.add(session)
-        self._drop(session.owner)
-
-    def _drop(self, owner: object) -> None:
-        """Give back what it has: some now, the rest when others have had their turn."""
-        if not self._pool.ledger.drop_owner(owner, _AT_ONCE):
-            self._post(partial(self._drop, owner))
+        self._pool.ledger.drop_owner(session.owner)
         self._memory_came_back()
 
     def take_no_more(self) -> None:
@@ -276,8 +268,6 @@ class Service:
 
     def serve_waiting(self) -> None:
         """Give memory to those who wait for it, in order, until there is too little; refuse what can never be had."""
-        if self._is_evicting:
-            return
         ledger = self._pool.ledger
         goes_on = True
         waiting, self._waiting = self._waiting, deque()
@@ -288,12 +278,9 @@ class Service:
             owner = each.asked.session.owner
             available = ledger.available_bytes(owner, expendable=each.expendable)
             if each.needed_bytes <= available and (goes_on or ledger.claims[owner]):
-                if not ledger.make_room(each.needed_bytes - each.more_bytes, _AT_ONCE):
+                if not ledger.make_room(each.needed_bytes - each.more_bytes):
                     self._waiting += [each, *waiting]
-                    if not ledger.is_zeroing:  # otherwise this is called when it has ended
-                        self._is_evicting = True
-                        self._post(self._evict_on)
-                    return
+                    return  # this is called when the rest is zeroed
                 self._do(each.asked, partial(self._reserved, each))
             elif self._will_have(each, available):
                 if each.waits:
@@ -326,10 +313,6 @@ class Service:
         missing = each.needed_bytes - available - self._pool.bytes_to_come()
         return self._spiller.could_make_room(missing, lambda entry: not any((o, None) in entry.counts for o in wait))
 
-    def _evict_on(self) -> None:
-        self._is_evicting = False
-        self.serve_waiting()
-
     def _reserved(self, each: _Reservation) -> _Answer:
         session, gpu, ledger = each.asked.session, each.gpu, self._pool.ledger
         holds = ledger.reserve(session.owner, gpu.uuid, each.sizes, gpu.node, expendable=each.expendable)
@@ -350,10 +333,9 @@ class Service:
         ledger, owner = self._pool.ledger, asked.session.owner
         backups = objects(asked.body, "backups", protocol.MAX_BACKUPS)
         holds = [ledger.sealable(owner, integer(each, "number")) for each in backups]
-        notes = [_note(each, hold.entry.nbytes) for each, hold in zip(backups, holds, strict=True)]
         keys = [_key(each) for each in backups]
-        for hold, key, note in zip(holds, keys, notes, strict=True):
-            ledger.seal(owner, hold.number, key, note)
+        for hold, key in zip(holds, keys, strict=True):
+            ledger.seal(owner, hold.number, key)
         self._memory_came_back()
         return self._handed_out(asked.session, holds)
 
@@ -397,52 +379,36 @@ class Service:
         return {}
 
     def _copy(self, asked: _Request) -> _Answer | None:
-        """Between a client's memory and its backups."""
-        gpu, to_host, ranges = self._gpu(asked.body), boolean(asked.body, "out"), rows(asked.body, "ranges", 4)
-        lent = self._lent(asked, gpu)
-        ledger, owner = self._pool.ledger, asked.session.owner
-        may = ledger.writable if to_host else ledger.hold
-        entries: dict[int, Entry] = {}
-        pieces: list[LinkPiece] = []
-        for number, offset, lent_at, size in ranges:
-            entry = entries.setdefault(number, may(owner, number).entry)
-            if offset + size > entry.nbytes or lent_at + size > lent.nbytes or lent.device != gpu.ordinal:
-                raise InvalidArgument(
-                    f"range of {size} bytes at {offset} of backup {number}, at {lent_at} of lent memory: it lies"
-                    f" beyond their {entry.nbytes} and {lent.nbytes} bytes, or on another GPU"
-                )
-            copied = 0
-            if self._spiller is not None and not entry.extents:
-                ring = self._spiller.ring.block
-                for file, start, nbytes in self._files.parts(entry.in_files.ranges(offset, size)):
-                    source = PieceSource(file, number)
-                    pieces.append(LinkPiece(ring, start, lent_at + copied, nbytes, source=source))
-                    copied += nbytes
-            for slab, start, nbytes in entry.ranges(offset, size):
-                block = self._pool.slabs[slab].block
-                for at in range(0, nbytes, PIECE_BYTES):
-                    pieces.append(LinkPiece(block, start + at, lent_at + copied + at, min(PIECE_BYTES, nbytes - at)))
-                copied += nbytes
-            if len(pieces) > _MAX_PIECES:
-                raise InvalidArgument(f"a copy of over {_MAX_PIECES} pieces: ask for less at once")
-        return self._begin_copy(asked, gpu, to_host, lent, [*entries.values()], pieces)
-
-    def _copy_table(self, asked: _Request) -> _Answer | None:
-        """As `_copy`, of many small ranges of one backup."""
+        """Between a client's memory and one of its backups."""
         gpu, to_host, ranges = self._gpu(asked.body), boolean(asked.body, "out"), table(asked.body, "ranges", 3)
-        lent, ledger = self._lent(asked, gpu), self._pool.ledger
-        may = ledger.writable if to_host else ledger.hold
-        entry = may(asked.session.owner, integer(asked.body, "number")).entry
-        if not entry.extents:
-            raise InvalidState("this backup is in files only: ask for whole ranges of it")
+        lent, ledger, number = self._lent(asked, gpu), self._pool.ledger, integer(asked.body, "number")
+        entry = (ledger.writable if to_host else ledger.hold)(asked.session.owner, number).entry
         if lent.device != gpu.ordinal:
             raise InvalidArgument("this memory is on another GPU")
         check_table(ranges, lent.nbytes, entry.nbytes)
-        pieces = [
-            LinkPiece(self._pool.slabs[slab].block, 0, 0, int(some[:, 2].sum()), some)
-            for slab, some in table_pieces(ranges, entry.extents)
-        ]
-        return self._begin_copy(asked, gpu, to_host, lent, [entry], pieces)
+        pieces = list(islice(self._pieces(number, entry, ranges), _MAX_PIECES + 1))
+        if len(pieces) > _MAX_PIECES:
+            raise InvalidArgument(f"a copy of over {_MAX_PIECES} pieces: ask for less at once")
+        return self._begin_copy(asked, gpu, to_host, lent, entry, pieces)
+
+    def _pieces(self, number: int, entry: Entry, ranges: Table) -> Iterator[LinkPiece]:
+        """What links copy: small ranges together, by a kernel."""
+        slabs = self._pool.slabs
+        if entry.extents and len(ranges) > 1 and ranges[:, 2].max() <= SMALL_RANGE_BYTES:
+            for slab, some in table_pieces(ranges, entry.extents):
+                yield LinkPiece(slabs[slab].block, 0, 0, int(some[:, 2].sum()), some)
+            return
+        for lent_at, offset, size in ranges.tolist():
+            at = lent_at
+            if self._spiller is not None and not entry.extents:
+                ring = self._spiller.ring.block
+                for file, start, nbytes in self._files.parts(entry.in_files.ranges(offset, size)):
+                    yield LinkPiece(ring, start, at, nbytes, source=PieceSource(file, number))
+                    at += nbytes
+            for slab, start, nbytes in entry.ranges(offset, size):
+                for begin in range(0, nbytes, PIECE_BYTES):
+                    yield LinkPiece(slabs[slab].block, start + begin, at + begin, min(PIECE_BYTES, nbytes - begin))
+                at += nbytes
 
     def _begin_copy(
         self,
@@ -450,7 +416,7 @@ class Service:
         gpu: VaultGpu,
         to_host: bool,
         lent: BorrowedMemory,
-        entries: Sequence[Entry],
+        entry: Entry,
         pieces: Iterable[LinkPiece],
     ) -> _Answer | None:
         in_files = deque(piece for piece in pieces if piece.source)
@@ -463,9 +429,7 @@ class Service:
             self._spiller.reader.start()  # likewise
         lent.jobs += 1
         ledger = self._pool.ledger
-        for entry in entries:
-            ledger.begin_copy(entry)
-
+        ledger.begin_copy(entry)
         failure: Exception | None = None
         relays: set[int] = set()
 
@@ -481,8 +445,7 @@ class Service:
             lent.jobs -= 1
             if not asked.session.is_served and not lent.jobs:
                 self._give_back([lent])
-            for entry in entries:
-                ledger.end_copy(entry)
+            ledger.end_copy(entry)
             helped = [each.uuid for each in self._gpus.values() if each.ordinal in relays]
             self._answer(asked, error or {"relays": helped})
             self._memory_came_back()
@@ -584,7 +547,7 @@ class Service:
             nbytes, extents = integer(each, "bytes", 1), rows(each, "extents", 3)
             if any(slab >= len(asked.descriptors) for slab, _, _ in extents):
                 raise Nonsense("extents: they lie in a slab whose descriptor is not there")
-            shown.append((_key(each), _note(each, nbytes), nbytes, extents, boolean(each, "distrusted")))
+            shown.append((_key(each), nbytes, extents, boolean(each, "distrusted")))
         descriptors, asked.descriptors[:] = asked.descriptors[:], []
         self._pool.look_at(descriptors, partial(self._adopt, asked, gpu, shown))
 
@@ -596,7 +559,7 @@ class Service:
         looked_at: Future[list[memory.Slab]],
     ) -> None:
         """They were looked at."""
-        if looked_at.exception() is None and not self._pool.make_room_for_adopted(looked_at.result(), _AT_ONCE):
+        if looked_at.exception() is None and not self._pool.make_room_for_adopted(looked_at.result()):
             self._post(partial(self._adopt, asked, gpu, shown, looked_at))
             return
         self._do(asked, lambda: self._shown(asked.session, gpu, shown, looked_at))
@@ -614,9 +577,9 @@ class Service:
             return {}
         holds: list[Hold] = []
         try:
-            for key, note, nbytes, rows_, is_bad in shown:
+            for key, nbytes, rows_, is_bad in shown:
                 extents = [SlabRange(slabs[slab], offset, size) for slab, offset, size in rows_]
-                holds.append(ledger.show(session.owner, gpu.uuid, key, note, nbytes, extents, is_bad))
+                holds.append(ledger.show(session.owner, gpu.uuid, key, nbytes, extents, is_bad))
         except CumemSleepError:
             ledger.release(session.owner, [hold.number for hold in holds])
             raise
@@ -663,7 +626,7 @@ class Service:
     def _said(self, session: Session, holds: Sequence[Hold | None]) -> _Answer:
         """Where they are, after descriptors of the slabs that the client has none of."""
         there = [hold for hold in holds if hold is not None]
-        if sum(len(hold.entry.note) + _EXTENT_CHARACTERS * len(hold.entry.extents) for hold in there) > _MAX_SAID:
+        if sum(_EXTENT_CHARACTERS * len(hold.entry.extents) for hold in there) > _MAX_SAID:
             raise InvalidArgument(f"the answer has over {_MAX_SAID} bytes: ask for less at once")
         for number in sorted(set().union(*(hold.entry.slabs for hold in there)) - session.known_slabs):
             self._send_slab(session, number)
@@ -676,7 +639,6 @@ class Service:
         return {
             "number": hold.number,
             "bytes": entry.nbytes,
-            "note": entry.note,
             "extents": self._known_place(entry),
             "distrusted": entry.is_distrusted,
         }
@@ -835,7 +797,6 @@ _REQUESTS: Mapping[str, _Handler] = {
     "owners": Service._owners,
     "release": Service._release,
     "copy": Service._copy,
-    "copy_table": Service._copy_table,
     "forget": Service._take_back,
     "resume": Service._resume,
     "look": Service._look,
@@ -862,7 +823,3 @@ def _is_lost(gpu: VaultGpu) -> bool:
 
 def _key(body: Mapping[str, Any]) -> Key:
     return Key(text(body, "digest", 64), integer(body, "of_bytes"), text(body, "encoding", 64))
-
-
-def _note(body: Mapping[str, Any], nbytes: int) -> str:
-    return text(body, "note", _NOTE_BYTES + nbytes // _NOTE_SHARE)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 from backed_up import (
@@ -24,11 +23,9 @@ from support import (
     assert_no_threads,
     digest_by_the_kernel,
     host_bytes_of,
-    patch_prefault,
 )
 
-from cumem_sleep import CuMemAllocator, DriverError, InvalidState, OutOfHostMemory, _core, sim
-from cumem_sleep.backups.host import HostTransfers
+from cumem_sleep import CuMemAllocator, DriverError, InvalidState, _core, sim
 from cumem_sleep.digest.device import DigestRun
 from cumem_sleep.digest.reference import Digest
 
@@ -106,49 +103,6 @@ class Events:
         return {place for event, places in self.seen if event == "copy" for place in places}
 
 
-@pytest.mark.sim
-@pytest.mark.usefixtures("four_blocks_in_flight")
-def test_the_tier_hears_of_each_segment_once_none_of_its_bytes_is_in_flight(
-    allocator: CuMemAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And while others are copied: a tier that was lent their memory can give it back."""
-    contents = fill(allocator, memory, (1, 2, 1, 1, 2, 1))
-    to_host, synchronize, done_with = _core.CopyStream.to_host, _core.CopyStream.synchronize, HostTransfers.done_with
-    in_flight: dict[int, list[int]] = {}  # addresses by stream
-    done: list[int] = []
-    while_others_flew: set[int] = set()
-    sizes = {segment.address: segment.bytes for segment in _core.segments()}
-
-    def copy(stream: _core.CopyStream, block: _core.HostBlock, offset: int, address: int, nbytes: int) -> None:
-        assert not any(base <= address < base + sizes[base] for base in done)
-        in_flight.setdefault(id(stream), []).append(address)
-        to_host(stream, block, offset, address, nbytes)
-
-    def wait(stream: _core.CopyStream) -> None:
-        synchronize(stream)
-        in_flight.pop(id(stream), None)
-
-    def heard(transfers: HostTransfers, addresses: Iterable[int]) -> None:
-        some = [*addresses]
-        flying = [address for each in in_flight.values() for address in each]
-        assert not any(base <= address < base + sizes[base] for base in some for address in flying)
-        done.extend(some)
-        if in_flight:
-            while_others_flew.update(some)
-        done_with(transfers, some)
-
-    digest_by_the_kernel(allocator)  # so that nothing else is copied to the host
-    with monkeypatch.context() as patch:
-        patch.setattr(_core.CopyStream, "to_host", copy)
-        patch.setattr(_core.CopyStream, "synchronize", wait)
-        patch.setattr(HostTransfers, "done_with", heard)
-        allocator.sleep()
-    assert sorted(done) == sorted(contents), "once each"
-    assert while_others_flew == {*[*contents][:4]}, "the last four blocks are those of the last two"
-    allocator.wake_up()
-    check_bytes(memory, contents)
-
-
 @pytest.mark.usefixtures("small_head")
 class TestParts:
     @pytest.mark.slow
@@ -186,88 +140,6 @@ class TestParts:
         allocator.wake_up()
         check_bytes(memory, contents)
 
-    @pytest.mark.slow
-    @pytest.mark.parametrize(
-        ("head_bytes", "head"), [(1, 1), (PAGE, 1), (PAGE + 1, 2), (7 * PAGE, 5), (8 * PAGE, 6), (100 * PAGE, 6)]
-    )
-    def test_heads_of_any_size(
-        self, allocator: CuMemAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch, head_bytes: int, head: int
-    ) -> None:
-        monkeypatch.setattr(CuMemAllocator.tuning, "head_bytes", head_bytes)
-        contents = fill(allocator, memory, SIZES)
-        allocator.sleep()
-        allocator.wake_up()
-        for address in contents:
-            change(memory, contents, address)
-        with monkeypatch.context() as patch:
-            events = Events(patch)
-            assert allocator.sleep().copied_bytes == 8 * PAGE
-        parts = [part for part in (list(range(head)), list(range(head, 6))) if part]
-        assert events.digests == [*parts, [0, 1, 2, 3, 4, 5]], "all were in flight when the check could begin"
-        allocator.wake_up()
-        check_bytes(memory, contents)
-
-    def test_the_rest_is_digested_behind_the_copies_of_the_head(
-        self, allocator: CuMemAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """Which nobody waits for before."""
-        contents = fill(allocator, memory, SIZES)
-        allocator.sleep()
-        allocator.wake_up()
-        for address in contents:
-            change(memory, contents, address)
-        with monkeypatch.context() as patch:
-            events = Events(patch)
-            allocator.sleep()
-        seen = [(event, sorted(set(places))) for event, places in events.seen]
-        assert seen[:5] == [
-            ("digest", [0, 1]),
-            ("copy", [0, 1]),
-            ("digest", [2, 3, 4, 5]),
-            ("copy", [2, 3, 4, 5]),
-            ("wait", []),
-        ]
-        assert seen[-1] == ("digest", [0, 1, 2, 3, 4, 5])
-        allocator.wake_up()
-        check_bytes(memory, contents)
-
-    @pytest.mark.parametrize("known", [0, 1, 5])
-    def test_digests_and_streams_come_before_new_pages_are_prefaulted(
-        self, allocator: CuMemAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch, known: int
-    ) -> None:
-        """They change the address space, which takes long meanwhile."""
-        contents = fill(allocator, memory, SIZES[:known])
-        if known:
-            allocator.sleep()
-            allocator.wake_up()
-        contents |= fill(allocator, memory, SIZES[known:])
-        with monkeypatch.context() as patch:
-            events = Events(patch)
-            prefault, stream = _core.HostBlock.prefault, _core.CopyStream
-
-            def noted(block: _core.HostBlock, start: int, nbytes: int) -> None:
-                if block.bytes == MIB:  # others are no backups
-                    events.seen.append(("prefault", []))
-                prefault(block, start, nbytes)
-
-            def create(device: int) -> _core.CopyStream:
-                threading.Event().wait(0.02)  # for threads that prefault, if there are any
-                events.seen.append(("stream", []))
-                return stream(device)
-
-            patch_prefault(patch, noted)
-            patch.setattr(_core, "CopyStream", create)
-            allocator.sleep()
-        seen = [event for event, _ in events.seen]
-        prefaulted = seen.index("prefault")
-        copied = max(number for number, event in enumerate(seen) if event == "copy")
-        assert "digest" in seen[:prefaulted]
-        assert "stream" in seen[:prefaulted]
-        assert not {"digest", "stream"} & set(seen[prefaulted:copied])
-        assert events.digests[0] == [0, 1, 2, 3, 4, 5]
-        allocator.wake_up()
-        check_bytes(memory, contents)
-
     def test_a_backup_of_other_bytes_is_not_enough(self, allocator: CuMemAllocator, memory: Memory) -> None:
         """The last look before memory goes, should a segment ever be passed over."""
         fill(allocator, memory, SIZES)
@@ -283,99 +155,6 @@ class TestParts:
         for wrong in ({}, {**digests, segments[3].id: Digest(1, 2)}):
             with pytest.raises(InvalidState, match="no complete backup of its bytes: it stays awake"):
                 store.catalogue.require(segments, wrong)
-
-    @pytest.mark.slow
-    @pytest.mark.parametrize(
-        ("dirty", "parts"),
-        [
-            ((0, 2, 4), [[0, 1], [2, 3], [4], [5]]),
-            ((0,), [[0, 1], [2, 3], [4, 5]]),
-            ((2,), [[0, 1], [2, 3, 4, 5]]),
-            ((), [[0, 1], [2, 3, 4, 5]]),
-        ],
-        ids=str,
-    )
-    def test_what_comes_after_a_change_is_digested_in_parts(
-        self,
-        allocator: CuMemAllocator,
-        memory: Memory,
-        monkeypatch: pytest.MonkeyPatch,
-        dirty: tuple[int, ...],
-        parts: list[list[int]],
-    ) -> None:
-        """So that no digest takes longer than the copies before it; where nothing changed, nothing waits for it."""
-        monkeypatch.setattr(CuMemAllocator.tuning, "digest_part_bytes", 2 * PAGE)
-        contents = fill(allocator, memory, SIZES)
-        addresses = list(contents)
-        allocator.sleep()
-        allocator.wake_up()
-        for place in dirty:
-            change(memory, contents, addresses[place])
-        with monkeypatch.context() as patch:
-            events = Events(patch)
-            assert allocator.sleep().copied_bytes == sum(SIZES[place] for place in dirty) * PAGE
-        # The last two pages are longer than a part, and a part has at least so many bytes.
-        assert events.digests[: len(parts)] == parts
-        allocator.wake_up()
-        check_bytes(memory, contents)
-
-    @pytest.mark.usefixtures("four_blocks_in_flight")
-    def test_the_check_begins_while_the_last_copies_are_in_flight(
-        self, allocator: CuMemAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        contents = fill(allocator, memory, SIZES)
-        with monkeypatch.context() as patch:
-            events = Events(patch)
-            allocator.sleep()
-        last_copy = max(number for number, (event, _) in enumerate(events.seen) if event == "copy")
-        assert events.seen[last_copy + 1 :] == [("digest", [0, 1, 2, 3]), *[("wait", [])] * 4, ("digest", [4, 5])]
-        allocator.wake_up()
-        check_bytes(memory, contents)
-
-    @pytest.mark.slow
-    @pytest.mark.parametrize("verify", ["wake", "off"])
-    @pytest.mark.parametrize("retain_backups", [True, False])
-    def test_whatever_the_settings(
-        self, make_allocator: MakeAllocator, memory: Memory, verify: str, retain_backups: bool
-    ) -> None:
-        allocator = make_allocator(verify=verify, retain_backups=retain_backups)
-        contents = fill(allocator, memory, SIZES)
-        addresses = list(contents)
-        for dirty in ((0, 1, 2, 3, 4, 5), (0,), (4, 5), ()):
-            for place in dirty:
-                change(memory, contents, addresses[place])
-            report = allocator.sleep()
-            copied = [SIZES[place] for place in dirty] if retain_backups else SIZES
-            assert report.copied_bytes == sum(copied) * PAGE
-            allocator.wake_up()
-            check_bytes(memory, contents)
-
-    def test_new_segments_among_clean_ones(self, allocator: CuMemAllocator, memory: Memory) -> None:
-        contents = fill(allocator, memory, SIZES)
-        allocator.sleep()
-        allocator.wake_up()
-        first, _, third, *_ = contents
-        for address in (first, third):  # the head is another, then
-            allocator.free(address)
-            del contents[address]
-        contents |= fill(allocator, memory, [2, 1])
-        report = allocator.sleep()
-        assert (report.copied_bytes, report.clean_bytes) == (3 * PAGE, 6 * PAGE)
-        allocator.wake_up()
-        check_bytes(memory, contents)
-
-    def test_a_limit_refuses_before_anything_is_digested(
-        self, make_allocator: MakeAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        allocator = make_allocator(host_budget_bytes=7 * PAGE)
-        contents = fill(allocator, memory, SIZES)
-        with monkeypatch.context() as patch:
-            events = Events(patch)
-            with pytest.raises(OutOfHostMemory):
-                allocator.sleep()
-        assert events.seen == []
-        assert allocator._store.room.bytes == 0
-        check_bytes(memory, contents)
 
     @pytest.mark.slow
     @pytest.mark.parametrize("error", [DriverError, KeyboardInterrupt])

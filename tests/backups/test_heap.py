@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable
 
 import pytest
 from support import MIB, PAGE, Memory, run_script
@@ -50,10 +49,6 @@ def test_what_is_reserved_takes_no_page_fault() -> None:
     assert with_reserve < without / 10
 
 
-def test_there_is_a_most() -> None:
-    assert _core.HeapReserve(1 << 62) is not None
-
-
 def test_it_comes_before_pages_are_prefaulted_and_for_every_block(
     allocator: CuMemAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -83,15 +78,3 @@ def test_it_comes_before_pages_are_prefaulted_and_for_every_block(
     assert seen.count(seen[0]) == 1
     allocator.wake_up()
     assert memory.read(address, 3 * PAGE) == content
-
-
-def test_nothing_is_reserved_where_nothing_is_prefaulted(
-    allocator: CuMemAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    address = allocator.malloc(PAGE)
-    allocator.sleep()
-    allocator.wake_up()
-    memory.fill_random(address, MIB)
-    unwanted: Callable[[int], None] = lambda nbytes: pytest.fail(f"{nbytes} reserved")  # noqa: E731
-    monkeypatch.setattr(_core, "HeapReserve", unwanted)
-    allocator.sleep()

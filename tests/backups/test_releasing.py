@@ -15,7 +15,6 @@ from backed_up import (
     two_blocks,  # noqa: F401  (autouse)
 )
 from support import (
-    AWAKE,
     MIB,
     PAGE,
     SIMULATED,
@@ -30,7 +29,7 @@ from support import (
     threads_of_ours,
 )
 
-from cumem_sleep import CuMemAllocator, DriverError, InvalidState, OutOfHostMemory, _core, host_facts, sim
+from cumem_sleep import CuMemAllocator, InvalidState, OutOfHostMemory, _core, host_facts, sim
 
 MakeAllocator = Callable[..., CuMemAllocator]
 GIVING_BACK = "cumem-give-back"  # the thread's name
@@ -195,26 +194,6 @@ class TestGivingBack:
         assert closed_by == [GIVING_BACK] * 8
         allocator.wake_up()
 
-    @pytest.mark.sim
-    def test_what_was_never_touched_makes_no_room(
-        self, allocator: CuMemAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """Its release takes no memory back, so it must not count twice."""
-        fill(allocator, memory, [1] * 4)
-        before = available_bytes(allocator)
-        with monkeypatch.context() as patch:
-            Gate(patch)
-            sim.fail("cuMemHostRegister", error="CUDA_ERROR_UNKNOWN", after=1, times=100)
-            patch_prefault(patch, lambda *_: None)
-            with pytest.raises(DriverError):
-                allocator.sleep()
-            sim.reset()
-            assert allocator._store.room.bytes == 4 * PAGE
-            assert available_bytes(allocator) == before
-            assert Gate.latest is not None
-            Gate.latest.is_open = True
-            wait_for_the_end(allocator)
-
     def test_little_goes_at_once(
         self, unretained: CuMemAllocator, memory: Memory, closed_by: list[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -237,60 +216,6 @@ class TestGivingBack:
                 assert closed_by == []
                 assert store.room.bytes == 4 * PAGE
             wait_for_the_end(unretained)
-
-    def test_a_block_at_a_time(
-        self, unretained: CuMemAllocator, memory: Memory, closed_by: list[str], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """An operation may come between any two."""
-        hold = _core.OperationLock.hold
-        most = [0]
-
-        class Counted:
-            def __init__(self, held: _core.LockGuard) -> None:
-                self.held = held
-
-            def __enter__(self) -> bool:
-                self.before = len(closed_by)
-                return self.held.__enter__()
-
-            def __exit__(self, *exception: object) -> None:
-                most[0] = max(most[0], len(closed_by) - self.before)
-                self.held.__exit__(*exception)
-
-        def counted(lock: _core.OperationLock, wait: bool = True) -> Any:
-            held = hold(lock, wait)
-            return Counted(held) if _core.thread_name() == GIVING_BACK else held
-
-        monkeypatch.setattr(_core.OperationLock, "hold", counted)
-        self.going(unretained, memory)
-        wait_for_the_end(unretained)
-        assert most == [1]
-
-    def test_operations_meanwhile(
-        self, make_allocator: MakeAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch, closed_by: list[str]
-    ) -> None:
-        """Those that take no host memory leave it to the thread; then it goes on."""
-        allocator = make_allocator()
-        contents = fill(allocator, memory, [2, 2])
-        kept = fill(allocator, memory, [1], "default")
-        allocator.sleep()
-        allocator.wake_up()
-        gate = Gate(monkeypatch)
-        allocator.sleep(2)
-        for _ in range(2):
-            allocator.wake_up()
-            check_bytes(memory, kept)
-            allocator.usage()
-            for address in contents:
-                memory.write(address, contents[address])
-            assert allocator.sleep(2).clean_bytes == PAGE
-        allocator.wake_up()
-        gate.wait()
-        assert closed_by == []
-        assert allocator._store.room.bytes == 5 * PAGE
-        assert sum(usage.backed_up_bytes for usage in allocator.usage().values()) == PAGE
-        gate.is_open = True
-        wait_for_the_end(allocator, PAGE)
 
     @pytest.mark.parametrize("through_hook", [False, True])
     def test_backups_of_what_is_freed_meanwhile_go_with_it(
@@ -392,27 +317,6 @@ class TestGivingBack:
         gate.is_open = True
         wait_for_the_end(unretained)
 
-    @pytest.mark.sim
-    def test_a_sleep_takes_what_is_pinned_for_its_device(
-        self, unretained: CuMemAllocator, memory: Memory, closed_by: list[str], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """What is pinned for another one goes on waiting, because there is room beside it."""
-        sim.configure(devices=2)
-        gate = Gate(monkeypatch)
-        contents = self.going(unretained, memory)
-        gate.wait()
-        for address in contents:
-            unretained.free(address)
-        address = unretained.malloc(4 * PAGE, "weights", 1)
-        content = memory.fill_random(address, 4 * PAGE, 1)
-        unretained.sleep()
-        assert (closed_by, unretained._store.room.bytes) == ([], 8 * PAGE)
-        unretained.wake_up()
-        assert memory.read(address, 4 * PAGE, 1) == content
-        memory.close()
-        gate.is_open = True
-        wait_for_the_end(unretained)
-
     @pytest.mark.parametrize("slab_bytes", [MIB, PAGE])
     def test_a_sleep_of_more_releases_what_it_cannot_take(
         self,
@@ -468,27 +372,6 @@ class TestGivingBack:
         wait_for_the_end(unretained)
         check_bytes(memory, contents)
 
-    def test_more_comes_while_the_thread_works_and_after(
-        self, unretained: CuMemAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        gate = Gate(monkeypatch)
-        segments = fill(unretained, memory, [1] * 6)
-        unretained.sleep(offload_tags=["weights"])
-        unretained.wake_up()
-        until(lambda: len(threads_giving_back()) == 1)  # it names itself when it begins
-        with unretained._lock.hold():
-            for segment in _core.segments():
-                unretained._store.room.take([segment], [], {})  # gives back what goes, and then all of it goes again
-            unretained._store.catalogue.prune()
-        until(lambda: len(threads_giving_back()) == 1)
-        assert unretained._store.room.bytes == 6 * PAGE
-        gate.is_open = True
-        wait_for_the_end(unretained)
-        unretained.sleep()
-        unretained.wake_up()
-        wait_for_the_end(unretained)
-        check_bytes(memory, segments)
-
     def test_without_threads_it_goes_at_once(
         self, unretained: CuMemAllocator, memory: Memory, closed_by: list[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -505,61 +388,6 @@ class TestGivingBack:
         wait_for_the_end(unretained)
         assert closed_by[8:] == [GIVING_BACK] * 8
         check_bytes(memory, contents)
-
-    def test_of_a_replaced_allocator(
-        self, make_allocator: MakeAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """The old one does no more work, and holds nothing, though somebody may still have it."""
-        allocator = make_allocator(retain_backups=False)
-        gate = Gate(monkeypatch)
-        for address in self.going(allocator, memory):
-            allocator.free(address)
-        gate.wait()
-        assert allocator._store.room.bytes == 4 * PAGE
-        make_allocator()
-        assert_no_threads(GIVING_BACK)
-        assert allocator._store.room.bytes == 0
-        if SIMULATED:
-            assert sim.stats().registered_bytes == 0
-
-    @pytest.mark.parametrize("began", [True, False])
-    def test_an_interrupt_as_the_thread_starts(
-        self, unretained: CuMemAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch, began: bool
-    ) -> None:
-        """All goes back all the same, at the latest after the next operation."""
-        start = _core.Worker.start
-
-        def interrupted(worker: _core.Worker, work: Callable[[], object]) -> None:
-            if began:
-                start(worker, work)
-            raise KeyboardInterrupt
-
-        with monkeypatch.context() as patch:
-            patch.setattr(_core.Worker, "start", interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                self.going(unretained, memory)
-        assert all(segment.sleep == AWAKE for segment in _core.segments())
-        in_thread(unretained.usage)
-        wait_for_the_end(unretained)
-
-    def test_what_follows_at_once_waits_for_no_block(
-        self, unretained: CuMemAllocator, memory: Memory, closed_by: list[str], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """The thread waits before the first block, and not only between two."""
-        monkeypatch.setattr(CuMemAllocator.tuning, "before_releases_s", 1000.0)
-        monkeypatch.setattr(CuMemAllocator.tuning, "between_releases_s", 0.0)
-        self.going(unretained, memory)
-        try:
-            until(threads_giving_back)
-            unretained.sleep(level=2)
-            time.sleep(0.02)
-            unretained.wake_up()
-            assert closed_by == []
-            assert unretained._store.room.tier._releasing.bytes == 4 * PAGE
-        finally:
-            unretained._store.room.stop()
-        unretained.release_backups()
-        assert unretained._store.room.bytes == 0
 
     @pytest.mark.parametrize(("left", "is_slow"), [(None, True), (8 * PAGE, True), (2 * PAGE, False)])
     def test_it_takes_a_small_share_of_the_time_while_memory_is_not_short(

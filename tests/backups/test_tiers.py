@@ -360,7 +360,7 @@ class TestSharing:
         extents = reserve(tier, *extent_sizes(len(chosen), None, tier.extent_bytes))
         backup = Backup(segment, tier, extents, ranges=ranges)
         catalogue = Catalogue(retain=True)
-        catalogue.tiers.append(tier)
+        catalogue.tier = tier
         catalogue.add(backup)
 
         def digest() -> Digest:

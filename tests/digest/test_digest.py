@@ -11,18 +11,16 @@ import pytest
 from support import (
     PAGE,
     Memory,
-    assert_clean_exit,
     digest_by_the_kernel,
     digest_of,
     in_thread,
     quick_sums,
-    run_script,
 )
 
 from cumem_sleep import CuMemAllocator, DriverError, _core, sim
 from cumem_sleep.core.tuning import Tuning
 from cumem_sleep.digest import device as digest
-from cumem_sleep.digest.device import DeviceDigester, DigestRun
+from cumem_sleep.digest.device import DeviceDigester
 from cumem_sleep.digest.reference import CHUNK_BYTES, LANES, ROWS, Digest, sums_of
 
 Bytes = npt.NDArray[np.uint8]
@@ -89,16 +87,6 @@ class TestReference:
     def test_constants_have_the_documented_sizes(self) -> None:
         assert (LANES, ROWS, CHUNK_BYTES) == (2048, 64, 1 << 20)
 
-    @pytest.mark.parametrize("dtype", ["u1", "<u2", ">u4", "<f8", "<c16"])
-    def test_only_bytes_count(self, dtype: str) -> None:
-        content = random_bytes(4096)
-        assert digest_of(content.view(dtype)) == digest_of(content)
-        assert digest_of(content.view(dtype).reshape(2, -1)) == digest_of(content)
-
-    def test_of_what_is_not_contiguous(self) -> None:
-        content = random_bytes(8192)
-        assert digest_of(content[::2]) == digest_of(content[::2].copy())
-
     def test_leaves_its_input_alone(self) -> None:
         content = random_bytes(4096)
         content.setflags(write=False)
@@ -149,26 +137,12 @@ class TestDetects:
         assert before[0] != after[0]
         assert before[1] != after[1]
 
-    def test_swapped_words_of_a_column(self) -> None:
-        content = self.CONTENT[:CHUNK_BYTES].copy()
-        words = content.view(np.uint64)
-        words[5], words[5 + 9 * LANES] = words[5 + 9 * LANES].copy(), words[5].copy()
-        assert digest_of(content) != digest_of(self.CONTENT[:CHUNK_BYTES])
-
     @pytest.mark.parametrize("nbytes", [1, 8, 4096, CHUNK_BYTES - 1])
     def test_zeros_at_the_end(self, nbytes: int) -> None:
         """Padding is zeros; the length tells them apart."""
         content = self.CONTENT[:nbytes]
         digests = {digest_of(np.concatenate([content, np.zeros(more, np.uint8)])) for more in (0, 1, 2, 7, 8)}
         assert len(digests) == 5
-
-    def test_zeros_of_any_length(self) -> None:
-        lengths = [0, 1, 8, 4096, CHUNK_BYTES, CHUNK_BYTES + 1, 2 * CHUNK_BYTES]
-        assert len({digest_of(np.zeros(nbytes, np.uint8)) for nbytes in lengths}) == len(lengths)
-
-    def test_the_same_chunk_elsewhere(self) -> None:
-        chunk = self.CONTENT[:CHUNK_BYTES]
-        assert len({sums_of(chunk, first_chunk) for first_chunk in (0, 1, 2, 1000)}) == 4
 
     def test_equal_chunks_do_not_cancel(self) -> None:
         chunk = self.CONTENT[:CHUNK_BYTES]
@@ -210,16 +184,6 @@ class TestDevice:
         assert DeviceDigester(Tuning()).of(_core.segments()) == expected
         assert in_thread(lambda: DeviceDigester(Tuning()).of(_core.segments()[::-1])) == expected
         assert DeviceDigester(Tuning()).of([]) == {}
-
-    @pytest.mark.sim
-    @pytest.mark.parametrize("bounce_bytes", [CHUNK_BYTES, 3 * CHUNK_BYTES])
-    def test_through_a_small_bounce_buffer(self, allocator: CuMemAllocator, memory: Memory, bounce_bytes: int) -> None:
-        """Segments larger than the buffer are read in pieces that begin on chunks."""
-        address = allocator.malloc(2 * PAGE)
-        content = memory.fill_random(address, 2 * PAGE)
-        (segment,) = _core.segments()
-        digester = DeviceDigester(Tuning(bounce_bytes=bounce_bytes))
-        assert digester.of([segment])[segment.id] == digest_of(np.frombuffer(content, np.uint8))
 
     @pytest.mark.sim
     def test_runs_on_the_cpu_for_a_simulated_device(self, allocator: CuMemAllocator) -> None:
@@ -266,59 +230,6 @@ class TestDevice:
         assert not digester.kernel_runs_on(0)
 
     @pytest.mark.sim
-    def test_a_kernel_that_finds_no_memory_is_tried_again(
-        self,
-        allocator: CuMemAllocator,
-        memory: Memory,
-        monkeypatch: pytest.MonkeyPatch,
-        caplog: pytest.LogCaptureFixture,
-    ) -> None:
-        loaded: list[int] = []
-
-        def load(device: int) -> None:
-            loaded.append(device)
-            if len(loaded) < 3:
-                raise DriverError("cuModuleLoadData", "CUDA_ERROR_OUT_OF_MEMORY", "", "")
-
-        load_as_a_gpu(monkeypatch, load)
-        content = memory.fill_random(allocator.malloc(PAGE), PAGE)
-        (segment,) = _core.segments()
-        digester = DeviceDigester(Tuning())
-        for _ in range(4):
-            assert digester.of([segment]) == {segment.id: digest_of(np.frombuffer(content, np.uint8))}
-        assert loaded == [0, 0, 0]
-        assert digester.kernel_runs_on(0)
-        assert len(caplog.records) == 1
-
-    @pytest.mark.sim
-    @pytest.mark.parametrize("error", ["CUDA_ERROR_OUT_OF_MEMORY", "CUDA_ERROR_INVALID_IMAGE"])
-    @pytest.mark.parametrize("launches", [0, 1])
-    def test_a_launch_that_is_refused(
-        self,
-        allocator: CuMemAllocator,
-        memory: Memory,
-        caplog: pytest.LogCaptureFixture,
-        launches: int,
-        error: str,
-    ) -> None:
-        """The CPU digests all that was started in this run; later ones try again if only memory was missing."""
-        contents = [memory.fill_random(allocator.malloc(PAGE), PAGE) for _ in range(3)]
-        segments = _core.segments()
-        digest_by_the_kernel(allocator)
-        digester = allocator._digester
-        expected = {s.id: digest_of(np.frombuffer(c, np.uint8)) for s, c in zip(segments, contents, strict=True)}
-        with DigestRun(digester, segments) as run:
-            sim.fail("cuLaunchKernel", after=launches, error=error)
-            for segment in segments:
-                run.start([segment])
-            assert run.finish() == expected
-            run.start(segments)
-            assert run.finish() == expected
-        assert sim.stats().calls["cuLaunchKernel"] == launches + 1
-        assert error in caplog.text
-        assert digester._kernel_runs.get(0) is (None if error.endswith("MEMORY") else False)
-
-    @pytest.mark.sim
     @pytest.mark.parametrize("fails", [False, True])
     def test_a_warm_up_runs_the_kernel(self, allocator: CuMemAllocator, fails: bool) -> None:
         allocator.malloc(PAGE)
@@ -328,44 +239,6 @@ class TestDevice:
         allocator._digester.warm_up(0)
         assert allocator._digester.kernel_runs_on(0) is not fails
         assert sim.stats().calls["cuLaunchKernel"] == 1
-
-    @pytest.mark.sim
-    def test_on_the_cpu_where_kernels_do_not_reach_pinned_memory(self) -> None:
-        """The tables of the kernel lie there. Each device is asked once, and the others keep their kernel."""
-        process = run_script(
-            """
-            import logging, types
-            import numpy as np
-            from cumem_sleep.digest import device as digest
-            from cumem_sleep.digest.device import DeviceDigester, DigestRun
-            from cumem_sleep.core.tuning import Tuning
-
-            def never(*_):
-                raise AssertionError("the kernel was used")
-
-            reset_simulation()
-            allocator, memory = fresh_allocator(), Memory()
-            content = memory.fill_random(allocator.malloc(PAGE), PAGE)
-            warnings = []
-            logging.getLogger("cumem_sleep").addFilter(lambda record: warnings.append(record.getMessage()))
-            real = {**vars(_core), "driver_is_simulated": lambda: False, "load_digest_kernel": never}
-            digest._core = types.SimpleNamespace(**real)
-            digester = DeviceDigester(Tuning())
-            digester.warm_up(0)
-            sim.reset()
-            for _ in range(2):
-                (found,) = digester.of(_core.segments()).values()
-                assert found == digest_of(np.frombuffer(content, np.uint8))
-            assert sim.stats().calls["cuDeviceGetAttribute"] == 0, "asked again"
-            (warning,) = warnings
-            assert "digests of device 0 are computed on the CPU" in warning
-            assert "cannot access pinned host memory" in warning
-            memory.close()
-            free_everything()
-            """,
-            CUMEM_SLEEP_SIM_HOST_POINTERS="0",
-        )
-        assert_clean_exit(process)
 
 
 def test_text() -> None:

@@ -116,66 +116,6 @@ class TestAhead:
         assert ran == [(key, threading.get_ident()) for key in range(6)]
         assert_no_threads()
 
-    @pytest.mark.parametrize(("threads", "keys"), [(1, 3), (3, 2), (3, 3), (4, 20)])
-    def test_as_many_threads_as_keep_at_work(self, threads: int, keys: int) -> None:
-        """All at once: each task waits for the others' threads."""
-        wanted = min(threads, 2 * keys)
-        together = threading.Barrier(wanted)
-        with ahead_of(threads, {}) as ahead:
-            ahead.start()
-            assert _core.thread_names() == []  # with nothing to do, nothing begins
-            ahead.add(
-                as_tasks({key: [lambda: together.wait(30)] * 2 for key in range(keys // wanted * wanted or wanted)})
-            )
-            assert len(_core.thread_names()) == wanted
-            for key in range(keys // wanted * wanted or wanted):
-                ahead.wait(key)
-
-    @pytest.mark.parametrize(("threads", "keys"), [(1, 3), (3, 2), (3, 3), (4, 20)])
-    def test_no_task_begins_before_all_threads_have(self, threads: int, keys: int) -> None:
-        """Starting one would have to wait for the pages that tasks touch."""
-        at_work: list[int] = []
-        for _ in range(50):  # a task that begins too early is not always seen
-            with ahead_of(threads, {}) as ahead:
-                ahead.start()
-                ahead.add(
-                    as_tasks({key: [lambda: at_work.append(len(_core.thread_names()))] * 2 for key in range(keys)})
-                )
-                for key in range(keys):
-                    ahead.wait(key)
-        assert at_work == [min(threads, 2 * keys)] * 2 * keys * 50
-
-    def test_tasks_begin_while_others_are_yet_to_be_given(self) -> None:
-        """And before anyone waits for them."""
-        with ahead_of(2, {}) as ahead:
-            ahead.start()
-            for key in range(6):
-                begun = threading.Event()
-                ahead.add(as_tasks({key: [begun.set]}))
-                assert begun.wait(30)
-
-    def test_what_works_is_waited_for_where_another_thread_cannot_be_had(self) -> None:
-        """Then no thread is left, and who waits does the rest."""
-        begun, go, ran = threading.Event(), threading.Event(), list[tuple[int, int]]()
-
-        def work(key: int) -> None:
-            begun.set()
-            assert go.wait(30)
-            ran.append((key, threading.get_ident()))
-
-        with ahead_of(2, {1: [lambda: work(1)]}) as ahead:
-            ahead.start()
-            assert begun.wait(30)
-            timer = threading.Timer(0.02, go.set)
-            timer.start()
-            with threads_refused():
-                ahead.add(as_tasks({2: [lambda: work(2)]}))
-            assert [key for key, _ in ran] == [1]
-            assert_no_threads()
-            ahead.wait(2)
-            assert ran[1:] == [(2, threading.get_ident())]
-            timer.join()
-
 
 class TestWithoutThreads:
     def test_sleep_and_wake(self, allocator: CuMemAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -107,17 +107,6 @@ class TestChoices:
 
         assert self.choose(100, engine)[3:] == [ENGINE] * 97
 
-    @pytest.mark.parametrize("in_flight", [1, 4, CuMemAllocator.tuning.most_slots])
-    def test_the_queue_may_be_of_any_length(self, in_flight: int) -> None:
-        """What fills it seems to take no time, and the engine is busy in every batch that counts."""
-        first_timed = 3 + in_flight
-        chosen = self.choose(
-            first_timed + BATCHES_TIMED,
-            lambda number: FREE if number < 3 else 1e9 if number < first_timed else BUSY,
-            in_flight=in_flight,
-        )
-        assert chosen[3:] == [*[ENGINE] * (in_flight + 3), KERNEL]
-
     @pytest.mark.parametrize(("slow_batches", "is_busy"), [(1, False), (2, True)])
     def test_all_timed_batches_count_together(self, slow_batches: int, is_busy: bool) -> None:
         """Of four, one at 35 and three at 55 GB/s make 48; two at 25 make 34. The least that is enough is 38.5."""
@@ -142,12 +131,6 @@ class TestChoices:
         assert chosen[:5] == [KERNEL_ALONE, KERNEL_ALONE, *TRIALS, ENGINE], "the first is too small to tell"
         assert chosen[5:] == [ENGINE] * 295
 
-    @pytest.mark.parametrize("place", range(BATCHES_TIMED))
-    def test_what_seems_to_take_no_time_is_not_the_best_rate(self, place: int) -> None:
-        """After a stall of ours the batches in flight have finished already."""
-        number = 3 + Transfers.most_lanes + place
-        assert self.choose(200, lambda n: 1e9 if n == number else FREE)[3:] == [ENGINE] * 197
-
     def test_the_best_rate_is_also_the_engines(self) -> None:
         """It is busy although it is still faster than the kernel was."""
         chosen = self.choose(
@@ -167,10 +150,6 @@ class TestChoices:
         assert self.choose(4, lambda _: FREE, best=best)[-1] == ENGINE
         assert best.value == pytest.approx(FREE)
         assert self.choose(3, lambda _: BUSY, kernel=BUSY, best=best)[-1] == KERNEL
-
-    def test_to_ask_is_to_change_nothing(self) -> None:
-        pace = Pace(BestRate(), 100, 2, CuMemAllocator.tuning)
-        assert [pace.next() for _ in range(3)] == [KERNEL_ALONE] * 3
 
     def test_without_a_kernel_there_is_no_choice(self) -> None:
         pace = Pace(None, 100, 2, CuMemAllocator.tuning)

@@ -17,9 +17,10 @@ from support import DRIVER
 
 import cumem_sleep
 from cumem_sleep import _core
-from cumem_sleep.vault.client import Key, LentMemory, Range, Sealed, VaultBackup, VaultClient
+from cumem_sleep.vault.client import Key, LentMemory, Sealed, VaultBackup, VaultClient
 from cumem_sleep.vault.ledger import UNIT_BYTES
 from cumem_sleep.vault.link import LinkGroup, VaultLink
+from cumem_sleep.vault.protocol import Table
 from cumem_sleep.vault.relay import Relaying
 
 MIB = 1 << 20
@@ -115,13 +116,13 @@ class Segment:
         descriptor, base, nbytes = _core.export_memory(self.address)
         return self.client.lend(self.gpu, descriptor, nbytes), self.address - base
 
-    def ranges(self, backup: VaultBackup, lent_offset: int = 0) -> list[Range]:
+    def begin(self, backup: VaultBackup, lent: LentMemory, lent_offset: int = 0, *, to_host: bool) -> int:
         """In pieces that are not whole pages."""
         step = 3 * MIB + 17
-        return [
-            Range(backup, start, lent_offset + start, min(step, backup.nbytes - start))
-            for start in range(0, backup.nbytes, step)
+        rows = [
+            (lent_offset + start, start, min(step, backup.nbytes - start)) for start in range(0, backup.nbytes, step)
         ]
+        return self.client.copy(lent, backup, np.array(rows), to_host=to_host)
 
     def back_up(self, nbytes: int | None = None) -> VaultBackup:
         (backup,) = self.client.reserve(self.gpu, [self.nbytes if nbytes is None else nbytes])
@@ -130,13 +131,18 @@ class Segment:
 
     def write(self, backup: VaultBackup) -> None:
         lent, offset = self.lend()
-        self.client.wait([self.client.write(lent, self.ranges(backup, offset))])
+        self.client.wait([self.begin(backup, lent, offset, to_host=True)])
         take_back(self.client, [lent])
 
     def read(self, backup: VaultBackup) -> None:
         lent, offset = self.lend()
-        self.client.wait([self.client.read(lent, self.ranges(backup, offset))])
+        self.client.wait([self.begin(backup, lent, offset, to_host=False)])
         take_back(self.client, [lent])
+
+
+def table(*rows: tuple[int, int, int]) -> Table:
+    """Of ranges: an offset in lent memory, one in the backup, and bytes."""
+    return np.array(rows, np.int64).reshape(-1, 3)
 
 
 def lone_link(device: int, to_host: bool) -> VaultLink:
@@ -150,9 +156,9 @@ def take_back(client: VaultClient, lent: Sequence[LentMemory]) -> None:
     client.wait([] if request is None else [request])
 
 
-def seal(client: VaultClient, backup: VaultBackup, name: str, note: str = "") -> Key:
+def seal(client: VaultClient, backup: VaultBackup, name: str) -> Key:
     key = Key(name, backup.nbytes, "")
-    client.seal([Sealed(backup, key, note)])
+    client.seal([Sealed(backup, key)])
     return key
 
 

@@ -115,34 +115,6 @@ def sharing(vault: RunningVault, client: VaultClient, allocator: CuMemAllocator,
     return Sharing(vault, SleepingClient(client, allocator, memory))
 
 
-def test_all_who_hold_it_tell_the_next_vault(vault: RunningVault, start_vault: StartVault, sharing: Sharing) -> None:
-    """Whoever has found it out may have ended by then."""
-    sharing.sleeper.client.distrust([sharing.sleeper.backup])
-    sharing.sleeper.client.close()
-    vault.kill()
-    new = start_vault("64MiB", "--slab-size", "16MiB")
-    client = new.client()
-    assert sharing.unaware.lost is not None
-    client.show(sharing.sleeper.segment.gpu, [Shown(sharing.shared, sharing.sleeper.key, sharing.unaware.slabs)])
-    assert not sharing.is_found(client)
-    client.close()
-    sharing.close()
-
-
-@pytest.mark.parametrize("first", ["aware", "unaware"])
-def test_what_was_found_out_without_a_vault_the_next_one_hears(
-    vault: RunningVault, start_vault: StartVault, sharing: Sharing, first: str
-) -> None:
-    vault.kill()
-    sharing.sleeper.client.slabs.distrusted.add(sharing.sleeper.backup.number)
-    client = start_vault("64MiB", "--slab-size", "16MiB").client()
-    sharing.show(client, first)
-    assert not sharing.is_found(client)
-    assert len(client.slabs.distrusted) == 2, "both know by now"
-    client.close()
-    sharing.close()
-
-
 def test_a_silent_vault_hears_of_it_when_it_goes_on(
     vault: RunningVault, make_allocator: Callable[..., CuMemAllocator]
 ) -> None:

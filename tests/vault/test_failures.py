@@ -7,25 +7,20 @@ import pathlib
 import re
 import resource
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 
 import numpy as np
 import pytest
-from running import SECONDS, RunningVault, Segment, eventually
+from running import RunningVault, eventually
 from support import AWAKE, PAGE, Memory, assert_clean_exit, bf16_weights, run_script
 from test_sleeping import MakeAllocator, check, fill, leave, through
-from test_storm import Vaults
 from world import Phase, World, check_every_call, phases
 
 from cumem_sleep import CuMemAllocator, CumemSleepError, OutOfHostMemory, _core, sim
-from cumem_sleep.errors import VaultError, VaultLost, VaultUnavailable
+from cumem_sleep.errors import VaultError
 from cumem_sleep.vault import memory as slabs
 from cumem_sleep.vault import protocol
-from cumem_sleep.vault.client import VaultClient
 from cumem_sleep.vault.ledger import UNIT_BYTES
 
 __all__ = ["through"]  # a fixture
@@ -64,18 +59,6 @@ def lent_bytes(vault: RunningVault) -> int:
     return sum(client["lent_bytes"] for client in vault.status()["clients"])
 
 
-def test_a_mistake_of_the_vault_reaches_who_waits_for_copies(folder: pathlib.Path, allocator: CuMemAllocator) -> None:
-    """It ends, for it cannot copy any more; otherwise they would hear for ever that it is at work."""
-    vault = Vaults(folder, BROKEN_LINKS="1")
-    segment = Segment(vault.client(), allocator.malloc(PAGE), PAGE)
-    with pytest.raises(VaultLost):
-        segment.back_up()
-    assert "AttributeError" in (folder / "said").read_text()
-    vault.process.communicate()
-    segment.client.close()
-    allocator.free(segment.address)
-
-
 # Open files
 
 
@@ -91,24 +74,6 @@ def descriptors_left(pid: int, count: int) -> Iterator[None]:
         yield
     finally:
         resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
-
-
-@pytest.mark.parametrize("slab", ["2MiB", "64MiB"])
-def test_slabs_leave_files_to_others_where_few_may_be_open(
-    folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch, slab: str
-) -> None:
-    """The soft limit is raised to the hard one; slabs of 2 MiB would take more than that."""
-    limited = partial(resource.setrlimit, resource.RLIMIT_NOFILE, (32, 64))
-    monkeypatch.setattr(subprocess, "Popen", partial(subprocess.Popen, preexec_fn=limited))
-    vault = RunningVault(folder, "128MiB", "--slab-size", slab)
-    try:
-        vault.wait_until_ready()
-        clients = [vault.client() for _ in range(8)]
-        assert len(clients[0].reserve(clients[0].gpus[0], [PAGE] * 64)) == 64
-        for each in clients:
-            each.close()
-    finally:
-        vault.close()
 
 
 SHORT = {
@@ -158,37 +123,6 @@ def test_no_more_files_can_be_opened(through: MakeAllocator, memory: Memory, vau
     assert refused["wake"] > 0
 
 
-def test_those_who_come_when_the_vault_can_open_no_more_files_wait(vault: RunningVault) -> None:
-    there = vault.client()
-    with descriptors_left(vault.process.pid, 0):
-        with pytest.raises(VaultUnavailable):
-            VaultClient(vault.socket, deadline_s=0.3)
-        assert there.status()["pid"] == vault.process.pid, "it serves those that it has"
-    vault.client().close()
-    there.close()
-
-
-@pytest.mark.slow
-def test_what_cannot_all_be_shown_to_a_new_vault_leaves_no_file_open(
-    make_allocator: MakeAllocator, memory: Memory, start_vault: Callable[..., RunningVault]
-) -> None:
-    vault = start_vault("32MiB", "--slab-size", str(PAGE))
-    vault.wait_until_ready()
-    allocator = make_allocator(vault=str(vault.socket))
-    contents = fill(allocator, memory, *["weights"] * 4)
-    allocator.sleep()
-    vault.kill()
-    start_vault("32MiB", "--slab-size", str(PAGE)).wait_until_ready()
-    before = len(os.listdir("/proc/self/fd"))
-    tier = allocator._store.room.tier
-    with descriptors_left(os.getpid(), 4), pytest.raises(VaultError, match="this process can open no more files"):
-        tier.client()  # type: ignore[attr-defined]
-    assert len(os.listdir("/proc/self/fd")) <= before + 1, "no more than the connection"
-    allocator.wake_up()
-    check(memory, contents)
-    leave()
-
-
 @pytest.mark.slow
 def test_a_new_vault_adopts_more_slabs_than_a_message_has_descriptors(
     make_allocator: MakeAllocator, memory: Memory, start_vault: Callable[..., RunningVault]
@@ -214,16 +148,6 @@ def test_a_new_vault_adopts_more_slabs_than_a_message_has_descriptors(
     allocator.wake_up()
     check(memory, contents)
     leave()
-
-
-def test_a_slab_is_given_back_without_opening_a_file(allocator: CuMemAllocator) -> None:
-    allocator._operations.open()
-    before = sim.stats().registered_bytes
-    slab = slabs.take(PAGE, -1, 0, 1, lambda _: None)
-    with descriptors_left(os.getpid(), 0):
-        slab.close()
-    assert not slab.block.pinned
-    assert sim.stats().registered_bytes == before
 
 
 def test_a_slab_that_cannot_be_adopted_stays_unwritable(allocator: CuMemAllocator) -> None:
@@ -255,37 +179,6 @@ def test_slabs_that_cannot_be_registered_are_read_all_the_same(
     finally:
         sim.reset()
     check(memory, contents)
-
-
-def test_a_wake_that_cannot_map_the_slabs_is_undone(vault: RunningVault) -> None:
-    script = f"""
-        import os, resource, signal, sys
-        sys.path.insert(0, {os.path.dirname(__file__)!r})
-        allocator, memory = CuMemAllocator(Settings(driver="sim", vault={str(vault.socket)!r})), Memory()
-        address = allocator.malloc(4 * PAGE, "weights")
-        content = memory.fill_random(address, 4 * PAGE)
-        allocator.sleep()
-        os.kill({vault.process.pid}, signal.SIGKILL)
-        while allocator._store.room.tier._client.lost is None:
-            pass
-        refused = 0
-        for mib in range(2, 40, 4):
-            pages = int(open("/proc/self/statm").read().split()[0])
-            resource.setrlimit(resource.RLIMIT_AS, (pages * 4096 + (mib << 20), -1))
-            try:
-                allocator.wake_up()
-                break
-            except (OutOfHostMemory, DriverError, InvalidState) as error:
-                refused += 1
-                assert {{s.sleep for s in _core.segments()}} == {{BACKED_UP}}, error
-            finally:
-                resource.setrlimit(resource.RLIMIT_AS, (-1, -1))
-        assert refused > 1, refused
-        allocator.wake_up()
-        assert memory.read(address, 4 * PAGE) == content
-        """
-    process = run_script(script)
-    assert process.returncode == 0, process.stderr
 
 
 @pytest.mark.parametrize("settings", [{}, {"compress": "auto"}])
@@ -362,54 +255,6 @@ def test_reserved_huge_pages_are_taken_first(
     eventually(lambda: free_huge_pages() == before, "all of them are back")
 
 
-# Other users
-
-
-AS_NOBODY = """
-import os, pathlib, socket, sys
-sys.path[:0] = sys.argv[2:]
-from cumem_sleep.vault.client import VaultClient, VaultUnavailable
-os.setgid(65534)
-os.setuid(65534)
-path = pathlib.Path(sys.argv[1])
-try:
-    VaultClient(path)
-except VaultUnavailable as error:
-    print(error)
-connection = socket.socket(socket.AF_UNIX)
-try:
-    connection.connect(str(path))
-    print("connected")
-except PermissionError:
-    print("no permission")
-"""
-
-
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can be another user")
-def test_another_user_gets_nowhere(start_vault: Callable[..., RunningVault], tmp_path: pathlib.Path) -> None:
-    """Not even into a folder that everybody may enter."""
-    import cumem_sleep
-
-    vault = start_vault()
-    for folder in vault.socket.parents:
-        if folder.stat().st_uid == 0 and folder != pathlib.Path("/tmp"):
-            folder.chmod(folder.stat().st_mode | 0o011)
-    package = str(pathlib.Path(cumem_sleep.__path__[0]).parent)
-    command = [sys.executable, "-c", AS_NOBODY, str(vault.socket), package]
-
-    def try_to_connect() -> list[str]:
-        return subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=True).stdout.splitlines()
-
-    refused, connected = try_to_connect()
-    assert "no vault answers" in refused
-    assert connected == "no permission"
-    vault.socket.chmod(0o666)  # a careless administrator
-    refused, connected = try_to_connect()
-    assert "belongs to user 0" in refused
-    assert connected == "connected"
-    eventually(lambda: vault.said("it runs as user 65534, and this vault serves user 0 only"), "it is cut off")
-
-
 # GPUs, forks, ends
 
 
@@ -453,26 +298,3 @@ def test_a_vault_that_serves_none_of_these_gpus_is_not_used(
         text = script.replace("DEVICES", str(devices)).replace("EXPECTED", repr(expected))
         text = text.replace("allocator, memory", imports + "allocator, memory", 1)
         assert_clean_exit(run_script(text, CUMEM_SLEEP_SIM_DEVICES=str(devices)))
-
-
-def test_a_child_of_a_fork_that_exits_takes_nothing_with_it(vault: RunningVault) -> None:
-    """Asleep, and its child runs all that Python runs at its end."""
-    script = f"""
-        import os, sys
-        allocator, memory = CuMemAllocator(Settings(driver="sim", vault={str(vault.socket)!r})), Memory()
-        address = allocator.malloc(PAGE, "weights")
-        content = memory.fill_random(address, PAGE)
-        allocator.sleep()
-        child = os.fork()
-        if child == 0:
-            for call in (allocator.wake_up, allocator.sleep, allocator.release_backups):
-                with raises(InvalidState, "fork"):
-                    call()
-            sys.exit(7)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-        assert allocator.wake_up().verified_bytes == PAGE
-        assert memory.read(address, PAGE) == content
-        assert allocator.sleep().copied_bytes == 0
-        """
-    process = run_script(script)
-    assert process.returncode == 0, process.stderr

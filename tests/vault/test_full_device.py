@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 import pytest
@@ -133,37 +132,3 @@ def test_where_the_driver_pins_no_copy_the_cpu_decodes(
     monkeypatch.setattr(SimulatedKernels, "decode", None)
     allocator.wake_up()
     check(contents)
-
-
-@pytest.mark.parametrize("cache_bytes", [0, 4 * MIB])
-def test_all_is_mapped_before_anything_else_takes_memory(
-    allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch, cache_bytes: int
-) -> None:
-    contents = fill(allocator, "weights", "weights")
-    if cache_bytes:
-        allocator.malloc(cache_bytes, "kv_cache")
-    allocator.sleep(1)
-    leave_free(0)
-    without_memory: list[bool] = []
-    decode = SimulatedKernels.decode
-
-    def note(*arguments: Any) -> None:
-        without_memory.append(any(not segment.has_memory for segment in _core.segments()))
-        decode(*arguments)
-
-    monkeypatch.setattr(SimulatedKernels, "decode", note)
-    allocator.wake_up()
-    assert without_memory
-    assert not any(without_memory)
-    check(contents)
-
-
-def test_each_device_for_itself(make_allocator: MakeAllocator, start_vault: Callable[..., RunningVault]) -> None:
-    with through(start_vault("64MiB", CUMEM_SLEEP_SIM_DEVICES="2"), make_allocator) as allocator:
-        sim.configure(devices=2)
-        contents = fill(allocator, "weights", "default") | fill(allocator, "weights", "weights", device=1)
-        allocator.sleep(1)
-        assert are_compressed(allocator, contents)
-        sim.configure(device_bytes=4 * PAGE)
-        allocator.wake_up()
-        check(contents)

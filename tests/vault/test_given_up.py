@@ -15,9 +15,7 @@ from test_sleeping import MakeAllocator, check, fill, leave
 
 from cumem_sleep import CuMemAllocator, OutOfDeviceMemory, _core, sim
 from cumem_sleep.backups.vault import VaultTransfers
-from cumem_sleep.core.levels import SegmentGroup
 from cumem_sleep.errors import DriverError, VaultLost
-from cumem_sleep.operations import wake as wake_operation
 
 pytestmark = [pytest.mark.sim, pytest.mark.slow]
 
@@ -159,77 +157,3 @@ def test_memory_that_a_stopped_vault_has_is_not_reported_as_freed(
     allocator.wake_up()
     memory.fill_random(address, 2 * PAGE)
     assert allocator.sleep(2).freed_bytes == 2 * PAGE
-
-
-def test_memory_is_free_once_the_vault_that_had_it_is_gone(
-    through: MakeAllocator, memory: Memory, vault: RunningVault, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    allocator = through()
-    fill(allocator, memory, "weights")
-    sleep_is_given_up(allocator, vault, monkeypatch)
-    vault.kill()
-    assert allocator.sleep(2).freed_bytes == 2 * PAGE
-
-
-class TestBorrowed:
-    """The device is full, so what is compressed is decoded in memory of the cache, which was dropped."""
-
-    @pytest.fixture
-    def asleep(
-        self, through: MakeAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch
-    ) -> tuple[CuMemAllocator, dict[int, bytes], int]:
-        """Its allocator, the bytes of the weights, and the address of the cache."""
-        tuning = CuMemAllocator.tuning
-        for name, value in {"slots": 2, "most_slots": 2, "lent_slot_bytes": PAGE}.items():
-            monkeypatch.setattr(tuning, name, value)
-        allocator = through(compress="auto")
-        contents = fill(allocator, memory, "weights", "weights")
-        cache = allocator.malloc(4 * PAGE, "kv_cache")
-        assert allocator.sleep().stored_bytes < 4 * PAGE
-        sim.configure(device_bytes=8 * PAGE)
-        return allocator, contents, cache
-
-    def test_the_wake_that_borrows_it_does_not_take_it_for_given_up(
-        self, asleep: tuple[CuMemAllocator, dict[int, bytes], int], memory: Memory, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        allocator, contents, cache = asleep
-        lent: list[int] = []
-        note_loan = VaultTransfers.note_loan
-
-        def noted(transfers: VaultTransfers, base: int, *, filled: bool) -> None:
-            if filled:
-                lent.append(base)
-            note_loan(transfers, base, filled=filled)
-
-        monkeypatch.setattr(VaultTransfers, "note_loan", noted)
-        allocator.wake_up()
-        check(memory, contents)
-        assert cache in lent
-
-    @pytest.mark.parametrize("call", ["cuMemRelease", "cuMemUnmap"])
-    def test_a_late_copy_does_not_overwrite_it_either(
-        self,
-        asleep: tuple[CuMemAllocator, dict[int, bytes], int],
-        memory: Memory,
-        vault: RunningVault,
-        monkeypatch: pytest.MonkeyPatch,
-        call: str,
-    ) -> None:
-        allocator, contents, cache = asleep
-        copied = copied_in(vault)
-        fall_silent(vault, allocator)
-        sim.fail(call, times=FOR_EVER)
-        with pytest.raises(VaultLost):
-            allocator.wake_up()
-        asleep_in = wake_operation.asleep
-
-        def relents(meant: SegmentGroup) -> list[_core.Segment]:
-            sim.reset()  # not before the operation has tried to release it, and failed
-            return asleep_in(meant)
-
-        monkeypatch.setattr(wake_operation, "asleep", relents)
-        allocator.wake_up()
-        contents[cache] = memory.fill_random(cache, 4 * PAGE)
-        goes_on(vault, allocator, copied, 1)
-        once_it_goes_on(lambda: tier_of(allocator).client())
-        check(memory, contents)

@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
-import os
-import resource
-import sys
-import types
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
@@ -17,18 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 from kept_cache import Cache
-from running import MIB, RunningVault, Segment, eventually, from_slabs, lone_link, seal, take_back
+from running import MIB, RunningVault, Segment, eventually, from_slabs, lone_link, seal, table, take_back
 from support import AWAKE, PAGE, Memory, forget_devices
 from test_recovery import fall_silent, speak
 
 from cumem_sleep import CuMemAllocator, CumemSleepError, DriverError, InvalidArgument, InvalidState, _core, sim
 from cumem_sleep.errors import VaultLost
-from cumem_sleep.for_plugin import drop_kept
 from cumem_sleep.vault import link, protocol, range_table
 from cumem_sleep.vault.client import VaultBackup, VaultClient
 from cumem_sleep.vault.jobs import BorrowedMemory, Job, LinkPiece
 from cumem_sleep.vault.ledger import UNIT_BYTES, SlabRange
-from cumem_sleep.vault.pool import VaultHost, VaultPool
 from cumem_sleep.vault.range_table import check_table, table_pieces
 
 pytestmark = pytest.mark.sim
@@ -51,7 +43,7 @@ def make_cache(make_allocator: MakeAllocator, vault: RunningVault) -> Iterator[C
     for cache in made:
         for address in (cache.weights, *cache.addresses):
             cache.allocator.free(address)
-        for tier in cache.allocator._store.catalogue.tiers:
+        if (tier := cache.allocator._store.catalogue.tier) is not None:
             tier.leave()
 
 
@@ -111,17 +103,6 @@ class TestKept:
         vault.kill()
         assert cache.allocator.kept_room() == 0
 
-    def test_a_process_without_descriptors_has_no_room(self, make_cache: Callable[..., Cache]) -> None:
-        room = make_cache().allocator.kept_room
-        lowest, (soft, hard) = os.dup(0), resource.getrlimit(resource.RLIMIT_NOFILE)
-        os.close(lowest)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
-        try:
-            assert room() == 0
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        assert room() > 0
-
     def test_nothing_is_evicted_for_it(self, cache: Cache, other: VaultClient) -> None:
         retained = fill_up(other)
         other.mark(retained, needed=False)
@@ -129,26 +110,6 @@ class TestKept:
         assert "vault" in report.not_kept
         assert other.owners(retained) == [1]
         cache.check_lost(report.not_kept)
-
-    def test_each_segment_has_one_request(
-        self, make_cache: Callable[..., Cache], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """Of thousands of ranges."""
-        cache = make_cache(verify="off")  # the simulated driver is slow at that
-        cache.keep = {
-            address: np.column_stack((np.arange(0, PAGE, 64), np.full(PAGE // 64, 32))) for address in cache.addresses
-        }
-        verbs = noting_requests(monkeypatch)
-        cache.check_kept(cache.sleep())
-        assert verbs.count("copy_table") == len(cache.addresses)
-        del verbs[:]
-        cache.check_back()
-        assert verbs.count("copy_table") == len(cache.addresses)
-        monkeypatch.setattr(protocol, "MAX_ROWS", 10_000)
-        del verbs[:]
-        cache.check_kept(cache.sleep())
-        assert verbs.count("copy_table") == len(cache.addresses) * -(-PAGE // 64 // 10_000)
-        cache.check_back()
 
 
 def noting_requests(monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -197,14 +158,6 @@ class TestLost:
         cache.check_kept(cache.sleep())
         cache.check_back()
 
-    def test_so_does_one_that_is_replaced(
-        self, cache: Cache, vault: RunningVault, start_vault: Callable[..., RunningVault]
-    ) -> None:
-        cache.check_kept(cache.sleep())
-        vault.kill()
-        start_vault().wait_until_ready()
-        cache.check_lost("ended")
-
     @pytest.mark.parametrize("silent_from", ["the beginning", "the last question"])
     def test_a_vault_that_is_silent_loses_it_before_it_is_lent_memory(
         self, cache: Cache, vault: RunningVault, monkeypatch: pytest.MonkeyPatch, silent_from: str
@@ -216,15 +169,15 @@ class TestLost:
             fall_silent(vault, cache.allocator)
             return mark(*args, **kwargs)
 
+        cache.allocator.wake_up("weights")
         if silent_from == "the beginning":
-            cache.allocator.wake_up("weights")
             fall_silent(vault, cache.allocator)
         else:
             monkeypatch.setattr(VaultClient, "mark", then_silent)
         verbs = noting_requests(monkeypatch)
         try:
             cache.check_lost("vault")
-            assert "copy_table" not in verbs
+            assert "copy" not in verbs
         finally:
             speak(vault, cache.allocator)
 
@@ -233,14 +186,14 @@ class TestLost:
     ) -> None:
         """Because it may write to that memory yet. The next wake has other memory."""
         cache.check_kept(cache.sleep())
-        copy_table = VaultClient.copy_table
+        copy = VaultClient.copy
 
         def silent(*args: Any, **kwargs: Any) -> int:
             fall_silent(vault, cache.allocator)
-            return copy_table(*args, **kwargs)
+            return copy(*args, **kwargs)
 
         with monkeypatch.context() as patch:
-            patch.setattr(VaultClient, "copy_table", silent)
+            patch.setattr(VaultClient, "copy", silent)
             with pytest.raises(VaultLost):
                 cache.allocator.wake_up()
         assert all(segment.sleep != AWAKE for segment in _core.segments())
@@ -262,90 +215,18 @@ class TestLost:
         eventually(sleeps, "it is used again")
         cache.check_back()
 
-    def test_so_does_one_that_falls_silent_after_another_error(
-        self, cache: Cache, vault: RunningVault, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        cache.check_kept(cache.sleep())
-        copy_table, begun = VaultClient.copy_table, []
-
-        def first_wrong_then_silent(
-            client: VaultClient, lent: Any, backup: VaultBackup, ranges: Any, *, to_host: bool
-        ) -> int:
-            if not begun:
-                begun.append(copy_table(client, lent, backup, ranges + 8, to_host=to_host))
-                assert vault.status(), "it has answered"
-                return begun[0]
-            fall_silent(vault, cache.allocator)
-            return copy_table(client, lent, backup, ranges, to_host=to_host)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(VaultClient, "copy_table", first_wrong_then_silent)
-            with pytest.raises(InvalidArgument, match="multiples of 16"):
-                cache.allocator.wake_up()
-        assert all(segment.sleep != AWAKE for segment in _core.segments())
-        speak(vault, cache.allocator)
-
-        def wakes() -> bool:
-            with suppress(VaultLost):
-                cache.wake()
-                return True
-            return False
-
-        eventually(wakes, "it answers again")
-
-    def test_memory_is_noted_as_lent_before_it_is_filled(self, cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
-        noted: list[tuple[str, bool]] = []
-        lend_memory, copy_table = _core.lend_memory, VaultClient.copy_table
-
-        def lend(address: int, filled: bool) -> _core.Loan:
-            noted.append(("loan", filled))
-            return lend_memory(address, filled)
-
-        def copy(*args: Any, **kwargs: Any) -> int:
-            noted.append(("copy", not kwargs["to_host"]))
-            return copy_table(*args, **kwargs)
-
-        monkeypatch.setattr(_core, "lend_memory", lend)
-        monkeypatch.setattr(VaultClient, "copy_table", copy)
-        cache.check_kept(cache.sleep())
-        assert [each for each in noted if each[1]] == []
-        cache.check_back()
-        assert [each for each in noted if each[1]][1:] == 3 * [("loan", True), ("copy", True)], "after the weights"
-
-    def test_a_vault_that_is_silent_in_a_sleep_keeps_nothing(
-        self, cache: Cache, vault: RunningVault, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        cache.allocator.sleep()
-        cache.allocator.wake_up()
-        copy_table = VaultClient.copy_table
-
-        def silent(*args: Any, **kwargs: Any) -> int:
-            fall_silent(vault, cache.allocator)
-            return copy_table(*args, **kwargs)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(VaultClient, "copy_table", silent)
-            assert "does not answer" in cache.sleep().not_kept
-        speak(vault, cache.allocator)
-        cache.check_lost("does not answer")
-
     def test_changed_bytes_are_noticed(self, cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
         """The owner proves them, not the vault: here its kernel copies to the wrong place."""
         cache.check_kept(cache.sleep())
-        copy_table = VaultClient.copy_table
+        copy = VaultClient.copy
 
         def shifted(client: VaultClient, lent: Any, backup: VaultBackup, ranges: Any, *, to_host: bool) -> int:
-            return copy_table(
+            return copy(
                 client, lent, backup, np.roll(ranges, 1, axis=0) * (1, 0, 1) + ranges * (0, 1, 0), to_host=to_host
             )
 
-        monkeypatch.setattr(VaultClient, "copy_table", shifted)
+        monkeypatch.setattr(VaultClient, "copy", shifted)
         cache.check_lost("digest")
-
-    def test_a_vault_that_takes_memory_still_keeps_nothing(self, cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(VaultClient, "reserve_now", lambda *_, **__: None)
-        assert "still taking memory" in cache.sleep().not_kept
-        cache.check_lost("still taking memory")
 
 
 MARK = b"\xa5" * 4096
@@ -375,18 +256,6 @@ class TestZeroed:
         assert not np.frombuffer(from_slabs(client, backup), np.uint8).any()
         cache.check_lost("needed the memory")
 
-    @pytest.mark.parametrize("how", ["wake", "drop"])
-    def test_when_its_owner_gives_it_back(self, marked: tuple[Cache, VaultClient], how: str) -> None:
-        cache, client = marked
-        if how == "wake":
-            cache.check_back()
-        else:
-            assert drop_kept(cache.allocator) == cache.bytes
-        (backup,) = fill_up(client)
-        assert not np.frombuffer(from_slabs(client, backup), np.uint8).any()
-        assert sum(extent.nbytes for extent in backup.extents) >= MEMORY - PAGE
-        cache.allocator.wake_up()
-
     def test_when_its_owner_ends(
         self, allocator: CuMemAllocator, memory: Memory, start_vault: Callable[..., RunningVault]
     ) -> None:
@@ -403,47 +272,6 @@ class TestZeroed:
         (backup,) = fill_up(client, MEMORY)
         assert not np.frombuffer(from_slabs(client, backup), np.uint8).any()
 
-    def test_although_no_thread_can_be_started(
-        self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        allocator._operations.open()
-        posted: deque[Callable[[], None]] = deque()
-        host = VaultHost(lambda _: 1 << 40, 2, lambda _: None)
-        pool = VaultPool(PAGE, None, 0, [-1], host, posted.append, lambda: None)
-        pool.take_more()
-
-        def is_free() -> bool:
-            while posted:
-                posted.popleft()()
-            return pool.ledger.free_bytes == PAGE
-
-        eventually(is_free, "it has its memory")
-        (hold,) = pool.ledger.reserve("me", "GPU", [PAGE], expendable=True)
-        content = np.frombuffer(memoryview(pool.slabs[1].block), np.uint8)
-        ctypes.memset(pool.slabs[1].block.address, 0xA5, PAGE)
-        monkeypatch.setattr(ThreadPoolExecutor, "submit", refused_in("_zero_parts", ThreadPoolExecutor.submit))
-        pool.ledger.release("me", [hold.number])
-        eventually(is_free, "it is zeroed")
-        assert not content.any()
-        del content
-        pool.finish()
-        pool.close()
-
-
-def refused_in(function: str, submit: Callable[..., Any]) -> Callable[..., Any]:
-    """As that, but for what is submitted by this function: a limit on threads is reached."""
-
-    def submitted(*arguments: Any) -> Any:
-        if sys._getframe(1).f_code.co_name == function:
-            raise RuntimeError("can't start new thread")
-        return submit(*arguments)
-
-    return submitted
-
-
-def table(*rows: tuple[int, int, int]) -> protocol.Table:
-    return np.array(rows, np.int64).reshape(-1, 3)
-
 
 BAD = {
     "beyond the memory": table((PAGE, 0, 16)),
@@ -456,9 +284,6 @@ BAD = {
     "the same bytes of the backup": table((0, 16, 32), (64, 32, 16)),
     "the same, not in order": table((64, 32, 16), (0, 16, 32)),
     "nothing": table((0, 0, 0)),
-    "odd sizes": table((0, 0, 8)),
-    "odd addresses": table((8, 0, 16)),
-    "odd offsets": table((0, 8, 16)),
 }
 
 
@@ -475,35 +300,18 @@ class TestTables:
         (backup,) = client.reserve(mine.gpu, [PAGE // 2])
         lent, _ = mine.lend()
         with pytest.raises(InvalidArgument, match="ranges: "):
-            client.wait([client.copy_table(lent, backup, ranges, to_host=to_host)])
-        client.wait([client.copy_table(lent, backup, table((0, 0, 16)), to_host=True)])  # it still serves
+            client.wait([client.copy(lent, backup, ranges, to_host=to_host)])
+        client.wait([client.copy(lent, backup, table((0, 0, 16)), to_host=True)])  # it still serves
         take_back(client, [lent])
-        client.release([backup])
-
-    def test_one_that_is_too_long_is_refused(self, mine: Segment, client: VaultClient) -> None:
-        (backup,) = client.reserve(mine.gpu, [PAGE // 2])
-        lent, _ = mine.lend()
-        longest = np.zeros((protocol.MAX_ROWS + 1, 3), np.int64)
-        with pytest.raises(InvalidArgument, match="at once: expected at most"):
-            client.wait([client.copy_table(lent, backup, longest, to_host=True)])
-        with pytest.raises(InvalidArgument, match="ask for less at once"):
-            client.copy_table(lent, backup, np.zeros((1 << 20, 3), np.int64), to_host=True)
         client.release([backup])
 
     @pytest.mark.parametrize("said", [None, 7, "$", "AAAA", protocol.table_to_json(table((0, -16, 16)))], ids=str)
     def test_what_is_none_ends_the_connection(self, mine: Segment, vault: RunningVault, said: object) -> None:
         client = vault.client()
         with pytest.raises(VaultLost):
-            client._ask("copy_table", gpu=mine.gpu, memory=1, bytes=PAGE, out=True, ranges=said, number=1)
+            client._ask("copy", gpu=mine.gpu, memory=1, bytes=PAGE, out=True, ranges=said, number=1)
         client.close()
         assert vault.status()
-
-    def test_nothing_to_copy_is_nothing(self, mine: Segment, client: VaultClient) -> None:
-        (backup,) = client.reserve(mine.gpu, [PAGE // 2])
-        lent, _ = mine.lend()
-        client.wait([client.copy_table(lent, backup, table(), to_host=True)])
-        take_back(client, [lent])
-        client.release([backup])
 
     def test_sealed_and_strange_backups_are_not_written(
         self, mine: Segment, client: VaultClient, vault: RunningVault
@@ -512,14 +320,14 @@ class TestTables:
         seal(client, backup, "x")
         lent, _ = mine.lend()
         with pytest.raises(InvalidState, match="sealed"):
-            client.wait([client.copy_table(lent, backup, table((0, 0, 16)), to_host=True)])
-        client.wait([client.copy_table(lent, backup, table((0, 0, 16)), to_host=False)])
+            client.wait([client.copy(lent, backup, table((0, 0, 16)), to_host=True)])
+        client.wait([client.copy(lent, backup, table((0, 0, 16)), to_host=False)])
         take_back(client, [lent])
         other = vault.client()
         for to_host in (True, False):
             lent, _ = Segment(other, mine.address, PAGE).lend()
             with pytest.raises(InvalidState, match="not held by this process"):
-                other.wait([other.copy_table(lent, backup, table((0, 0, 16)), to_host=to_host)])
+                other.wait([other.copy(lent, backup, table((0, 0, 16)), to_host=to_host)])
         other.close()
         client.release([backup])
 
@@ -552,7 +360,7 @@ class TestTables:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(range_table, "PIECE_ROWS", 16)
             patch.setattr(range_table, "_PIECE_BYTES", 1 << 20)
-            patch.setattr(range_table, "_ROW_BYTES", 1 << 18)
+            patch.setattr(range_table, "SMALL_RANGE_BYTES", 1 << 18)
             for slab, rows in table_pieces(ranges, extents):
                 assert len(rows) <= 16
                 assert rows[:, 2].sum() <= (1 << 20) + (1 << 18)
@@ -562,32 +370,6 @@ class TestTables:
                         assert lent_at + byte not in found
                         found[lent_at + byte] = slab, offset + byte
         assert found == expected
-
-    def test_large_backups_are_no_more_work(self) -> None:
-        """Than the rows that are copied, as far as the interpreter goes: the vault does nothing else meanwhile."""
-        few, many = (
-            lines_run(lambda size=size: [*table_pieces(table((0, 0, 16)), [SlabRange(0, 0, size)])])
-            for size in (1 << 20, 1 << 30)
-        )
-        assert few == many
-
-
-def lines_run(work: Callable[[], object]) -> int:
-    """Of `range_table`."""
-    count = 0
-
-    def trace(frame: types.FrameType, event: str, _: object) -> Callable[..., object] | None:
-        nonlocal count
-        count += event == "line"
-        return trace if frame.f_code.co_filename == range_table.__file__ else None
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        work()
-    finally:
-        sys.settrace(before)
-    return count
 
 
 def place_of(extents: Sequence[SlabRange], offset: int) -> tuple[int, int]:
@@ -636,23 +418,6 @@ class TestLinks:
             held = np.frombuffer(memoryview(block), np.uint8)
             for offset, place in zip(at.tolist(), to.tolist(), strict=True):
                 assert held[place : place + 4096].tobytes() == content[offset : offset + 4096]
-        block.close()
-
-    def test_a_table_that_no_kernel_can_copy_disables_none(self, lent: tuple[BorrowedMemory, int, bytes]) -> None:
-        """An adopted backup may lie at any offset."""
-        borrowed, lent_at, content = lent
-        block = _core.HostBlock(PAGE, -1)
-        block.prefault(0, PAGE)
-        block.pin(0)
-        ended: list[Exception | None] = []
-        vault_link = lone_link(0, True)
-        pieces = deque([LinkPiece(block, 0, 0, 16, table((lent_at, 8, 16)))])
-        vault_link.submit(Job("client", borrowed, pieces, ended.append))
-        eventually(lambda: bool(ended), "the job ends")
-        vault_link.stop()
-        assert ended == [None]
-        assert memoryview(block)[8:24].tobytes() == content[:16]
-        assert vault_link._has_rows_kernel
         block.close()
 
     def copy(self, borrowed: BorrowedMemory, block: _core.HostBlock, rows: protocol.Table, to_host: bool) -> None:

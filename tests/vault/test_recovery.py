@@ -7,13 +7,12 @@ import pathlib
 import signal
 import socket
 import threading
-import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 import numpy as np
 import pytest
-from running import SECONDS, RunningVault, Segment, eventually, seal
+from running import SECONDS, RunningVault, Segment, eventually, seal, table
 from support import AWAKE, BACKED_UP, PAGE, Memory, bf16_weights
 from test_sleeping import MakeAllocator, check, fill, leave
 
@@ -22,7 +21,7 @@ from cumem_sleep.backups.vault import VaultTier
 from cumem_sleep.errors import OutOfHostMemory, VaultError, VaultLost
 from cumem_sleep.vault import protocol
 from cumem_sleep.vault.address import VaultAddress
-from cumem_sleep.vault.client import Range, VaultBackup, VaultClient
+from cumem_sleep.vault.client import VaultClient
 from cumem_sleep.vault.pool import VaultHost
 from cumem_sleep.vault.server import Vault, visible_gpus
 
@@ -178,53 +177,6 @@ class TestStopped:
             with pytest.raises(VaultLost):
                 allocator.sleep()
 
-    def test_asking_for_it_again_and_again_keeps_nothing(
-        self, through: MakeAllocator, memory: Memory, vault: RunningVault
-    ) -> None:
-        """The error is the same each time, and would keep the frames of all calls that it has ended."""
-        allocator = through()
-        fill(allocator, memory, "weights")
-        client = tier_of(allocator).client()
-        lengths = []
-        with StoppedVault(vault, client):
-            for _ in range(4):
-                with pytest.raises(VaultLost):
-                    allocator.sleep()
-                assert client.lost is not None
-                lengths.append(len([*traceback.walk_tb(client.lost.__traceback__)]))
-        assert lengths[-1] <= lengths[1]
-
-    def test_it_stops_again_while_it_is_asked_what_it_has(
-        self, through: MakeAllocator, memory: Memory, vault: RunningVault, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """Nothing is lost, whichever connection has the backups by now."""
-        allocator = through()
-        contents = fill(allocator, memory, "weights", "default")
-        allocator.sleep()
-        with StoppedVault(vault, tier_of(allocator).client()), pytest.raises(VaultLost):
-            allocator.wake_up()
-        succeed = VaultClient.succeed
-
-        def stopped_before(client: VaultClient, before: VaultClient, backups: Sequence[VaultBackup]) -> object:
-            with StoppedVault(vault, client):
-                return succeed(client, before, backups)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(VaultClient, "succeed", stopped_before)
-
-            def is_stopped_again() -> bool:
-                before = tier_of(allocator)._client
-                with pytest.raises(VaultLost):
-                    tier_of(allocator).client()
-                return tier_of(allocator)._client is not before
-
-            for _ in range(3):
-                eventually(is_stopped_again, "it is asked")
-        once_it_goes_on(lambda: tier_of(allocator).client())
-        assert is_exactly_kept(vault, 4 * PAGE, 0)
-        allocator.wake_up()
-        check(memory, contents)
-
     def test_copies_that_it_was_asked_for_have_ended_before_it_is_used_again(
         self, start_vault: Callable[..., RunningVault], allocator: CuMemAllocator, memory: Memory
     ) -> None:
@@ -239,7 +191,7 @@ class TestStopped:
         lent, offset = mine.lend()
         client.deadline_s = DEADLINE_S
         with pytest.raises(VaultLost):
-            client.wait([client.read(lent, [Range(backup, 0, offset, PAGE)])])
+            client.wait([client.copy(lent, backup, table((offset, 0, PAGE)), to_host=False)])
         again = VaultClient(vault.socket, "again", succeeds=client)
         assert again.instance == client.instance
         assert again.succeed(client, [backup]) == []
@@ -251,15 +203,6 @@ class TestStopped:
         assert memory.read(mine.address, PAGE) == content
         again.close()
         eventually(vault.is_unused, "nothing is left")
-
-    def test_half_a_request_does_not_keep_it_silent(self, vault: RunningVault) -> None:
-        """It answers nothing that it has not heard to its end."""
-        client = vault.client()
-        with StoppedVault(vault, client), pytest.raises(VaultLost):
-            client._ask("find", gpu=client.gpus[0], keys=["x" * 64] * 10_000)
-        assert client._channel.unsent_bytes
-        eventually(lambda: client.lost is not None and not client.is_silent, "it has said something")
-        client.close()
 
     def test_one_that_ends_after_all_is_replaced(
         self,
@@ -323,23 +266,6 @@ class TestBroken:
             allocator.wake_up()
         assert {segment.sleep for segment in _core.segments()} == {BACKED_UP}
 
-    def test_what_was_given_away_keeps_nobody_from_the_next_vault(
-        self, through: MakeAllocator, memory: Memory, vault: RunningVault, start_vault: Callable[..., RunningVault]
-    ) -> None:
-        allocator = through()
-        gone = fill(allocator, memory, "weights")
-        allocator.sleep()
-        tier_of(allocator).client()._channel._socket.shutdown(socket.SHUT_RDWR)
-        with pytest.raises(VaultError, match="released this backup"):
-            allocator.wake_up()
-        vault.kill()
-        start_vault("64MiB", "--slab-size", "16MiB").wait_until_ready()
-        contents = fill(allocator, memory, "default")
-        allocator.sleep()
-        allocator.free(next(iter(gone)))
-        allocator.wake_up()
-        check(memory, contents)
-
     def test_no_connection_takes_over_from_another_client(self, vault: RunningVault, client: VaultClient) -> None:
         (backup,) = client.reserve(client.gpus[0], [PAGE])
         other = vault.client("other")
@@ -347,35 +273,6 @@ class TestBroken:
         assert other._ask("look", numbers=[backup.number])["backups"] == [None]
         assert vault.status()["asleep_bytes"] == PAGE
         other.close()
-
-
-class TestNewVaultHangs:
-    def test_it_is_tried_once_for_an_operation(
-        self, through: MakeAllocator, memory: Memory, vault: RunningVault, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        allocator = through()
-        contents = fill(allocator, memory, *["weights"] * 6)
-        allocator.sleep()
-        vault.kill()
-        client = tier_of(allocator)._client
-        assert client is not None
-        client.deadline_s = DEADLINE_S
-        tries: list[None] = []
-        connect = VaultClient._connect
-
-        def count(client: VaultClient) -> object:
-            tries.append(None)
-            return connect(client)
-
-        monkeypatch.setattr(VaultClient, "_connect", count)
-        with socket.socket(socket.AF_UNIX) as hanging:
-            vault.socket.unlink()
-            hanging.bind(str(vault.socket))
-            hanging.listen(100)
-            allocator.wake_up()
-        vault.socket.unlink()
-        assert len(tries) == 1
-        check(memory, contents)
 
 
 class Enough(Exception):
@@ -444,33 +341,6 @@ class TestMemoryToCome:
         allocator.sleep()
         allocator.wake_up()
         check(memory, contents)
-
-    def test_what_was_handed_out_to_nobody_goes_back_with_the_next_release(self, vault: RunningVault) -> None:
-        def look() -> None:
-            raise Enough
-
-        client = VaultClient(vault.socket, look=look)
-        with pytest.raises(Enough):
-            client.reserve(client.gpus[0], [PAGE])
-        client.release([])
-        assert vault.status()["asleep_bytes"] == 0
-        client.close()
-
-    def test_nothing_was_handed_out_to_who_did_not_wait_for_the_answer(
-        self, filling_up: tuple[CuMemAllocator, RoomOnceGiven]
-    ) -> None:
-        """There was nothing yet, which is no reason to take the vault for lost."""
-
-        def look() -> None:
-            raise Enough
-
-        allocator, _ = filling_up
-        client = VaultClient(tier_of(allocator)._path, look=look)
-        with pytest.raises(Enough):
-            client.reserve_now(client.gpus[0], [PAGE])
-        client.release([])
-        assert client.lost is None
-        client.close()
 
     def test_prepare_keeps_nobody_from_the_allocator(
         self, filling_up: tuple[CuMemAllocator, RoomOnceGiven], memory: Memory

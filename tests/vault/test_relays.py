@@ -12,13 +12,12 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from running import Segment, eventually, take_back
 from support import PAGE, Memory
 
-from cumem_sleep import CuMemAllocator, DriverError, VaultError, _core, sim
+from cumem_sleep import CuMemAllocator, DriverError, _core, sim
 from cumem_sleep.vault import jobs, link, relay, service
 from cumem_sleep.vault.address import VaultAddress
 from cumem_sleep.vault.client import VaultClient
@@ -130,7 +129,7 @@ def test_the_bytes_are_right_whoever_carries_them(
     memory.fill_random(mine.address, TOTAL)
     holding.is_over = lambda: all(host.relayed_bytes(to_host=False)[1:])
     lent, offset = mine.lend()
-    relays = client.wait([client.read(lent, mine.ranges(backup, offset))])
+    relays = client.wait([mine.begin(backup, lent, offset, to_host=False)])
     take_back(client, [lent])
     assert memory.read(mine.address, TOTAL) == content
     assert relays == {_core.device_info(device).uuid for device in (1, 2)}
@@ -281,9 +280,9 @@ def test_at_every_driver_call_that_fails_bytes_are_right_or_the_request_fails(
         sim.fail(call, after=after, error="CUDA_ERROR_INVALID_VALUE")
         (backup,) = client.reserve(mine.gpu, [TOTAL])
         lent, offset = mine.lend()
-        for copy in (client.write, client.read):
+        for to_host in (True, False):
             with suppress(DriverError):
-                client.wait([copy(lent, mine.ranges(backup, offset))])
+                client.wait([mine.begin(backup, lent, offset, to_host=to_host)])
         take_back(client, [lent])
         sim.reset()
         memory.write(mine.address, content)
@@ -323,7 +322,7 @@ def test_clients_of_several_gpus_that_come_and_go(host: Host, allocator: CuMemAl
                 if chance.random() < 0.5:  # its copies are under way
                     (backup,) = client.reserve(mine.gpu, [TOTAL])
                     lent, offset = mine.lend()
-                    client.write(lent, mine.ranges(backup, offset))
+                    mine.begin(backup, lent, offset, to_host=True)
                     client._channel.close()
                 client.close()
             memory.close()
@@ -464,38 +463,6 @@ def test_a_relay_is_judged_by_its_rate(
     eventually(lambda: ended == [None], "all is copied")
 
 
-def test_a_busy_vault_is_not_taken_for_a_slow_way(
-    driver: Carrying,
-    group: LinkGroup,
-    may_copy: threading.Event,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """Its threads wait for each other, which makes single copies look slow; one that does not is enough."""
-    monkeypatch.setattr(relay, "_MOST_TRIALS", 12)
-    driver.late_s.extend([0.0004] * 9)
-    home, helper = VaultLink(0, group), VaultLink(1, group)
-    ended = ask(home, 40)
-    eventually(lambda: home.turns.waiting_bytes < PAGE, "it carries all that is worth it")
-    may_copy.set()
-    eventually(lambda: ended == [None], "all is copied")
-    assert not helper._relay.refusal(0)
-    assert "slow" not in caplog.text
-
-
-def test_a_link_that_is_helped_takes_small_pieces_when_little_is_left(
-    driver: Carrying, group: LinkGroup, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(link, "SMALL_PIECES_BYTES", 4 * PAGE)
-    monkeypatch.setattr(link, "RELAYED_BYTES", PAGE // 2)
-    monkeypatch.setattr(link, "WORTH_RELAYING_BYTES", 1 << 40)  # the other one could help, and finds too little
-    home = VaultLink(0, group)
-    VaultLink(1, group)
-    ended = ask(home, 16, PAGE)
-    eventually(lambda: ended == [None], "all is copied")
-    assert driver.nbytes == [PAGE] * 13 + [PAGE // 2] * 6
-
-
 def test_a_link_helps_nobody_while_its_own_gpu_needs_it(
     driver: Carrying, group: LinkGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -508,113 +475,6 @@ def test_a_link_helps_nobody_while_its_own_gpu_needs_it(
     eventually(lambda: of_home == of_helper == [None], "all is copied")
     assert (0, "peer") not in driver.carried[: 8 + 36]
     assert helper.copied.nbytes == 40 * (PAGE // 2)
-
-
-def test_a_link_finds_nothing_left_when_another_has_taken_the_last_piece(
-    driver: Carrying, group: LinkGroup, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Between its look for work and its turn."""
-    home = VaultLink(0, group)
-    choose = VaultLink._choose
-    taken: list[Any] = []
-
-    def late(mine: VaultLink, in_flight: deque[object]) -> None:
-        choose(mine, in_flight)  # type: ignore[arg-type]
-        with group.lock:
-            if not taken:
-                taken.append(mine.turns.take(None))
-
-    monkeypatch.setattr(VaultLink, "_choose", late)
-    of_first = ask(home, 1)
-    eventually(lambda: bool(taken), "another one has taken it")
-    assert ask(home, 3) is not None
-    eventually(lambda: home.copied.nbytes == 3 * (PAGE // 2), "it goes on")
-    job, piece = taken[0]
-    home._give_back(home, job, piece)
-    eventually(lambda: of_first == [None], "what was given back is copied")
-
-
-def test_a_link_that_stops_ends_what_it_carries_for_others(driver: Carrying, group: LinkGroup) -> None:
-    home, helper = VaultLink(0, group), VaultLink(1, group)
-    driver.may_end.clear()
-    ended = ask(home, 40)
-    eventually(lambda: (0, "peer") in driver.carried, "it helps")
-    stopping = threading.Thread(target=home.stop)
-    stopping.start()
-    eventually(lambda: not home.turns.waiting_bytes, "it is told to stop")
-    driver.may_end.set()
-    eventually(lambda: bool(ended), "the client is told")
-    stopping.join(30)
-    assert [type(error) for error in ended] == [VaultError]
-    eventually(lambda: helper.relayed.nbytes > 0, "what was in flight is counted")
-
-
-def test_a_job_that_comes_as_a_link_looks_whether_it_is_over_is_ended(
-    driver: Carrying, group: LinkGroup, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It has found nothing to do, since its staging memory was to go; then a job came, and then it was told to stop."""
-    monkeypatch.setattr(link, "STAGING_S", 0.0)
-    lone, ended = VaultLink(0, group), list[Exception | None]()
-    monkeypatch.setattr(Relay, "is_open", True)
-    next_home, met = VaultLink._next_home, list[bool]()
-
-    def between(mine: VaultLink, wait: bool) -> VaultLink | None:
-        found = next_home(mine, wait)
-        if found is None and wait and not met:
-            met.append(True)
-            todo = deque([LinkPiece(None, 0, 0, PAGE // 2)])  # type: ignore[arg-type]
-            mine.submit(Job("client", Reached(), todo, ended.append))
-            mine._stopping = True
-            mine.cancel(None, "the vault ends")
-        return found
-
-    monkeypatch.setattr(VaultLink, "_next_home", between)
-    first = ask(lone, 1)
-    lone._thread.join(30)
-    assert first == [None]
-    assert [str(error) for error in ended] == ["the vault ends"]
-
-
-def test_a_helper_stays_with_whom_it_helps(driver: Carrying, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As long as that is worth it; else it would wait for its copies at each turn."""
-    group, may_copy, turned = LinkGroup(True, Relaying([2]).refusal), threading.Event(), list[int]()
-    choose, turn_to = VaultLink._choose, VaultLink._turn_to
-
-    def held(mine: VaultLink, in_flight: deque[object]) -> None:
-        assert mine.device == 2 or may_copy.wait(30)
-        choose(mine, in_flight)  # type: ignore[arg-type]
-
-    def counted(mine: VaultLink, home: VaultLink, in_flight: deque[Any]) -> None:
-        turned.append(mine.device)
-        turn_to(mine, home, in_flight)
-
-    monkeypatch.setattr(VaultLink, "_choose", held)
-    monkeypatch.setattr(VaultLink, "_turn_to", counted)
-    first, second, helper = (VaultLink(device, group) for device in range(3))
-    with group.lock:
-        ended = ask(first, 40), ask(second, 40)
-    eventually(lambda: max(first.turns.waiting_bytes, second.turns.waiting_bytes) < PAGE, "it carries nearly all")
-    may_copy.set()
-    eventually(lambda: ended == ([None], [None]), "all is copied")
-    assert turned.count(2) == 2
-    assert helper.relayed.nbytes
-    for each in group.links:
-        each.stop()
-
-
-def test_helping_does_not_change_what_a_link_says_of_its_own_copies(
-    driver: Carrying, group: LinkGroup, holding: Holding
-) -> None:
-    home, helper = VaultLink(0, group), VaultLink(1, group)
-    holding.is_over = lambda: helper.relayed.nbytes > 0
-    ended = ask(helper, 1)
-    eventually(lambda: ended == [None], "its own")
-    last = helper.last
-    driver.now += 5
-    ended = ask(home, 200)
-    eventually(lambda: ended == [None], "another's")
-    assert helper.relayed.nbytes
-    assert helper.last == last
 
 
 def test_memory_stays_mapped_while_another_gpu_may_still_copy_from_it(host: Host, allocator: CuMemAllocator) -> None:

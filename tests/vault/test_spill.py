@@ -7,7 +7,6 @@ import mmap
 import os
 import pathlib
 import random
-import re
 import threading
 import time
 from collections import deque
@@ -35,7 +34,7 @@ from cumem_sleep.vault.client import VaultBackup, VaultClient
 from cumem_sleep.vault.files import PAGE_BYTES, SpillError, SpillFile, SpillFolder
 from cumem_sleep.vault.jobs import LinkPiece, PieceSource
 from cumem_sleep.vault.link import VaultLink
-from cumem_sleep.vault.spill import FileRead, RingReader, _Batch, _write
+from cumem_sleep.vault.spill import FileRead, RingReader
 
 pytestmark = [pytest.mark.sim, pytest.mark.slow]
 
@@ -182,47 +181,6 @@ class TestPoorerFilesystems:
         file.close()
 
 
-class ListedDisk:
-    """Says what is written where, and what comes between."""
-
-    def __init__(self) -> None:
-        self.done: list[object] = []
-
-    def allocate(self, offset: int, nbytes: int) -> None:
-        self.done.append(("room", offset, nbytes))
-
-    def write(self, content: memoryview, offset: int) -> None:
-        self.done.append(offset)
-
-    def sync(self) -> None:
-        self.done.append("sync")
-
-
-class TestWriteAhead:
-    def test_it_stands_back_while_others_read(self) -> None:
-        disk, reading = ListedDisk(), iter([True, True, False, True, False])
-
-        def is_reading() -> bool:
-            disk.done.append(is_so := next(reading))
-            return is_so
-
-        _write(
-            _Batch([], is_awaited=False), [(disk, 0, 2)], [(disk, at, memoryview(b"x")) for at in (0, 1)], is_reading
-        )  # type: ignore[list-item]
-        assert disk.done == [("room", 0, 2), True, True, False, 0, True, False, 1, "sync"]
-
-    def test_not_when_somebody_waits_for_the_memory(self) -> None:
-        disk = ListedDisk()
-        batch = _Batch([], is_awaited=False)
-
-        def is_reading() -> bool:
-            batch.is_awaited = True
-            return True
-
-        _write(batch, [], [(disk, at, memoryview(b"x")) for at in (0, 1)], is_reading)  # type: ignore[misc]
-        assert sorted(disk.done) == [0, 1]  # type: ignore[type-var]
-
-
 class WakingStreams(Streams):
     """The other way."""
 
@@ -285,65 +243,6 @@ def ring(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ring]:
     yield made
     made.disk.may_read.set()
     made.close()
-
-
-def test_a_disk_faster_than_the_link_never_lets_it_wait(ring: Ring) -> None:
-    """So the wake takes as long as the copies: when one ends, others are in flight, and the next have been read."""
-    pieces, read, copies = 20, ring.disk.offsets, ring.streams.started
-    ring.disk.may_read.set()
-    ended = ring.read("client", pieces)
-    for copied in range(pieces):
-        eventually(lambda: len(read) == min(copied + ring.slots, pieces), "as much is read as there is room for")  # noqa: B023
-        eventually(lambda: len(copies) == min(copied + ring.in_flight, pieces), "as many as may be in flight")  # noqa: B023
-        ring.copy(1)
-    eventually(lambda: ended == [None], "all has arrived")
-    assert sorted(read) == [number * PAGE_BYTES for number in range(pieces)]
-
-
-def test_all_but_the_ends_of_what_is_read_are_whole_pages_once_each(ring: Ring) -> None:
-    ring.disk.may_read.set()
-    ended = ring.read("client", 4, offset=3 * PAGE_BYTES + 16)
-    ring.copy(5)
-    eventually(lambda: ended == [None], "all has arrived")
-    assert sorted(ring.streams.started) == [0, *(number * PAGE_BYTES - 16 for number in range(1, 5))]
-    assert sorted(ring.disk.offsets) == [number * PAGE_BYTES for number in range(3, 8)]
-
-
-def test_who_goes_is_done_with_when_nothing_of_it_is_being_read(ring: Ring) -> None:
-    begun, waits, others = ring.read("gone", 20), ring.read("gone", 1), ring.read("stays", 1)
-    eventually(lambda: len(ring.disk.offsets) == ring.slots, "all threads read")
-    ring.reader.cancel("gone")
-    assert begun == []
-    ring.disk.may_read.set()
-    ring.copy(ring.slots)
-    eventually(lambda: others == [None], "nobody else notices")
-    eventually(lambda: [str(error) for error in begun + waits] == ["the client has gone"] * 2, "both end, once")
-    assert len(ring.disk.offsets) <= ring.slots + 1
-
-
-def test_at_the_end_nothing_is_taken_that_no_slot_is_free_for(ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else that read would never end."""
-    cancel, threads = ring.reader.cancel, ring.reader._threads
-
-    def cancel_late(client: str | None, why: str) -> None:
-        def look() -> None:
-            with ring.reader._changed:
-                ring.reader._changed.notify_all()
-
-        looks = threading.Thread(target=look)
-        looks.start()
-        looks.join(0.2)
-        for thread in threads:
-            thread.join(0.05)
-        cancel(client, why)
-
-    monkeypatch.setattr(ring.reader, "cancel", cancel_late)
-    ring.disk.may_read.set()
-    ended = ring.read("client", 20)
-    eventually(lambda: not ring.reader._free, "all slots are in use")
-    ring.reader.stop()
-    ring.copy(ring.slots)
-    eventually(lambda: [str(error) for error in ended] == ["the vault ends"], "the read has ended")
 
 
 class SpillingSleeper(Segment):
@@ -532,29 +431,6 @@ def test_one_waits_for_what_another_is_about_to_seal(spilling: RunningVault, how
         each.close()
 
 
-def test_who_waits_for_a_seal_holds_up_nobody(spilling: RunningVault) -> None:
-    """The first takes its memory part by part, and can only seal when it has all of it."""
-    first, second, third = (spilling.client(name) for name in ("first", "second", "third"))
-    gpu = first.gpus[0]
-    backups = first.reserve(gpu, [30 * MIB])
-    with ThreadPoolExecutor(1) as pool:
-        reserved = pool.submit(second.reserve, gpu, [50 * MIB])
-        eventually(lambda: spilling.status()["waiting"] == 1, "the second waits")
-        begins = time.monotonic()
-        backups += first.reserve(gpu, [10 * MIB])
-        third.release(third.reserve(gpu, [MIB]))
-        assert third.reserve_now(gpu, [8 * MIB])
-        with pytest.raises(OutOfHostMemory):  # not later: it would ask again and again
-            third.reserve_now(gpu, [50 * MIB])
-        assert time.monotonic() - begins < spill_module.SEALED_WITHIN_S / 3
-        third.close()
-        for number, backup in enumerate(backups):
-            seal(first, backup, f"part {number}")
-        assert reserved.result(SECONDS)
-    first.close()
-    second.close()
-
-
 def test_of_two_that_wait_for_each_other_one_is_refused_at_once(spilling: RunningVault) -> None:
     """As two models over two GPUs, each of which has reserved for its first one."""
     first, second = spilling.client("first"), spilling.client("second")
@@ -577,12 +453,6 @@ def test_of_two_that_wait_for_each_other_one_is_refused_at_once(spilling: Runnin
     assert time.monotonic() - begins < spill_module.SEALED_WITHIN_S / 3
     first.close()
     second.close()
-
-
-def test_how_long_one_waits_for_who_stands_still_is_documented() -> None:
-    page = (pathlib.Path(__file__).parents[2] / "docs" / "vault.md").read_text()
-    (seconds,) = re.findall(r"for up to (\d+) s\s+where such a process stands still", page)
-    assert float(seconds) == spill_module.SEALED_WITHIN_S
 
 
 def test_one_does_not_wait_for_ever_for_what_another_never_seals(

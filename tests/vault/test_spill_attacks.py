@@ -6,11 +6,7 @@ import errno
 import mmap
 import os
 import pathlib
-import re
-import socket
-import threading
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any, cast
@@ -19,24 +15,19 @@ import pytest
 from disk_faults import DiskFaults
 from running import RunningVault
 from support import Memory
-from test_clients import FullKernel
 from test_failures import descriptors_left
-from test_recovery import StoppedVault
 from test_sleeping import leave
 from test_spill import SIZE, SpillingSleeper, sleepers, spill, spilling
 from test_storm import Vaults
 
 from cumem_sleep import CuMemAllocator
-from cumem_sleep.errors import VaultError, VaultLost, VaultUnavailable
+from cumem_sleep.errors import VaultUnavailable
 from cumem_sleep.vault import memory as memory_module
 from cumem_sleep.vault import moves
 from cumem_sleep.vault import spill as spill_module
-from cumem_sleep.vault.client import VaultClient
 from cumem_sleep.vault.files import SpillError, SpillFiles, SpillFolder
 from cumem_sleep.vault.ledger import FILES, UNIT_BYTES, Entry, Key, Ledger, SlabRange
-from cumem_sleep.vault.service import Service
-from cumem_sleep.vault.session import Session
-from cumem_sleep.vault.spill import RingReader, Spiller, _Batch, _write
+from cumem_sleep.vault.spill import Spiller, _Batch, _write
 
 __all__ = ["sleepers", "spill", "spilling"]
 pytestmark = [pytest.mark.sim, pytest.mark.slow]
@@ -219,80 +210,6 @@ def large(spill: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Larg
     made.close()
 
 
-def test_a_model_larger_than_the_memory_is_read_ahead_as_far_as_it_fits(large: LargeModel) -> None:
-    first, second, *others = large.entries
-    assert [bool(entry.extents) for entry in large.entries] == [False, False, True, True]
-    assert large.read_ahead(large.entries) == 2 * UNIT_BYTES
-    assert large.reads == [], "what it has in memory it needs as much"
-    large.ledger.release("model", [hold.number for entry in others for hold in entry.holds])
-    more = [large.spilled(name) for name in "ef"]  # somebody else's
-    assert not first.extents
-    assert not second.extents
-    large.read_ahead([first, second, *others])
-    assert large.reads == [1, 1]
-    assert [bool(entry.extents) for entry in (first, second, *more)] == [True, True, False, False]
-
-
-def test_who_needs_the_memory_of_what_is_read_ahead_does_not_wait_for_other_reads(
-    large: LargeModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They may go on and on."""
-    stands_back: list[Callable[[], bool]] = []
-    monkeypatch.setattr(spill_module, "_read_ahead", lambda _, is_reading: stands_back.append(is_reading))
-    monkeypatch.setattr(RingReader, "is_reading", True)
-    large.ledger.release("model", [hold.number for entry in large.entries[2:] for hold in entry.holds])
-    large.read_ahead(large.entries[:1])
-    assert stands_back[0]()
-    large.spiller.make_room(UNIT_BYTES)
-    assert not stands_back[0]()
-
-
-def test_what_several_hold_is_read_ahead_and_counted_once(large: LargeModel) -> None:
-    assert large.read_ahead(large.entries[:1] * 3) == UNIT_BYTES
-    assert large.reads == [1]
-
-
-def test_the_last_failure_is_said_with_its_time_until_something_is_spilled(
-    large: LargeModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An operator sees whether it is of now or of last week."""
-
-    def fail(*_: object) -> None:
-        raise VaultError("the disk is full")
-
-    large.ledger.release("model", [hold.number for entry in large.entries for hold in entry.holds])
-    (hold,) = large.ledger.reserve("model", "GPU", [UNIT_BYTES])
-    large.ledger.seal("model", hold.number, Key("new", UNIT_BYTES, ""))
-    with monkeypatch.context() as failing:
-        failing.setattr(spill_module, "_write", fail)
-        assert large.spiller.make_room(UNIT_BYTES)
-        large.wait()
-    at = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d [+-]\d{4}"
-    assert re.fullmatch(rf"the disk is full \(at {at}\)", large.spiller.failure)
-    assert large.spiller.failure in large.spiller.room_in_words()
-    monkeypatch.setattr(spill_module, "_write", print)
-    large.spiller._try_again = 0.0
-    assert large.spiller.make_room(UNIT_BYTES)
-    large.wait()
-    assert large.spiller.failure == ""
-
-
-def test_when_no_thread_can_be_started_those_who_spill_have_theirs(
-    spill: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Otherwise what has begun never ends, and its memory never comes back."""
-    pool, made = cast(Any, SimpleNamespace(ledger=Ledger(lambda _: None))), SpillFiles(SpillFolder(spill), 1 << 20)
-    spiller = Spiller(pool, made, 0, no_ring(), print, bool, print, print)
-
-    def refuse(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", refuse)
-    assert made.worker.submit(int).result() == 0
-    assert spiller._ahead.submit(int).result() == 0
-    spiller.close()
-
-
 def test_what_the_disk_refuses_after_the_page_cache_took_it_is_not_written(
     spill: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -312,108 +229,9 @@ def test_what_the_disk_refuses_after_the_page_cache_took_it_is_not_written(
     made.close()
 
 
-def test_bytes_that_come_in_several_parts_are_all_read(
-    spilling: RunningVault,
-    make_allocator: Callable[..., CuMemAllocator],
-    memory: Memory,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The kernel gives 2 GiB at once, and files have larger extents; a disk may fail, too."""
-    allocator = make_allocator(vault=str(spilling.socket))
-    address = allocator.malloc(SIZE, "weights")
-    content = memory.fill_random(address, SIZE)
-    allocator.sleep()
-    take_memory(spilling)
-    real = os.pread
-    monkeypatch.setattr(os, "pread", lambda descriptor, nbytes, offset: real(descriptor, min(nbytes, 1 << 20), offset))
-    assert allocator.read_backup(address, SIZE).tobytes() == content
-
-    def fail(*_: int) -> bytes:
-        raise OSError(errno.EIO, "injected")
-
-    with monkeypatch.context() as failing:
-        failing.setattr(os, "pread", fail)
-        with pytest.raises(VaultError, match="injected"):
-            allocator.read_backup(address, SIZE)
-    allocator.wake_up()
-    allocator.free(address)
-    leave()
-
-
-def test_a_descriptor_that_the_kernel_does_not_send_is_not_known_to_its_owner() -> None:
-    """So many may be on their way to those who sleep, and so read nothing. The socket may be full when it is said."""
-    vault, client = socket.socketpair()
-    session = Session(vault, 0, 0.0, print)
-    kernel = FullKernel(vault)
-    session.channel._socket = kernel  # type: ignore[assignment]
-    send = partial(Service._send_descriptor, cast(Any, None), session, client.fileno(), {"slab": 1 << 40, "bytes": 1})
-    with pytest.raises(VaultError, match="open no more files"):
-        send()
-    assert not session.known_slabs
-    for send_rest in (session.flush, lambda: session.send({"busy": True})):
-        kernel.is_full = True
-        send()
-        kernel.is_full = False
-        send_rest()
-        assert not session.known_slabs
-    session.close()
-    client.close()
-
-
-def test_a_small_range_of_many_fragments_in_files_is_found_without_a_look_at_all() -> None:
-    """A request has thousands of ranges, and everybody waits while the vault looks."""
-    looked_at: list[SlabRange] = []
-
-    class Files:
-        def parts(self, extents: Iterable[SlabRange]) -> list[tuple[str, int, int]]:
-            looked_at.extend(extents)
-            return [("file", start, nbytes) for _, start, nbytes in looked_at]
-
-    entry = Entry(8 * UNIT_BYTES, 8 * UNIT_BYTES)
-    entry.spilled = [SlabRange(FILES, 2 * at * UNIT_BYTES, UNIT_BYTES) for at in range(8)]
-    assert Files().parts(entry.in_files.ranges(6 * UNIT_BYTES - 1, 3)) == [
-        ("file", 11 * UNIT_BYTES - 1, 1),
-        ("file", 12 * UNIT_BYTES, 2),
-    ]
-    assert len(looked_at) == 2
-
-
-def test_what_the_vault_could_not_send_anew_is_asked_for_with_the_next_release(
-    spilling: RunningVault, sleepers: list[SpillingSleeper]
-) -> None:
-    """A release does not fail for that."""
-    first = sleepers[0]
-    spill_unheard(spilling, first)
-    with descriptors_left(spilling.process.pid, 0):
-        first.client.release([])
-    first.client.release([])
-    spilling.kill()
-    first.read_itself()
-
-
 @pytest.mark.parametrize("left", [0, 1])
 def test_who_cannot_learn_of_moves_does_not_connect(spilling: RunningVault, left: int) -> None:
     """It would look for its backups where they are no more."""
     with descriptors_left(os.getpid(), left), pytest.raises(VaultUnavailable, match="can open no more files"):
         spilling.client()
     spilling.client().close()
-
-
-def test_what_came_over_the_connection_before_is_had_if_it_could_not_be_taken_over(
-    spilling: RunningVault, sleepers: list[SpillingSleeper]
-) -> None:
-    """The vault stopped, went on and moved a backup, stopped again, and is killed then."""
-    first = sleepers[0]
-    first.sleep()
-    assert first.backup is not None
-    before = first.client
-    with StoppedVault(spilling, before), pytest.raises(VaultLost):
-        before.status()
-    take_memory(spilling)
-    first.client = VaultClient(spilling.socket, succeeds=before)
-    with StoppedVault(spilling, first.client):
-        with pytest.raises(VaultLost):
-            first.client.succeed(before, [first.backup])
-        spilling.kill()
-    assert first.client.lost is not None
-    first.read_itself()

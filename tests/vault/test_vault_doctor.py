@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
-from running import RunningVault, eventually
+from running import RunningVault
 from support import PAGE
 
 from cumem_sleep import CuMemAllocator, _core, sim
@@ -99,30 +99,11 @@ class TestOneAnswers:
         assert found in check.found
         assert advice in check.advice
 
-    def test_another_version_of_the_protocol(self, vault: RunningVault, monkeypatch: pytest.MonkeyPatch) -> None:
-        with monkeypatch.context() as patch:
-            ours = protocol.VERSION
-            patch.setattr(protocol, "VERSION", 99)
-            check = checked(vault.socket)
-        assert check.status is CheckStatus.FAIL
-        expected = f"received version {ours} of the protocol, expected version 99: install the same version"
-        assert expected in check.found
-
     def test_it_does_not_serve_every_gpu(self, vault: RunningVault) -> None:
         sim.configure(devices=2)
         check = checked(vault.socket, devices=2)
         assert check.status is CheckStatus.WARN
         assert check.found.endswith("; it does not serve GPU 1")
-
-    @pytest.mark.parametrize(("wanted", "status"), [("", CheckStatus.FAIL), ("auto", CheckStatus.WARN)])
-    def test_it_serves_none(
-        self, vault: RunningVault, monkeypatch: pytest.MonkeyPatch, wanted: str, status: CheckStatus
-    ) -> None:
-        monkeypatch.setattr(protocol, "default_socket", lambda: vault.socket)
-        asked = VaultClient.status
-        others = [{"uuid": "GPU-other"}]
-        monkeypatch.setattr(VaultClient, "status", lambda client: {**asked(client), "gpus": others})
-        assert checked(wanted or vault.socket).status is status
 
 
 @pytest.mark.slow
@@ -145,13 +126,3 @@ def test_a_stopped_one_is_not_waited_for_long(
     running.signal(signal.SIGCONT)
     assert check.status is CheckStatus.FAIL
     assert "silent for 0.3 s" in check.found
-
-
-def test_it_says_whose_links_help(start_vault: Callable[..., RunningVault]) -> None:
-    vault = start_vault("64MiB", "--relay", "1", CUMEM_SLEEP_SIM_DEVICES="2")
-    vault.wait_until_ready()
-    eventually(lambda: all(gpu["helpers"] for gpu in vault.status()["gpus"]), "both have links")
-    check = checked(vault.socket)
-    assert check.status is CheckStatus.OK
-    assert "; GPU 0 is helped by links of GPU 1;" in check.found
-    assert check.found.endswith("; GPU 1 is helped by no other link; not of GPU 0: --relay leaves it out")

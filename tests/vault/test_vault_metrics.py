@@ -12,8 +12,7 @@ from running import SECONDS, RunningVault, Segment, eventually
 from support import PAGE
 
 from cumem_sleep import CuMemAllocator, OutOfHostMemory, VaultError, VaultUnavailable
-from cumem_sleep.tools import cli, vault_metrics
-from cumem_sleep.tools.options import parser
+from cumem_sleep.tools import vault_metrics
 from cumem_sleep.tools.vault_metrics import CONTENT_TYPE, MetricsServer
 from cumem_sleep.vault.client import VaultClient
 
@@ -113,19 +112,6 @@ class TestAddresses:
         port = server.server_address[1]
         with pytest.raises(VaultError, match=rf"metrics at 127\.0\.0\.1:{port}: Address already in use; name another"):
             MetricsServer("127.0.0.1", port, str)
-
-    @pytest.mark.parametrize("text", ["", "x", ":9400", "-1", "65536", "127.0.0.1:", "1.5", "٣"])
-    def test_what_is_no_address(self, text: str, capsys: pytest.CaptureFixture[str]) -> None:
-        with pytest.raises(SystemExit):
-            cli.main(["vault", "--memory", "64MiB", f"--metrics={text}"])
-        assert "expected a port from 0 to 65535" in capsys.readouterr().err
-
-    @pytest.mark.parametrize(
-        ("text", "address"),
-        [("9400", ("127.0.0.1", 9400)), ("0.0.0.0:0", ("0.0.0.0", 0)), ("[::1]:80", ("::1", 80))],
-    )
-    def test_what_is_one(self, text: str, address: tuple[str, int]) -> None:
-        assert parser("").parse_args(["vault", "--metrics", text]).metrics == address
 
 
 @pytest.mark.slow

@@ -157,18 +157,6 @@ class TestReplicas:
             each.call("wake_up")
             assert each.call("is_right")
 
-    def test_a_second_one_prepares_without_a_copy(self, own_vault: RunningVault, start_worker: StartWorker) -> None:
-        first = start_worker()
-        first.call("fall_asleep")
-        second = start_worker(CUMEM_SLEEP_PREPARE="1", CUMEM_SLEEP_PREPARE_BYTES_PER_SECOND="0")
-        second.call("warm_up")
-        assert copied_out(own_vault) == PAGES * PAGE
-        assert host(second) == (PAGES * PAGE,) * 3
-        report = second.call("fall_asleep")
-        assert (report["copied_bytes"], report["found_bytes"]) == (0, 0)
-        second.call("wake_up")
-        assert second.call("is_right")
-
     def test_compressed_ones_have_copies_of_their_own(self, own_vault: RunningVault, start_worker: StartWorker) -> None:
         replicas = [start_worker(CUMEM_SLEEP_COMPRESS="auto") for _ in range(2)]
         for replica in replicas:
@@ -180,14 +168,6 @@ class TestReplicas:
         for replica in replicas:
             replica.call("wake_up")
             assert replica.call("is_right")
-
-    def test_equal_segments_of_one_process_count_once(self, own_vault: RunningVault, start_worker: StartWorker) -> None:
-        worker = start_worker()
-        worker.call("allocate_as_well")
-        worker.call("fall_asleep")
-        status = own_vault.status()
-        assert status["asleep_bytes"] == status["saved_bytes"] == PAGES * PAGE
-        assert host(worker) == (PAGES * PAGE, PAGES * PAGE, 0), "nobody else has them"
 
 
 class TestRanks:
@@ -237,17 +217,6 @@ class TestRanks:
                 assert model.call("is_right")
         assert copied_out(own_vault) == 3 * PAGES * PAGE, "later sleeps copy nothing"
 
-    def test_one_rank_dies_and_the_others_keep_theirs(self, own_vault: RunningVault, start_worker: StartWorker) -> None:
-        first, second = start_worker(), start_worker()
-        first.call("fall_asleep")
-        second.call("fall_asleep")
-        first.close()
-        eventually(lambda: own_vault.status()["saved_bytes"] == 0, "it has given its share back")
-        check_figures(own_vault, second)
-        assert host(second) == (PAGES * PAGE, PAGES * PAGE, 0)
-        second.call("wake_up")
-        assert second.call("is_right")
-
 
 class TestWhereBackupsAre:
     def test_without_a_vault_they_are_this_process_s_own(self, start_worker: StartWorker) -> None:
@@ -257,15 +226,6 @@ class TestWhereBackupsAre:
         assert "backups in" not in report["line"]
         assert host(worker) == (PAGES * PAGE, 0, 0)
         assert worker.call("pinned_bytes") == PAGES * PAGE
-
-    def test_a_vault_that_ends_is_said_to_be_lost(self, own_vault: RunningVault, start_worker: StartWorker) -> None:
-        worker = start_worker()
-        assert f"backups in the vault at {own_vault.socket}" in worker.call("fall_asleep")["line"]
-        own_vault.kill()
-        assert "has ended" in worker.call("status")["place"]["lost"]
-        assert host(worker) == (PAGES * PAGE, PAGES * PAGE, 0), "its memory is there still"
-        assert "has ended" in worker.call("wake_up")["place"]["lost"]
-        assert worker.call("is_right")
 
     def test_a_look_at_a_vault_that_is_silent_does_no_harm(
         self, own_vault: RunningVault, start_worker: StartWorker
