@@ -18,7 +18,7 @@ from ..allocator import CuMemAllocator
 from ..errors import CumemSleepError
 from ..for_plugin import asleep_tags, checkpoint, may_be_asleep, may_checkpoint, prepare_to_end, stay_at_level_1
 from ..operations.checkpoint import why_not_for_ranks
-from . import guard
+from . import worker_refusals
 
 logger = logging.getLogger("cumem_sleep")
 
@@ -57,8 +57,8 @@ class _SleepingWorker:
 
     def __getattr__(self, name: str) -> Any:
         worker, allocator = self._worker, self._allocator
-        if why := guard.why_not(worker, name, allocator):
-            return partial(guard.refuse, worker, name, why)
+        if why := worker_refusals.why_not(worker, name, allocator):
+            return partial(worker_refusals.refuse, worker, name, why)
         if name in _CALLS_NO_CUDA or not may_checkpoint(allocator):
             return getattr(worker, name)
         if name == "shutdown":

@@ -46,7 +46,7 @@ from .conductor import Conductor
 from .control_routes import CONTROLS
 from .engine_door import LEASE, EngineDoor, RequestLease
 from .idle import IdleSleep
-from .routes import GUARDED, OWN, RELOAD, RESET, STATUS, WAKE, RouteKind, Routes, Taken, kind_of, route_path
+from .routes import NEED_ADMIN_TOKEN, OWN, RELOAD, RESET, STATUS, WAKE, RouteKind, Routes, Taken, kind_of, route_path
 from .siblings import BETWEEN_S, Busy, SiblingsUnknown
 from .sleeping_model import TAGS, GatePhase, RequestDecision, why_left_out
 from .worker_methods import KEEP_KV, Effect
@@ -210,7 +210,7 @@ class SleepGate:
         if self._is_elsewhere(scope, taken, engine):
             return await self._answer(scope, inbox, send, response(404, {"detail": "Not Found"}), "Not Found")
         token = self._settings.admin_token
-        if token and self._is_guarded(scope, taken):
+        if token and self._needs_admin_token(scope, taken):
             if not bears(scope, [token]):
                 unknown = "; the gate does not know this route" if taken.kind is RouteKind.UNKNOWN else ""
                 wrong = "the token is wrong: it is not the admin token"
@@ -241,11 +241,12 @@ class SleepGate:
             await self._status.fresh(self.conductor.engine)
         await self._app(scope, inbox, send)
 
-    def _is_guarded(self, scope: Scope, taken: Taken) -> bool:
+    def _needs_admin_token(self, scope: Scope, taken: Taken) -> bool:
         if taken.kind is not RouteKind.NOTHING:
-            return taken.kind in GUARDED
+            return taken.kind in NEED_ADMIN_TOKEN
         method = str(scope.get("method", "WEBSOCKET"))  # the same answer whether dev mode is on or off
-        return method == "POST" and kind_of(method, route_path(scope).rstrip("/")) in GUARDED - {RouteKind.UNKNOWN}
+        kind = kind_of(method, route_path(scope).rstrip("/"))
+        return method == "POST" and kind in NEED_ADMIN_TOKEN - {RouteKind.UNKNOWN}
 
     async def _answer(self, scope: Scope, inbox: Inbox, send: Send, answer: list[Message], reason: str) -> None:
         if scope["type"] == "http":

@@ -20,7 +20,17 @@ from ..core.levels import is_checkpoint
 from ..errors import CumemSleepError, InvalidState
 from ..for_plugin import note_communicators, prepare_after_warm_up, warming_up
 from ..settings import PREFIX, Settings, parse_bool
-from . import communicators, compatibility, deep_worker, droppable, engine_group, guard, kept_kv, kv_blocks, loaded
+from . import (
+    communicators,
+    compatibility,
+    deep_worker,
+    droppable,
+    engine_group,
+    kept_kv,
+    kv_blocks,
+    loaded,
+    worker_refusals,
+)
 from .undone import undone_if_it_fails
 
 logger = logging.getLogger("cumem_sleep")
@@ -160,12 +170,12 @@ def _keeps_kv() -> bool:
 def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
     """The worker's own, inside the pool for weights."""
     worker, allocator = deep_worker.of(self), CuMemAllocator.instance
-    if allocator is not None and (why := guard.why_not(worker, "load_model", allocator)):
-        return guard.refuse(worker, "load_model", why)
+    if allocator is not None and (why := worker_refusals.why_not(worker, "load_model", allocator)):
+        return worker_refusals.refuse(worker, "load_model", why)
     with compatibility.weights_pool(worker), droppable.noting_what_is_written():
         result = worker.load_model(*args, **kwargs)
     for _, model in loaded.models(worker):
-        guard.watch(model)
+        worker_refusals.watch(model)
     return result
 
 
@@ -173,8 +183,8 @@ def compile_or_warm_up_model(self: Any, *args: Any, **kwargs: Any) -> Any:
     """The worker's method. After it, the engine's workers form a group and, if set so, prepare their first sleep."""
     worker, allocator = deep_worker.of(self), CuMemAllocator.instance
     if allocator is not None:
-        if why := guard.why_not(worker, "compile_or_warm_up_model", allocator):
-            return guard.refuse(worker, "compile_or_warm_up_model", why)
+        if why := worker_refusals.why_not(worker, "compile_or_warm_up_model", allocator):
+            return worker_refusals.refuse(worker, "compile_or_warm_up_model", why)
         note_communicators(allocator, communicators.bytes_taken())
     with nullcontext() if allocator is None else warming_up(allocator):
         result = worker.compile_or_warm_up_model(*args, **kwargs)

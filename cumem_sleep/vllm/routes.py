@@ -33,7 +33,7 @@ class RouteKind(Enum):
     NOTHING = "no route"  # vLLM answers 404 or 405
 
 
-GUARDED = frozenset(
+NEED_ADMIN_TOKEN = frozenset(
     (RouteKind.CHANGES, RouteKind.WRITES, RouteKind.CALLS, RouteKind.ADAPTS, RouteKind.ADMINISTERS, RouteKind.UNKNOWN)
 )
 # The gate's own routes.

@@ -20,7 +20,7 @@ from vllm.distributed import parallel_state
 from vllm.platforms import current_platform
 
 from cumem_sleep import CuMemAllocator, CumemSleepError, InvalidState, OutOfHostMemory, _core, sim
-from cumem_sleep.vllm import droppable, guard
+from cumem_sleep.vllm import droppable, worker_refusals
 from cumem_sleep.vllm.engine_group import EngineGroup
 
 # There is no device to communicate with.
@@ -103,9 +103,9 @@ def forgotten(fails: bool) -> str | int:
 
 def stepped(worker: Any) -> str:
     """How a step ends that keeps other engines company."""
-    why = guard.why_not(worker, "execute_dummy_batch", CuMemAllocator.get_instance())
+    why = worker_refusals.why_not(worker, "execute_dummy_batch", CuMemAllocator.get_instance())
     try:
-        return str(guard.refuse(worker, "execute_dummy_batch", why))
+        return str(worker_refusals.refuse(worker, "execute_dummy_batch", why))
     except InvalidState as error:
         return str(error)
 

@@ -35,7 +35,7 @@ DEADLINE_S = 1.0  # of held requests
 BOUND_S = 60.0  # nothing may hang once the model serves again; on a busy machine much takes long
 COMPLETIONS = "/v1/completions"
 # What none may reach without the token, by the module of vLLM that serves it: all that changes state but inference.
-GUARDED_MODULES = (
+TOKEN_MODULES = (
     *("sleep", "rlhf", "rpc", "cache", "server_info", "profile", "elastic_ep", "fault_tolerance", "lora", "rl.online"),
 )
 HARMLESS_PATHS = ("/is_scaling_elastic_ep",)
@@ -309,7 +309,7 @@ class Watch:
 
     def _check(self, scope: Any, codes: list[int]) -> None:
         module = getattr(scope.get("endpoint"), "__module__", "")
-        if not self.token or not any(f".{name}." in module + "." for name in GUARDED_MODULES):
+        if not self.token or not any(f".{name}." in module + "." for name in TOKEN_MODULES):
             return
         if codes == [405]:  # matched by its path alone: nothing ran
             return
@@ -640,7 +640,7 @@ async def run(seeds: Callable[[], int | None], servers: int, report: Callable[[s
         import watched_server
 
         watched_server.prepare_process(pathlib.Path(name))
-        os.environ["WATCHED_WORKER_UNGUARDED"] = "1"
+        os.environ["WATCHED_WORKER_REFUSES_NOTHING"] = "1"
         async with AsyncExitStack() as stack:
             world = await World.make(pathlib.Path(name), stack)
             while (seed := seeds()) is not None:

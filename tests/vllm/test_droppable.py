@@ -11,7 +11,7 @@ from real_worker import Models, asleep, backends
 from support import fresh_allocator
 
 from cumem_sleep import CuMemAllocator, CumemSleepError, OutOfHostMemory, sim
-from cumem_sleep.vllm import guard, kv_blocks, loaded
+from cumem_sleep.vllm import kv_blocks, loaded, worker_refusals
 
 skip_unless_vllm()
 pytestmark = pytest.mark.sim
@@ -293,7 +293,7 @@ def test_what_the_first_load_did_not_write_is_kept(
         models.worker.model_runner.model = Loader(load_config).load_model(config, model_config)
 
     made: list[Any] = []
-    monkeypatch.setattr(guard, "watch", lambda _: None)  # it wraps `load_weights`, too
+    monkeypatch.setattr(worker_refusals, "watch", lambda _: None)  # it wraps `load_weights`, too
     monkeypatch.setattr(base_loader, "initialize_model", make)
     monkeypatch.setattr(base_loader, "process_weights_after_loading", lambda *_: None)
     monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None, raising=False)

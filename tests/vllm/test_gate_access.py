@@ -104,7 +104,7 @@ def test_a_request_without_the_api_key_wakes_nothing_and_is_not_held(
 
 
 @pytest.mark.parametrize("missing", ["the engine", "the engine's name", "the state", "the app"])
-def test_guarded_routes_stay_guarded_whatever_vllm_calls_its_parts(serve: Serve, missing: str) -> None:
+def test_routes_want_the_token_whatever_vllm_calls_its_parts(serve: Serve, missing: str) -> None:
     async def scenario() -> None:
         client = serve(admin_token=TOKEN)
         scope = {}

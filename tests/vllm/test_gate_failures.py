@@ -115,50 +115,6 @@ def test_a_sleep_that_failed_during_a_pause_leaves_the_pause(serve: Serve, polic
     run(scenario())
 
 
-@pytest.mark.parametrize("level", ["1.0", "%202", "+1"])
-def test_a_level_as_vllm_reads_it(serve: Serve, level: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """VLLM 0.33 leaves it to pydantic."""
-    dev_route = FakeVllm._dev_route
-
-    async def lenient(vllm: FakeVllm, path: str, query: dict[str, list[str]], body: bytes) -> tuple[int, Any]:
-        if "level" in query:
-            query = {**query, "level": [str(int(float(query["level"][0])))]}
-        return await dev_route(vllm, path, query, body)
-
-    monkeypatch.setattr(FakeVllm, "_dev_route", lenient)
-
-    async def scenario() -> None:
-        client = serve()
-        assert (await client.post(f"/sleep?level={level}")).code == 200
-        assert (await client.ask()).code == 503
-
-    run(scenario())
-
-
-@pytest.mark.parametrize("plugin", [True, False])
-def test_a_wake_of_a_tag_without_a_name_wakes_nothing(serve: Serve, plugin: bool) -> None:
-    async def scenario() -> None:
-        client = serve()
-        client.engine.plugin = plugin
-        await client.post("/sleep")
-        await client.post("/wake_up?tags=")
-        assert (await client.ask()).code == 503, "vLLM ignores the call"
-
-    run(scenario())
-
-
-def test_a_refused_sleep_changes_nothing(serve: Serve) -> None:
-    async def scenario() -> None:
-        client = serve()
-        assert (await client.post("/sleep?level=deep")).code == 400
-        assert (await client.ask()).code == 200
-        await client.engine.pause_generation()
-        assert (await client.post("/sleep?level=deep")).code == 400
-        assert (await client.ask()).body == {"text": "queued"}
-
-    run(scenario())
-
-
 def test_after_a_failed_wake_the_engine_is_asked(serve: Serve) -> None:
     async def scenario() -> None:
         client = serve()

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 from fake_vllm import FakeVllm, until_idle
 from gate_client import Serve, run
-from test_gate_siblings import two_servers
 
 pytestmark = pytest.mark.usefixtures("gate_environment")
 
@@ -225,19 +224,6 @@ def test_a_kept_request_may_have_been_answered_already(serve: Serve, target: str
         assert (await client.post(target)).code == 200
         late.cancel()
         await asyncio.wait({late})
-
-    run(scenario())
-
-
-def test_other_api_servers_hear_that_weights_are_lost(serve: Serve) -> None:
-    async def scenario() -> None:
-        first, second = await two_servers(serve)
-        await first.post("/sleep")
-        assert (await first.post("/wake_up?restore=0")).code == 200
-        assert (await second.ask()).code == 503
-        await second.post("/reload_weights")
-        for client in (first, second):
-            assert (await client.ask()).body == {"text": "good"}
 
     run(scenario())
 

@@ -12,18 +12,6 @@ from gate_client import Serve, run
 pytestmark = pytest.mark.usefixtures("gate_environment")
 
 
-def test_partial_wakes_leave_it_asleep(serve: Serve) -> None:
-    async def scenario() -> None:
-        client = serve()
-        await client.post("/sleep")
-        await client.post("/wake_up?tags=weights")
-        assert (await client.ask()).code == 503
-        await client.post("/wake_up?tags=kv_cache")
-        assert (await client.ask()).code == 200
-
-    run(scenario())
-
-
 @pytest.mark.parametrize("plugin", [True, False])
 def test_a_request_wakes_the_rest_after_a_partial_wake(serve: Serve, plugin: bool) -> None:
     async def scenario() -> None:
@@ -88,17 +76,6 @@ def test_requests_between_the_steps_of_a_level_2_wake_are_held(serve: Serve, pol
     run(scenario())
 
 
-def test_what_was_called_while_the_weights_slept_did_not_load_them(serve: Serve) -> None:
-    async def scenario() -> None:
-        client = serve()
-        await client.post("/sleep?level=2")
-        assert (await client.post("/collective_rpc", body=b'{"method": "refit"}')).code == 409
-        await client.post("/wake_up")
-        assert (await client.ask()).code == 503
-
-    run(scenario())
-
-
 @pytest.mark.parametrize(
     ("method", "loads"),
     [("get_rank", False), ("init_transfer", False), ("echo", False), ("refit", True), ("load_it", True)],
@@ -110,17 +87,6 @@ def test_worker_methods_load_only_if_they_are_known_to(serve: Serve, method: str
         await client.post("/wake_up")
         assert (await client.post("/collective_rpc", body=json.dumps({"method": method}).encode())).code == 200
         assert (await client.ask()).code == (200 if loads else 503)
-
-    run(scenario())
-
-
-def test_a_sleep_after_a_wake_without_the_weights_may_be_ended_by_a_request(serve: Serve) -> None:
-    async def scenario() -> None:
-        client = serve(on_request="wake")
-        await client.post("/sleep?level=2")
-        await client.post("/wake_up")
-        await client.post("/sleep?level=2")
-        assert (await client.ask()).body == {"text": "good"}
 
     run(scenario())
 
@@ -141,57 +107,6 @@ def test_a_request_that_came_during_a_staged_wake_does_not_interfere(serve: Serv
         await client.post("/update_weights")
         assert (await request.response()).body == {"text": "good"}
         assert client.engine.count("reload_weights") == 0
-
-    run(scenario())
-
-
-def test_a_failed_load_does_not_open_the_gate(serve: Serve) -> None:
-    async def scenario() -> None:
-        client = serve()
-        await client.post("/sleep?level=2")
-        await client.post("/wake_up")
-        client.engine.fails["reload_weights"] = [RuntimeError("no such file")]
-        response = await client.post("/reload_weights")
-        assert response.code == 500
-        assert "no such file" in response.error["message"]
-        assert (await client.ask()).code == 503
-
-    run(scenario())
-
-
-def test_sleeping_memory_that_is_put_to_sleep_again_keeps_its_level(serve: Serve) -> None:
-    async def scenario() -> None:
-        client = serve(on_request="wake")
-        client.engine.plugin = False
-        await client.post("/sleep?level=1")
-        await client.post("/sleep?level=2")
-        assert (await client.ask()).body == {"text": "good"}
-        assert client.engine.count("reload_weights") == 0
-
-    run(scenario())
-
-
-def test_a_deeper_sleep_after_level_0(serve: Serve) -> None:
-    async def scenario() -> None:
-        client = serve(on_request="wake")
-        client.engine.plugin = False
-        await client.post("/sleep?level=0")
-        await client.post("/sleep?level=2")
-        assert (await client.ask()).body == {"text": "good"}
-        assert client.engine.count("reload_weights") == 1
-
-    run(scenario())
-
-
-def test_a_sleep_while_only_the_kv_cache_sleeps(serve: Serve) -> None:
-    async def scenario() -> None:
-        client = serve(on_request="wake")
-        client.engine.plugin = False
-        await client.post("/sleep?level=1")
-        await client.post("/wake_up?tags=weights")
-        await client.post("/sleep?level=2")  # 0.33 sleeps again; older ones let it lie
-        assert (await client.ask()).body == {"text": "good"}
-        assert client.engine.count("reload_weights") == 1
 
     run(scenario())
 

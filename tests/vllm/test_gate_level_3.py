@@ -7,7 +7,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from fake_vllm import AnotherClient, Client, FakeVllm, OldEngine
+from fake_vllm import Client, FakeVllm
 from gate_client import Serve, run
 
 from cumem_sleep.vllm import metrics
@@ -46,14 +46,6 @@ class TestSleep:
 
         run(scenario())
 
-    def test_of_an_engine_without_modes(self, serve: Serve) -> None:
-        async def scenario() -> None:
-            client = serve(FakeVllm(OldEngine()))
-            assert (await client.post("/sleep?level=3")).body["level"] == 3
-            assert sleeps_of(client) == [("sleep", 1)]
-
-        run(scenario())
-
     @pytest.mark.parametrize("level", [1, 2])
     def test_goes_on_from_a_lesser_sleep(self, serve: Serve, level: int) -> None:
         async def scenario() -> None:
@@ -89,15 +81,6 @@ class TestSleep:
             await client.post("/release_kv_cache_memory")
             assert (await client.post("/sleep?level=3")).body["level"] == 3
             assert sleeps_of(client) == [("sleep", 1, "abort")], "the weights were awake"
-
-        run(scenario())
-
-    @pytest.mark.parametrize("level", ["3.5", "4", "-3", "three"])
-    def test_other_levels(self, serve: Serve, level: str) -> None:
-        async def scenario() -> None:
-            client = serve()
-            assert (await client.post(f"/sleep?level={level}")).code == 400
-            assert sleeps_of(client) == []
 
         run(scenario())
 
@@ -213,21 +196,6 @@ class TestByAWorkerMethod:
             assert await state(client) == (True, 3)
 
         run(scenario())
-
-
-def test_another_api_server_knows(serve: Serve) -> None:
-    async def scenario() -> None:
-        first = FakeVllm()
-        second = FakeVllm(AnotherClient(first.engine))
-        for vllm in (first, second):
-            vllm.state.args.api_server_count = 2
-        one, other = serve(first, on_request="wake"), serve(second, on_request="wake")
-        assert (await one.post("/sleep?level=3")).body["level"] == 3
-        assert await state(other) == (True, 3)
-        assert (await other.ask()).body == {"text": "good"}
-        assert await state(one) == (False, None)
-
-    run(scenario())
 
 
 def test_metrics_say_how_deep() -> None:

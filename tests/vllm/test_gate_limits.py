@@ -104,31 +104,6 @@ def test_rejections_leave_nothing_behind(serve: Serve) -> None:
     run(scenario())
 
 
-# Nonsense
-
-
-@pytest.mark.parametrize("query", ["level=-1", "level=4", "level=", "level=nan", "level=1e3", "level=0.5", "mode=nap"])
-def test_nonsense_is_refused_and_changes_nothing(serve: Serve, query: str) -> None:
-    async def scenario() -> None:
-        client = serve()
-        assert (await client.post(f"/sleep?{query}")).code == 400
-        assert client.engine.count("sleep") == 0
-        assert (await client.ask()).body == {"text": "good"}
-
-    run(scenario())
-
-
-def test_what_is_said_twice_is_read_once(serve: Serve) -> None:
-    async def scenario() -> None:
-        client = serve()
-        assert (await client.post("/sleep?level=1&level=2")).code == 400
-        assert (await client.post("/sleep?level=2&level=2&mode=abort&mode=abort")).code == 200
-        assert ("sleep", 2, "abort") in client.engine.calls
-        assert client.gate.model.level == 2
-
-    run(scenario())
-
-
 # Changes beside a wake by request
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
 
 import pytest
-from fake_vllm import FakeVllm, OldEngine, until_idle
+from fake_vllm import FakeVllm, OldEngine
 from gate_client import Serve, run
 
 pytestmark = pytest.mark.usefixtures("gate_environment")
@@ -60,19 +59,6 @@ def test_resume(serve: Serve, policy: str) -> None:
         await client.post("/pause")
         assert (await client.post("/resume")).code == 200
         assert (await client.ask()).body == {"text": "good"}
-
-    run(scenario())
-
-
-def test_resume_waits_for_a_sleep_under_way(serve: Serve) -> None:
-    async def scenario() -> None:
-        client = serve()
-        client.engine.waits["sleep"] = asyncio.Event()
-        sleep, resume = client.begin("POST", "/sleep"), client.begin("POST", "/resume")
-        await until_idle()
-        client.engine.waits["sleep"].set()
-        await sleep.response()
-        assert (await resume.response()).code == 409
 
     run(scenario())
 

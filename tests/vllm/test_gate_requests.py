@@ -74,17 +74,6 @@ def test_reject(serve: Serve) -> None:
     run(scenario())
 
 
-def test_a_server_that_slept_before_the_gate_saw_it_is_found_asleep(serve: Serve) -> None:
-    async def scenario() -> None:
-        client = serve()
-        await client.engine.sleep(2)
-        response = await client.ask()
-        assert response.code == 503
-        assert "level 2" in response.error["message"]
-
-    run(scenario())
-
-
 def test_wait_until_awake(serve: Serve) -> None:
     async def scenario() -> None:
         client = serve(on_request="wait")
@@ -243,23 +232,6 @@ def test_a_failed_reload_is_tried_again_where_it_stopped(serve: Serve) -> None:
     run(scenario())
 
 
-def test_a_failed_reload_is_tried_again_also_when_nothing_sleeps_any_more(serve: Serve) -> None:
-    async def scenario() -> None:
-        client = serve(on_request="wake", retry_after_s=1)
-        now = 0.0
-        client.gate.conductor.clock = lambda: now
-        await client.post("/sleep?level=2")
-        await client.post("/wake_up?tags=kv_cache")
-        client.engine.fails["reload_weights"] = [RuntimeError("no such file")]
-        assert "no such file" in (await client.ask()).error["message"]
-        assert client.engine.asleep == set()
-        assert (await client.ask()).code == 503
-        now += 2
-        assert (await client.ask()).body == {"text": "good"}
-
-    run(scenario())
-
-
 def test_a_wake_after_which_it_still_sleeps_is_a_failure(serve: Serve) -> None:
     async def scenario() -> None:
         client = serve(on_request="wake")
@@ -306,22 +278,6 @@ def test_a_client_that_leaves_is_let_go_of(serve: Serve, policy: str) -> None:
         assert (await stays.response()).body == {"text": "good"}
         assert client.engine.count("wake_up") == 1
         assert client.engine.count("generate") == 1
-
-    run(scenario())
-
-
-def test_the_only_client_leaves_and_the_wake_goes_on(serve: Serve) -> None:
-    async def scenario() -> None:
-        client = serve(on_request="wake")
-        await client.post("/sleep")
-        client.engine.waits["wake_up"] = asyncio.Event()
-        held = client.begin("POST", "/v1/completions")
-        await until_idle()
-        held.leave()
-        await held.response()
-        client.engine.waits["wake_up"].set()
-        await until_idle()
-        assert client.gate.model.phase is GatePhase.AWAKE
 
     run(scenario())
 
@@ -375,16 +331,5 @@ def test_a_websocket_is_held(serve: Serve, policy: str) -> None:
             await client.post("/wake_up")
         await socket.response()
         assert socket.sent == [{"type": "websocket.accept"}, {"type": "websocket.send", "text": "good"}]
-
-    run(scenario())
-
-
-def test_a_websocket_is_closed_at_the_deadline(serve: Serve) -> None:
-    async def scenario() -> None:
-        client = serve(on_request="wait", request_deadline_s=0.01)
-        await client.post("/sleep")
-        socket = client.begin("", "/v1/realtime", type="websocket")
-        await socket.response()
-        assert socket.sent[-1]["code"] == 1013
 
     run(scenario())

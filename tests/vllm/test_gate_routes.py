@@ -10,7 +10,7 @@ from fake_vllm import FakeEngine, FakeVllm, until_idle
 from gate_client import TOKEN, Serve, run
 
 from cumem_sleep.vllm import SleepGate
-from cumem_sleep.vllm.routes import GUARDED, RouteKind, Routes, kind_of
+from cumem_sleep.vllm.routes import NEED_ADMIN_TOKEN, RouteKind, Routes, kind_of
 from cumem_sleep.vllm.sleeping_model import GatePhase
 
 pytestmark = pytest.mark.usefixtures("gate_environment")
@@ -167,7 +167,7 @@ def test_the_route_that_starlette_takes(
 
 def test_a_server_without_a_router_that_can_be_read_is_closed() -> None:
     assert Routes().take(object(), {"type": "http", "method": "POST", "path": "/sleep"}).kind is RouteKind.UNKNOWN
-    assert RouteKind.UNKNOWN in GUARDED
+    assert RouteKind.UNKNOWN in NEED_ADMIN_TOKEN
 
 
 # The token
@@ -277,7 +277,7 @@ def test_without_a_key_the_gate_itself_answers_401_while_asleep(serve: Serve, pa
 def test_every_kind_is_in_the_table_for_a_reason() -> None:
     assert kind_of("POST", "/sleep") is RouteKind.CHANGES
     assert kind_of("POST", "/v1/completions") is RouteKind.RUNS
-    assert kind_of("HEAD", "/server_info") in GUARDED
+    assert kind_of("HEAD", "/server_info") in NEED_ADMIN_TOKEN
     assert kind_of("GET", "/anything") is RouteKind.PASSES
     assert kind_of("POST", "/anything") is RouteKind.UNKNOWN
     assert kind_of("WEBSOCKET", "/anything") is RouteKind.UNKNOWN

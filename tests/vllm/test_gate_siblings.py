@@ -173,17 +173,6 @@ def test_a_request_waits_for_anothers_wake(serve: Serve) -> None:
     run(scenario())
 
 
-def test_requests_to_two_servers_at_once_load_the_weights_once(serve: Serve) -> None:
-    async def scenario() -> None:
-        first, second = await two_servers(serve, on_request="wake")
-        await first.post("/sleep?level=2")
-        requests = [client.begin("POST", "/v1/completions") for client in (first, second) * 5]
-        assert [(await each.response()).body for each in requests] == [{"text": "good"}] * 10
-        assert first.engine.count("reload_weights") == 1
-
-    run(scenario())
-
-
 def test_a_write_is_not_misled_by_an_answer_from_before_anothers_wake(serve: Serve) -> None:
     """Without the plugin, where such an answer means that all memory sleeps."""
 
@@ -316,21 +305,6 @@ def test_weights_that_one_server_dropped_are_served_by_none(serve: Serve, plugin
 
 
 @pytest.mark.parametrize("plugin", [True, False])
-def test_weights_that_sleep_are_written_through_no_server(serve: Serve, plugin: bool) -> None:
-    async def scenario() -> None:
-        first, second = await two_servers(serve)
-        first.engine.plugin = plugin
-        await first.post("/sleep")
-        await first.post("/wake?tags=kv_cache")
-        assert (await second.post("/update_weights")).code == 409
-        assert (await second.post("/wake?tags=weights")).code == 200
-        assert (await first.post("/update_weights")).code == 200
-        assert (await first.ask()).code == 200
-
-    run(scenario())
-
-
-@pytest.mark.parametrize("plugin", [True, False])
 def test_requests_that_one_server_kept_are_not_run_early_by_another(serve: Serve, plugin: bool) -> None:
     async def scenario() -> None:
         first, second = await two_servers(serve)
@@ -346,20 +320,6 @@ def test_requests_that_one_server_kept_are_not_run_early_by_another(serve: Serve
         assert (await request.response()).body == {"text": "good"}
         assert (await second.post("/sleep")).code == 200
         assert (await first.post("/wake?tags=weights")).code == 200
-
-    run(scenario())
-
-
-def test_an_update_goes_on_through_another_server(serve: Serve) -> None:
-    async def scenario() -> None:
-        first, second = await two_servers(serve)
-        await first.post("/sleep?level=2")
-        await second.post("/wake")
-        await first.post("/start_weight_update")
-        await second.post("/update_weights")
-        assert (await first.ask()).code == 503
-        await first.post("/finish_weight_update")
-        assert (await second.ask()).body == {"text": "good"}
 
     run(scenario())
 

@@ -27,7 +27,7 @@ except ImportError:  # vLLM 0.18 answers with a number
     CompilationTimes = None
 
 from cumem_sleep import CuMemAllocator, Settings
-from cumem_sleep.vllm import guard
+from cumem_sleep.vllm import worker_refusals
 
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
 PAGE = 2 << 20
@@ -52,8 +52,8 @@ class WatchedWorker(WorkerBase):  # type: ignore[misc]
     def init_device(self) -> None:
         self.device = torch.device("cpu")
         self._executor = _caller()
-        if os.environ.get("WATCHED_WORKER_UNGUARDED"):  # the gate alone is to keep calls from memory that sleeps
-            guard.why_not = lambda *_: ""
+        if os.environ.get("WATCHED_WORKER_REFUSES_NOTHING"):  # the gate alone is to keep calls from memory that sleeps
+            worker_refusals.why_not = lambda *_: ""
         deep_after_s = Settings.from_environment().deep_after_s
         self._allocator = CuMemAllocator(Settings(driver="sim", prepare=False, deep_after_s=deep_after_s))
         CuMemAllocator.instance = self._allocator

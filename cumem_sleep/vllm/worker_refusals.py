@@ -41,7 +41,7 @@ def refuse(worker: Any, name: str, why: str, *args: Any, **kwargs: Any) -> Any:
 def watch(model: Any) -> None:
     """Have the model's own `load_weights` raise as well: trainers call it past the worker's methods."""
     load = getattr(model, "load_weights", None)
-    if load is None or hasattr(load, "is_guarded"):
+    if load is None or hasattr(load, "refuses_asleep"):
         return
 
     @functools.wraps(load)
@@ -51,5 +51,5 @@ def watch(model: Any) -> None:
             raise InvalidState(why)
         return load(*args, **kwargs)
 
-    load_weights.is_guarded = True  # type: ignore[attr-defined]
+    load_weights.refuses_asleep = True  # type: ignore[attr-defined]
     model.load_weights = load_weights

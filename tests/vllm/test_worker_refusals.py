@@ -1,4 +1,4 @@
-"""The guard, with the code of vLLM's own worker and executor, and in a real server: see `guarded_calls`."""
+"""What workers refuse asleep, in the code of vLLM's own worker and in a real server: see `refused_calls`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from real_worker import Contents
 from support import Memory
 
 from cumem_sleep import CuMemAllocator, InvalidState, _core
-from cumem_sleep.vllm import engine_group, guard
+from cumem_sleep.vllm import engine_group, worker_refusals
 from cumem_sleep.vllm.worker_methods import CALLS_BY_ENGINE, TOUCHES_WEIGHTS, Effect, effect_of
 
 skip_unless_vllm()
@@ -163,11 +163,11 @@ def test_of_several_workers_the_last_one_says_it(wrapper: Any, monkeypatch: pyte
         call(wrapper, "execute_model")
 
 
-def test_a_models_own_load_weights_is_guarded(wrapper: Any, worker: Any) -> None:
+def test_a_models_own_load_weights_needs_admin_token(wrapper: Any, worker: Any) -> None:
     loads: list[Any] = []
     model = types.SimpleNamespace(load_weights=loads.append)
-    guard.watch(model)
-    guard.watch(model)
+    worker_refusals.watch(model)
+    worker_refusals.watch(model)
     model.load_weights("a")
     wrapper.sleep(level=1)
     with pytest.raises(InvalidState, match="load_weights while weights sleep"):
@@ -181,10 +181,10 @@ def test_a_loaded_model_is_watched(wrapper: Any, worker: Any, monkeypatch: pytes
     worker.model_runner.model.load_weights = lambda *_: None
     monkeypatch.setattr(worker, "load_model", lambda: None)
     wrapper.load_model()
-    assert worker.model_runner.model.load_weights.is_guarded
+    assert worker.model_runner.model.load_weights.refuses_asleep
 
 
-def test_the_gate_refuses_all_that_the_guard_refuses() -> None:
+def test_the_gate_refuses_all_that_a_worker_refuses() -> None:
     for name in (*TOUCHES_WEIGHTS, *CALLS_BY_ENGINE, "elastic_ep_execute", "determine_available_memory", "load_model"):
         assert effect_of(name) not in (Effect.HARMLESS, Effect.DEEPENS), name
 
@@ -195,7 +195,7 @@ def test_in_a_real_server_the_calls_answer_and_the_engine_lives(
 ) -> None:
     if tuple(map(int, importlib.metadata.version("vllm").split(".")[:2])) < (0, 18):
         pytest.skip("`WatchedWorker` is for vLLM from 0.18 on")
-    program, log = pathlib.Path(__file__).with_name("guarded_calls.py"), tmp_path / "log.txt"
+    program, log = pathlib.Path(__file__).with_name("refused_calls.py"), tmp_path / "log.txt"
     served = ready_process.run(program, log=log)
     try:
         assert served.wait(580) == 0, log.read_text()[-8_000:]

@@ -1,4 +1,4 @@
-"""Every call of the guard at a real vLLM: a server and its engine without a gate, and an `LLM`; a program."""
+"""Every call that workers of a real vLLM refuse asleep: of a server without a gate, and of an `LLM`; a program."""
 
 from __future__ import annotations
 
