@@ -21,6 +21,8 @@ import httpx
 import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from ..errors import InvalidArgument
+from ..settings import parse_bytes
 from . import hosts
 from .address import Address
 from .engines import ENGINES, started_by
@@ -32,11 +34,6 @@ from .policy import STOP, Spec
 ALLOWED_DURATION = "seconds, or a number with ms, s, m, h or d, such as 500ms, 60s or 1h30m"
 ALLOWED_SIZE = "bytes, or a number with KiB, MiB, GiB, TiB, KB, MB, GB or TB, such as 200GiB"
 _DURATION = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-_SIZE = {"": 1, "B": 1} | {
-    prefix + unit: base**power
-    for unit, base in (("iB", 1024), ("B", 1000))
-    for power, prefix in enumerate(("K", "M", "G", "T"), 1)
-}
 MOST_S = 3650 * 86400.0
 MOST_BYTES = 1 << 60
 MOST_FILE_BYTES = 1 << 20
@@ -86,19 +83,16 @@ def parse_duration(value: object) -> float:
 
 
 def parse_size(value: object) -> int:
-    """`"200GiB"` or 1073741824 in bytes.
+    """`"200GiB"` or 1073741824 in bytes, as `CUMEM_SLEEP_…` has them.
 
     Raises:
         ValueError: not a size.
     """
-    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST_BYTES:
-        return value
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", value.strip()) if isinstance(value, str) else None
-    units = {unit.upper(): factor for unit, factor in _SIZE.items()}
-    nbytes = float(match[1]) * units.get(match[2].upper(), math.nan) if match else math.nan
-    if not nbytes <= MOST_BYTES:
-        raise ValueError(ALLOWED_SIZE)
-    return int(nbytes)
+    with suppress(InvalidArgument):
+        nbytes = parse_bytes("size", value) if isinstance(value, str) else value
+        if isinstance(nbytes, int) and not isinstance(nbytes, bool) and 0 <= nbytes <= MOST_BYTES:
+            return nbytes
+    raise ValueError(ALLOWED_SIZE)
 
 
 def parse_depth(value: object) -> int:
