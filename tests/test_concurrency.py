@@ -414,6 +414,7 @@ class TestKernelInFlight:
         call = "hooks().cumem_sleep_free(address, PAGE, 0, None)" if through_hook else "allocator.free(address)"
         self.check(f"{call}\ncuda.call('cuStreamSynchronize', stream)\nfree_everything()\n", full_device)
 
+    @pytest.mark.slow
     def test_at_sleep(self) -> None:
         self.check(
             """
@@ -438,6 +439,7 @@ class TestKernelInFlight:
         )
 
 
+@pytest.mark.slow
 @pytest.mark.sim
 def test_looking_beside_hooks(allocator: CuMemAllocator) -> None:
     """Hooks take no lock of Python's, so what is looked at meanwhile goes (for ThreadSanitizer above all)."""

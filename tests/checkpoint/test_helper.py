@@ -179,6 +179,7 @@ class TestTheProcess:
             allocator.wake_up()  # by the next helper
         assert memory.read(weights, PAGE) == BYTES
 
+    @pytest.mark.slow
     def test_beside_what_python_starts_with(self, tmp_path: pathlib.Path) -> None:
         """A `sitecustomize` that prints, an odd encoding, and modules of the same names in the current directory."""
         (tmp_path / "path").mkdir()
@@ -199,6 +200,7 @@ class TestTheProcess:
         )
         assert (found.returncode, found.stderr) == (0, "")
 
+    @pytest.mark.slow
     def test_ends_with_this_process(self) -> None:
         process = run_script(
             """
@@ -215,6 +217,7 @@ class TestTheProcess:
 
 
 class TestExit:
+    @pytest.mark.slow
     @pytest.mark.parametrize("level", [3])
     def test_at_level_3(self, level: int) -> None:
         process = run_script(
@@ -229,6 +232,7 @@ class TestExit:
         assert_clean_exit(process)
         assert process.stdout == "0 False\n"  # handlers of libraries may call CUDA
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("standard_output", ["sys.stdout", "None"])
     def test_that_cannot_come_back(self, standard_output: str) -> None:
         process = run_script(
@@ -245,6 +249,7 @@ class TestExit:
         assert (process.returncode, process.stdout) == (1, "slept\n")
         assert "ends at once" in process.stderr
 
+    @pytest.mark.slow
     def test_old_driver(self) -> None:
         process = run_script(
             """
@@ -258,6 +263,7 @@ class TestExit:
         assert process.returncode == 0, process.stderr
         assert "driver 570" in process.stdout
 
+    @pytest.mark.slow
     def test_fork(self) -> None:
         """A child forked at level 3 cannot use the GPU, as any, and does not touch its parent's checkpoint."""
         process = run_script(

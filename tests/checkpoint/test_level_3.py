@@ -351,6 +351,7 @@ class TestSleepAndWake:
 class TestMeanwhile:
     """What is asked of the allocator at level 3."""
 
+    @pytest.mark.slow
     def test_doctor_answers_beside_it(self, allocator: CuMemAllocator, weights: int) -> None:  # noqa: ARG002
         allocator.sleep(level=3)
         doctor = [sys.executable, "-m", "cumem_sleep", "doctor", "--json"]

@@ -61,6 +61,7 @@ class TestReference:
         assert stored.size == sizes.sum()
         assert np.array_equal(codec.decode(code, stored, sizes), content)
 
+    @pytest.mark.slow
     @every_layout
     def test_chunks_are_independent(self, codec: Codec, layout: Layout) -> None:
         content = content_of("weights", "noise", "weights")

@@ -185,6 +185,7 @@ def test_a_sleep_that_waited_while_the_group_was_left(joined: CuMemAllocator) ->
     other.close()
 
 
+@pytest.mark.slow
 def test_in_a_fork_every_call_says_so() -> None:
     """Also while another thread has the lock, which nobody gives back there."""
     process = run_script(

@@ -35,6 +35,7 @@ def look(finder: ModelFinder, body: bytes, cuts: list[int]) -> ModelFinder:
     return finder
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.tuples(st.text(max_size=5), JSON), max_size=4),
     st.text(max_size=20),
@@ -95,6 +96,7 @@ TOKENS = (
 TOKENS += ("1e999", "-", "NaN", "null", " ", "\n", "\ufeff", "é", '{"model": "in"}', "[" * 900 + "]" * 900, "9" * 5000)
 
 
+@pytest.mark.slow
 @given(st.lists(st.sampled_from(TOKENS), max_size=14), st.booleans(), st.lists(st.integers(0, 1 << 20), max_size=6))
 @settings(max_examples=1500, deadline=None)
 def test_of_what_a_server_accepts_it_finds_what_the_server_finds(

@@ -250,6 +250,7 @@ def test_a_long_value_is_shown_in_part_without_the_keys_in_it() -> None:
     assert len(str(caught.value)) < 300
 
 
+@pytest.mark.slow
 def test_a_key_that_is_there_very_often_is_found_in_time_that_grows_with_the_file() -> None:
     """Each one once looked through all of them: this file took three minutes, while requests waited."""
     text = f"models: {{a: {{command: vllm serve x, env: {{{', '.join(['A: x'] * 40_000)}}}}}}}"

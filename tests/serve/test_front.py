@@ -670,6 +670,7 @@ def test_a_slow_client_slows_its_server_down() -> None:
     run(scenario)
 
 
+@pytest.mark.slow
 def test_a_slow_server_slows_its_client_down() -> None:
     async def scenario() -> None:
         async with a_world() as world:

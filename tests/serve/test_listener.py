@@ -133,6 +133,7 @@ def test_a_client_that_owes_something_and_is_silent_is_let_go(owed: str, monkeyp
     run(scenario)
 
 
+@pytest.mark.slow
 def test_a_client_that_waits_or_is_slow_is_not_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listener, "MOST_SILENT_LOOKS", 5)
     monkeypatch.setattr(listener, "LOOK_FOR_CLIENTS_EVERY_S", 0.1)

@@ -159,6 +159,7 @@ def test_check_shows_no_key_of_a_command(tmp_path: Path, capsys: pytest.CaptureF
         assert "geheimnis" not in said.out + said.err
 
 
+@pytest.mark.slow
 def test_a_port_that_is_taken_is_said_before_anything_is_left(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         file = write(tmp_path / "models.yaml", port=taken.getsockname()[1], small={})
@@ -177,6 +178,7 @@ def test_a_port_that_is_taken_is_said_before_anything_is_left(tmp_path: Path) ->
     assert not list(runtime.iterdir())
 
 
+@pytest.mark.slow
 def test_a_second_front_on_the_same_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = write(tmp_path / "models.yaml", one={"at_start": "stopped"})
     (tmp_path / "link.yaml").symlink_to(file)
@@ -381,6 +383,7 @@ def test_what_a_front_answers_reaches_the_terminal_as_letters(
     assert [line for line in said.splitlines() if line.startswith("forged") or not line.isprintable()] == []
 
 
+@pytest.mark.slow
 def test_what_servers_say_forges_no_line_of_the_log(tmp_path: Path) -> None:
     """Their last words, and all that is logged: the command's own handler has it."""
     words = ": {socket}; printf 'last\\033[2Jforged\\302\\233'; exit 3"

@@ -63,6 +63,7 @@ def seconds(span: Any) -> float:
     return float(span.end_time - span.start_time) / 1e9
 
 
+@pytest.mark.slow
 def test_a_request_and_the_switch_that_it_waits_for_are_one_trace(tmp_path: Path) -> None:
     traced = Traced()
     slow = {"command": command("a", "--sleep-seconds=0.1", "--weights-bytes=1"), "at_start": "awake"}
@@ -120,6 +121,7 @@ async def _use(fleet: Fleet, model: str, span: Any) -> None:
         pass
 
 
+@pytest.mark.slow
 def test_what_fails_says_why_and_what_nobody_asked_for_stands_alone(tmp_path: Path) -> None:
     traced = Traced()
     one = {"command": command("a", "--fail-wakes=9")}
@@ -191,6 +193,7 @@ def test_the_standard_variables_say_where_spans_go(
         found.end()
 
 
+@pytest.mark.slow
 def test_a_front_ends_although_no_collector_takes_its_spans(tmp_path: Path) -> None:
     """One that takes connections, and no more."""
     file = tmp_path / "models.yaml"
@@ -223,6 +226,7 @@ def _has_grpc() -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_without_the_variables_nothing_of_opentelemetry_is_imported() -> None:
     program = (
         "import os, sys; from cumem_sleep.serve import main, tracing; assert tracing.from_environment({}) is None;"

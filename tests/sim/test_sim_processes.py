@@ -163,6 +163,7 @@ class TestProcess:
         left = sim.stats()
         assert (left.live_handles, left.mapped_bytes, left.reserved_bytes, left.registered_bytes) == (0, 0, 0, 0)
 
+    @pytest.mark.slow
     def test_unmapping_beside_copies_never_crashes(self, load: Callable[..., Driver]) -> None:
         driver = load(COPY_DELAY_US=0)
         driver.start()

@@ -329,6 +329,7 @@ def test_memory_stays_until_its_copies_have_ended_even_if_the_wait_for_them_fail
     assert process.returncode == 0, process.stderr
 
 
+@pytest.mark.slow
 def test_a_gpu_that_is_lost_ends_the_vault_for_the_next_one(folder: pathlib.Path) -> None:
     script = """
         import pathlib, sys, threading

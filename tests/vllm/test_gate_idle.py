@@ -327,6 +327,7 @@ class Watched:
         return self.now
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("wakes", ["a request", "an operator"])
 def test_a_sleep_begins_a_look_after_the_time_at_the_latest(

@@ -87,6 +87,7 @@ def test_a_herd_asks_the_engine_no_more_than_one(serve: Serve, policy: str, monk
     run(scenario())
 
 
+@pytest.mark.slow
 def test_rejections_leave_nothing_behind(serve: Serve) -> None:
     async def scenario() -> None:
         client = serve()

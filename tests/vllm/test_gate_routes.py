@@ -303,6 +303,7 @@ def test_the_admin_token_is_enough_where_vllm_wants_a_key(serve: Serve, path: st
     run(scenario())
 
 
+@pytest.mark.slow
 def test_what_clients_write_is_not_kept_for_good(serve: Serve) -> None:
     def request(number: int, where: str, nbytes: int) -> dict[str, Any]:
         text = f"{number}-{'x' * nbytes}"
