@@ -26,11 +26,11 @@ def one_page_bench(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(params=["ample", "tight"])
 def world(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    """In the tight one the kernels have to work in the memory of `kv_cache`."""
+    """In the tight one there is one page for kernels to work in."""
     reset_simulation()
     one_page_bench(monkeypatch)
     QuickCodec(monkeypatch)
-    current = World(device_bytes={"ample": None, "tight": 3 * PAGE}[request.param], compress="auto")
+    current = World(device_bytes={"ample": None, "tight": 4 * PAGE}[request.param], compress="auto")
     current.allocator._compressor.warm_up(0)  # once: its calls are not to be looked for again
     yield current
     free_everything()
@@ -75,7 +75,7 @@ def test_every_driver_call_of_a_wake_of_two_devices_may_fail_once(monkeypatch: p
     reset_simulation()
     one_page_bench(monkeypatch)
     QuickCodec(monkeypatch)
-    world = World(devices=2, device_bytes=3 * PAGE, compress="auto")
+    world = World(devices=2, device_bytes=4 * PAGE, compress="auto")
     check_every_call(world, COMPRESSED[-1], "CUDA_ERROR_UNKNOWN", False)
     free_everything()
     reset_simulation()
