@@ -98,6 +98,10 @@ def test_what_one_rank_cannot_tell(two: Ranks) -> None:
 
 def test_all_forget_or_none(two: Ranks) -> None:
     asleep = two.operate("sleep")
+    with two.impatient(1):
+        two.begin(1, "operate", "forget", {}, None, {})
+        alone = two.answer(1)
+    assert (alone.failed_rank, alone.state) == (0, asleep[1].state)
     two.begin(0, "raised_before", "forget")
     two.begin(1, "operate", "forget", {}, None, {})
     assert_failed(two.answers(), asleep, 0)
