@@ -16,8 +16,6 @@ from typing import Any
 
 import pytest
 from support import (
-    AWAKE,
-    DROPPED,
     MIB,
     PAGE,
     SIMULATED,
@@ -104,16 +102,6 @@ class TestExport:
             assert memory.read(address, nbytes) == content
             _core.undo_wake([segment])
         assert not segment.has_memory
-
-    def test_a_lent_segment_stays_lent_until_the_operation_lets_go_of_it(self, allocator: CuMemAllocator) -> None:
-        """Exporting holds the segment too, for a moment; not that moment's end may drop it."""
-        address = allocator.malloc(PAGE)
-        (segment,) = _core.segments()
-        with _core.HeldSegments([segment]):
-            segment.lend()
-            with exported(address):
-                assert segment.sleep == AWAKE
-        assert segment.sleep == DROPPED
 
     @only_simulated
     def test_a_host_that_makes_no_memory_to_export_says_so(self) -> None:
