@@ -16,14 +16,11 @@ ADMIN += ("/collective_rpc", "/update_weights", "/start_weight_update", "/finish
 ADMIN += ("/start_draft_weight_update", "/init_weight_transfer_engine", "/update_weight_version", "/weight_checker")
 
 
-def test_the_admin_token_is_for_posts(serve: Serve) -> None:
-    async def scenario() -> None:
-        client = serve(admin_token=TOKEN)
-        for method in ("OPTIONS", "HEAD", "GET"):
-            assert (await client.request(method, "/sleep")).code == 200, "what vLLM makes of it"
-        assert client.engine.calls == []
-
-    run(scenario())
+async def test_the_admin_token_is_for_posts(serve: Serve) -> None:
+    client = serve(admin_token=TOKEN)
+    for method in ("OPTIONS", "HEAD", "GET"):
+        assert (await client.request(method, "/sleep")).code == 200, "what vLLM makes of it"
+    assert client.engine.calls == []
 
 
 @pytest.mark.parametrize("path", ADMIN)
@@ -50,15 +47,12 @@ def test_the_admin_token(serve: Serve, path: str, dev_mode: str, monkeypatch: py
     run(scenario())
 
 
-def test_of_an_adapter_without_the_api_key_nothing_is_read(serve: Serve) -> None:
-    async def scenario() -> None:
-        client = serve(FakeVllm(api_keys=("good-key",)))
-        load = client.begin("POST", "/v1/load_lora_adapter", slow=True)  # its body never comes
-        assert (await load.response()).code == 401
-        assert client.vllm.seen == []
-        assert (await client.request("POST", "/v1/load_lora_adapter", key="good-key")).code == 200
-
-    run(scenario())
+async def test_of_an_adapter_without_the_api_key_nothing_is_read(serve: Serve) -> None:
+    client = serve(FakeVllm(api_keys=("good-key",)))
+    load = client.begin("POST", "/v1/load_lora_adapter", slow=True)  # its body never comes
+    assert (await load.response()).code == 401
+    assert client.vllm.seen == []
+    assert (await client.request("POST", "/v1/load_lora_adapter", key="good-key")).code == 200
 
 
 def test_the_token_is_never_logged(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
@@ -76,54 +70,48 @@ def test_the_token_is_never_logged(serve: Serve, caplog: pytest.LogCaptureFixtur
 
 
 @pytest.mark.parametrize("source", ["middleware", "arguments", "environment"])
-def test_a_request_without_the_api_key_wakes_nothing_and_is_not_held(
+async def test_a_request_without_the_api_key_wakes_nothing_and_is_not_held(
     serve: Serve, policy: str, source: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def scenario() -> None:
-        client = serve(FakeVllm(api_keys=("good-key", "other-key")), on_request=policy)
-        if source != "middleware":
-            client.vllm.user_middleware = []
-        if source == "arguments":
-            client.vllm.state.args.api_key = ["good-key", "other-key"]
-        if source == "environment":
-            monkeypatch.setenv("VLLM_API_KEY", "other-key")
-        await client.post("/sleep")
-        for key in ("", "bad-key"):
-            response = await client.ask(key)
-            assert (response.code, response.body) == (401, {"error": "Unauthorized"}), "vLLM's own answer"
-            response = await client.post("/score", key=key)  # a path that vLLM does not guard
-            assert response.code == 503
-        assert client.engine.count("wake_up") == client.engine.count("generate") == 0
-        request = client.begin("POST", "/v1/completions", key="other-key")
-        await until_idle()
-        if policy == "wait":
-            await client.post("/wake_up")
-        assert (await request.response()).code == (503 if policy == "reject" else 200)
-
-    run(scenario())
+    client = serve(FakeVllm(api_keys=("good-key", "other-key")), on_request=policy)
+    if source != "middleware":
+        client.vllm.user_middleware = []
+    if source == "arguments":
+        client.vllm.state.args.api_key = ["good-key", "other-key"]
+    if source == "environment":
+        monkeypatch.setenv("VLLM_API_KEY", "other-key")
+    await client.post("/sleep")
+    for key in ("", "bad-key"):
+        response = await client.ask(key)
+        assert (response.code, response.body) == (401, {"error": "Unauthorized"}), "vLLM's own answer"
+        response = await client.post("/score", key=key)  # a path that vLLM does not guard
+        assert response.code == 503
+    assert client.engine.count("wake_up") == client.engine.count("generate") == 0
+    request = client.begin("POST", "/v1/completions", key="other-key")
+    await until_idle()
+    if policy == "wait":
+        await client.post("/wake_up")
+    assert (await request.response()).code == (503 if policy == "reject" else 200)
 
 
 @pytest.mark.parametrize("missing", ["the engine", "the engine's name", "the state", "the app"])
-def test_routes_want_the_token_whatever_vllm_calls_its_parts(serve: Serve, missing: str) -> None:
-    async def scenario() -> None:
-        client = serve(admin_token=TOKEN)
-        scope = {}
-        if missing == "the engine":
-            client.vllm.state.engine_client = None
-        elif missing == "the engine's name":
-            client.vllm.state.engine = vars(client.vllm.state).pop("engine_client")
-        elif missing == "the state":
-            del client.vllm.state
-        else:
-            scope = {"app": None}
-        for path in (*ADMIN, "/some_future_path", "/v1/load_lora_adapter"):
-            for key in ("", "wrong"):
-                assert (await client.post(path, key=key, **scope)).code == 401, path
-        assert (await client.request("GET", "/server_info", **scope)).code == 401
-        assert client.vllm.seen == client.engine.calls == []
-        assert (await client.post("/pause", key=TOKEN, **scope)).code == 200
-        if missing != "the app":
-            assert (await client.ask()).code == 200
-            assert (await client.get("/health")).code == 200
-
-    run(scenario())
+async def test_routes_want_the_token_whatever_vllm_calls_its_parts(serve: Serve, missing: str) -> None:
+    client = serve(admin_token=TOKEN)
+    scope = {}
+    if missing == "the engine":
+        client.vllm.state.engine_client = None
+    elif missing == "the engine's name":
+        client.vllm.state.engine = vars(client.vllm.state).pop("engine_client")
+    elif missing == "the state":
+        del client.vllm.state
+    else:
+        scope = {"app": None}
+    for path in (*ADMIN, "/some_future_path", "/v1/load_lora_adapter"):
+        for key in ("", "wrong"):
+            assert (await client.post(path, key=key, **scope)).code == 401, path
+    assert (await client.request("GET", "/server_info", **scope)).code == 401
+    assert client.vllm.seen == client.engine.calls == []
+    assert (await client.post("/pause", key=TOKEN, **scope)).code == 200
+    if missing != "the app":
+        assert (await client.ask()).code == 200
+        assert (await client.get("/health")).code == 200

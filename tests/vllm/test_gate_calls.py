@@ -18,17 +18,14 @@ pytestmark = pytest.mark.usefixtures("gate_environment")
 
 
 @pytest.mark.parametrize("path", ["/wake", "/wake/", "/wake_up"])
-def test_wake_is_wake_up(serve: Serve, path: str) -> None:
-    async def scenario() -> None:
-        client = serve()
-        await client.post("/sleep")
-        response = await client.post(f"{path}?tags=weights")
-        assert response.body == {"status": "/wake_up"}, "vLLM's own answer"
-        assert ("wake_up", ["weights"]) in client.engine.calls
-        await client.post(f"{path}?tags=kv_cache", root_path="/proxy", path=f"/proxy{path}")
-        assert (await client.ask()).code == 200
-
-    run(scenario())
+async def test_wake_is_wake_up(serve: Serve, path: str) -> None:
+    client = serve()
+    await client.post("/sleep")
+    response = await client.post(f"{path}?tags=weights")
+    assert response.body == {"status": "/wake_up"}, "vLLM's own answer"
+    assert ("wake_up", ["weights"]) in client.engine.calls
+    await client.post(f"{path}?tags=kv_cache", root_path="/proxy", path=f"/proxy{path}")
+    assert (await client.ask()).code == 200
 
 
 WRITES = (
@@ -43,37 +40,31 @@ WRITES = (
 
 @pytest.mark.parametrize("path", WRITES)
 @pytest.mark.parametrize("level", [1, 2])
-def test_weights_are_not_written_while_they_sleep(serve: Serve, path: str, level: int) -> None:
-    async def scenario() -> None:
-        client = serve()
-        client.engine.waits["sleep"] = asyncio.Event()
-        sleep = client.begin("POST", f"/sleep?level={level}")
-        await until_idle()
-        body = b'{"method": "reload_weights"}' if path == "/collective_rpc" else b""
-        early = client.begin("POST", path, body)
-        await until_idle()
-        client.engine.waits["sleep"].set()
-        await sleep.response()
-        await client.post("/wake_up?tags=kv_cache")
-        for response in (await early.response(), await client.post(path, body)):
-            assert response.code == 409
-            assert "POST /wake_up?tags=weights first" in response.error["message"]
-        await client.post("/wake_up?tags=weights")
-        assert (await client.post(path, body)).code == 200
-        assert client.vllm.bodies[-1] == body or path == "/reload_weights"
-
-    run(scenario())
+async def test_weights_are_not_written_while_they_sleep(serve: Serve, path: str, level: int) -> None:
+    client = serve()
+    client.engine.waits["sleep"] = asyncio.Event()
+    sleep = client.begin("POST", f"/sleep?level={level}")
+    await until_idle()
+    body = b'{"method": "reload_weights"}' if path == "/collective_rpc" else b""
+    early = client.begin("POST", path, body)
+    await until_idle()
+    client.engine.waits["sleep"].set()
+    await sleep.response()
+    await client.post("/wake_up?tags=kv_cache")
+    for response in (await early.response(), await client.post(path, body)):
+        assert response.code == 409
+        assert "POST /wake_up?tags=weights first" in response.error["message"]
+    await client.post("/wake_up?tags=weights")
+    assert (await client.post(path, body)).code == 200
+    assert client.vllm.bodies[-1] == body or path == "/reload_weights"
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"{}", b'{"method": "reload_weights"}'])
-def test_collective_rpc_passes_whole(serve: Serve, body: bytes) -> None:
-    async def scenario() -> None:
-        client = serve()
-        with contextlib.suppress(ValueError, KeyError, TypeError):  # vLLM's to answer
-            await client.post("/collective_rpc", body)
-        assert client.vllm.bodies == [body]
-
-    run(scenario())
+async def test_collective_rpc_passes_whole(serve: Serve, body: bytes) -> None:
+    client = serve()
+    with contextlib.suppress(ValueError, KeyError, TypeError):  # vLLM's to answer
+        await client.post("/collective_rpc", body)
+    assert client.vllm.bodies == [body]
 
 
 def test_nothing_is_open_without_dev_mode(serve: Serve, monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
@@ -102,14 +93,11 @@ def test_nothing_is_open_without_dev_mode(serve: Serve, monkeypatch: pytest.Monk
         "/scale_elastic_ep",
     ],
 )
-def test_posts_are_gated(serve: Serve, path: str) -> None:
-    async def scenario() -> None:
-        client = serve()
-        await client.post("/sleep")
-        assert (await client.post(path)).code == 503
-        assert (await client.post(path, root_path="/proxy", path=f"/proxy{path}")).code == 503
-
-    run(scenario())
+async def test_posts_are_gated(serve: Serve, path: str) -> None:
+    client = serve()
+    await client.post("/sleep")
+    assert (await client.post(path)).code == 503
+    assert (await client.post(path, root_path="/proxy", path=f"/proxy{path}")).code == 503
 
 
 @pytest.mark.parametrize(
@@ -122,40 +110,34 @@ def test_posts_are_gated(serve: Serve, path: str) -> None:
         "POST /init_weight_transfer_engine",
     ],
 )
-def test_what_does_not_run_the_model_passes(serve: Serve, target: str, policy: str) -> None:
-    async def scenario() -> None:
-        method, path = target.split()
-        client = serve(on_request=policy)
-        await client.post("/sleep")
-        client.engine.plugin = False
-        await asyncio.gather(client.begin(method, path).task, return_exceptions=True)
-        await asyncio.gather(client.begin(method, path, path=f"/p{path}", root_path="/p").task, return_exceptions=True)
-        assert client.vllm.seen[-2:] == [f"{method} {path}"] * 2
-        assert client.engine.asleep
-
-    run(scenario())
+async def test_what_does_not_run_the_model_passes(serve: Serve, target: str, policy: str) -> None:
+    method, path = target.split()
+    client = serve(on_request=policy)
+    await client.post("/sleep")
+    client.engine.plugin = False
+    await asyncio.gather(client.begin(method, path).task, return_exceptions=True)
+    await asyncio.gather(client.begin(method, path, path=f"/p{path}", root_path="/p").task, return_exceptions=True)
+    assert client.vllm.seen[-2:] == [f"{method} {path}"] * 2
+    assert client.engine.asleep
 
 
 @pytest.mark.parametrize("root", ["/proxy", "/proxy/"])
 @pytest.mark.parametrize("strips", [True, False])
-def test_root_paths_and_slashes(serve: Serve, root: str, strips: bool) -> None:
-    async def scenario() -> None:
-        client = serve()
+async def test_root_paths_and_slashes(serve: Serve, root: str, strips: bool) -> None:
+    client = serve()
 
-        async def post(path: str) -> int:
-            whole = path if strips else f"/proxy{path}"
-            return (await client.post(path, root_path=root, path=whole)).code
+    async def post(path: str) -> int:
+        whole = path if strips else f"/proxy{path}"
+        return (await client.post(path, root_path=root, path=whole)).code
 
-        if root.endswith("/") and not strips:  # Starlette's router finds nothing then
-            assert [await post(path) for path in ("/sleep", "/v1/completions", "/wake")] == [404] * 3
-            return
-        assert await post("/sleep") == 200
-        assert client.gate.model.phase is GatePhase.ASLEEP
-        assert await post("/v1/completions") == 503
-        assert await post("/resume") == 409
-        assert await post("/resume/") == 307
-        assert await post("/wake") == 200
-        assert client.vllm.seen[-1] == "POST /wake_up"
-        assert await post("/v1/completions") == 200
-
-    run(scenario())
+    if root.endswith("/") and not strips:  # Starlette's router finds nothing then
+        assert [await post(path) for path in ("/sleep", "/v1/completions", "/wake")] == [404] * 3
+        return
+    assert await post("/sleep") == 200
+    assert client.gate.model.phase is GatePhase.ASLEEP
+    assert await post("/v1/completions") == 503
+    assert await post("/resume") == 409
+    assert await post("/resume/") == 307
+    assert await post("/wake") == 200
+    assert client.vllm.seen[-1] == "POST /wake_up"
+    assert await post("/v1/completions") == 200

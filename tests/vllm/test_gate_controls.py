@@ -46,40 +46,32 @@ def no_development_mode(gate_environment: None, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(FakeEngine, "reset_prefix_cache", reset, raising=False)
 
 
-def test_with_a_token_the_gate_answers_itself(serve: Serve) -> None:
-    async def scenario() -> None:
-        client = serve(FakeVllm(dev_mode=False), admin_token=TOKEN)
-        assert (await client.post("/sleep?level=2", key=TOKEN)).body == {"status": "sleeping", "level": 2}
-        assert (await client.get("/is_sleeping")).body["is_sleeping"] is True
-        assert (await client.ask()).code == 503
-        assert (await client.post("/reload_weights", key=TOKEN)).code == 409
-        woken = await client.post("/wake", b'{"tags": ["weights"]}', key=TOKEN)
-        assert woken.body == {"status": "sleeping", "tags": ["weights"]}
-        assert (await client.post("/reload_weights", key=TOKEN)).body == {"status": "weights reloaded"}
-        assert (await client.post("/wake_up/", key=TOKEN)).body == {"status": "awake", "tags": None}
-        assert (await client.ask()).body == {"text": "good"}
-        assert (await client.post("/pause?mode=keep&clear_cache=0", key=TOKEN)).body == {"status": "paused"}
-        assert (await client.post("/resume", key=TOKEN)).body == {"status": "resumed"}
-        assert (await client.post("/reset_prefix_cache", b'{"reset_external": true}', key=TOKEN)).body == {
-            "success": True
-        }
-        assert client.engine.calls[-1] == ("reset_prefix_cache", False, True)
-        assert (await client.post("/reset_prefix_cache?all=1", key=TOKEN)).code == 400
-        assert not [each for each in client.vllm.seen if each.split()[1] in CONTROLS]
-
-    run(scenario())
+async def test_with_a_token_the_gate_answers_itself(serve: Serve) -> None:
+    client = serve(FakeVllm(dev_mode=False), admin_token=TOKEN)
+    assert (await client.post("/sleep?level=2", key=TOKEN)).body == {"status": "sleeping", "level": 2}
+    assert (await client.get("/is_sleeping")).body["is_sleeping"] is True
+    assert (await client.ask()).code == 503
+    assert (await client.post("/reload_weights", key=TOKEN)).code == 409
+    woken = await client.post("/wake", b'{"tags": ["weights"]}', key=TOKEN)
+    assert woken.body == {"status": "sleeping", "tags": ["weights"]}
+    assert (await client.post("/reload_weights", key=TOKEN)).body == {"status": "weights reloaded"}
+    assert (await client.post("/wake_up/", key=TOKEN)).body == {"status": "awake", "tags": None}
+    assert (await client.ask()).body == {"text": "good"}
+    assert (await client.post("/pause?mode=keep&clear_cache=0", key=TOKEN)).body == {"status": "paused"}
+    assert (await client.post("/resume", key=TOKEN)).body == {"status": "resumed"}
+    assert (await client.post("/reset_prefix_cache", b'{"reset_external": true}', key=TOKEN)).body == {"success": True}
+    assert client.engine.calls[-1] == ("reset_prefix_cache", False, True)
+    assert (await client.post("/reset_prefix_cache?all=1", key=TOKEN)).code == 400
+    assert not [each for each in client.vllm.seen if each.split()[1] in CONTROLS]
 
 
-def test_an_error_of_the_engine_is_a_typed_answer(serve: Serve) -> None:
-    async def scenario() -> None:
-        client = serve(FakeVllm(dev_mode=False), admin_token=TOKEN)
-        client.engine.fails["sleep"] = [RuntimeError("no host memory")]
-        failed = await client.post("/sleep", key=TOKEN)
-        assert (failed.code, failed.error["message"]) == (500, "/sleep failed: no host memory")
-        assert (await client.post("/wake", key=TOKEN)).code == 200
-        assert (await client.ask()).code == 200
-
-    run(scenario())
+async def test_an_error_of_the_engine_is_a_typed_answer(serve: Serve) -> None:
+    client = serve(FakeVllm(dev_mode=False), admin_token=TOKEN)
+    client.engine.fails["sleep"] = [RuntimeError("no host memory")]
+    failed = await client.post("/sleep", key=TOKEN)
+    assert (failed.code, failed.error["message"]) == (500, "/sleep failed: no host memory")
+    assert (await client.post("/wake", key=TOKEN)).code == 200
+    assert (await client.ask()).code == 200
 
 
 @pytest.mark.parametrize("dev_mode", [False, True])
@@ -109,34 +101,28 @@ def test_the_workers_status_is_for_whoever_may_change_the_sleep(
     run(scenario())
 
 
-def test_without_a_token_and_development_mode_there_is_no_status(serve: Serve) -> None:
-    async def scenario() -> None:
-        client = serve(FakeVllm(dev_mode=False))
-        assert (await client.get(STATUS)).code == 404
-        assert client.engine.calls == []
-
-    run(scenario())
+async def test_without_a_token_and_development_mode_there_is_no_status(serve: Serve) -> None:
+    client = serve(FakeVllm(dev_mode=False))
+    assert (await client.get(STATUS)).code == 404
+    assert client.engine.calls == []
 
 
 @pytest.mark.parametrize("listens", [False, True])
-def test_the_public_port_gives_nothing(serve: Serve, tmp_path: pathlib.Path, listens: bool) -> None:
-    async def scenario() -> None:
-        settings = {"admin": f"unix:{tmp_path}/admin"} if listens else {"admin_token": TOKEN}
-        client = serve(FakeVllm(dev_mode=False), on_request="wake", **settings)
-        assert len(set(PATHS)) >= 30
-        for path in PATHS:
-            for method in METHODS:
-                for key in ("", "wrong") if not listens else ("", TOKEN):
-                    answer = await client.request(method, path, b'{"method": "sleep"}', key=key)
-                    is_read = method in ("GET", "HEAD", "OPTIONS")  # /server_info is vLLM's here, and there is none
-                    if not (is_read and path.rstrip("/") in ("/server_info", "/is_sleeping")):
-                        assert answer.code in (307, 401, 404, 405) or (is_read and answer.body == {"path": path})
-                    if listens and path.rstrip("/") in CONTROLS:
-                        assert (answer.code, answer.body) == (404, {"detail": "Not Found"})
-        assert set(client.engine.calls) <= {"is_sleeping"}
-        assert client.engine.asleep == set()
-
-    run(scenario())
+async def test_the_public_port_gives_nothing(serve: Serve, tmp_path: pathlib.Path, listens: bool) -> None:
+    settings = {"admin": f"unix:{tmp_path}/admin"} if listens else {"admin_token": TOKEN}
+    client = serve(FakeVllm(dev_mode=False), on_request="wake", **settings)
+    assert len(set(PATHS)) >= 30
+    for path in PATHS:
+        for method in METHODS:
+            for key in ("", "wrong") if not listens else ("", TOKEN):
+                answer = await client.request(method, path, b'{"method": "sleep"}', key=key)
+                is_read = method in ("GET", "HEAD", "OPTIONS")  # /server_info is vLLM's here, and there is none
+                if not (is_read and path.rstrip("/") in ("/server_info", "/is_sleeping")):
+                    assert answer.code in (307, 401, 404, 405) or (is_read and answer.body == {"path": path})
+                if listens and path.rstrip("/") in CONTROLS:
+                    assert (answer.code, answer.body) == (404, {"detail": "Not Found"})
+    assert set(client.engine.calls) <= {"is_sleeping"}
+    assert client.engine.asleep == set()
 
 
 # The listener
@@ -206,24 +192,21 @@ def place(tmp_path: pathlib.Path) -> str:
     return f"unix:{tmp_path}/admin"
 
 
-def test_a_socket_of_this_user_alone_needs_no_token(serve: Serve, place: str) -> None:
-    async def scenario() -> None:
-        client = serve(FakeVllm(dev_mode=False), admin=place)
-        async with living(client) as said:
-            assert stat.S_IMODE(os.stat(place[5:]).st_mode) == 0o600
-            answer = await ask(place, request("/sleep?level=1"))
-            assert code(answer) == 200
-            assert answer.endswith(b'{"status": "sleeping", "level": 1}')
-            assert (await client.ask()).code == 503
-            assert b'{"is_sleeping": true' in await ask(place, request("/is_sleeping", "GET"))
-            assert b'{"results": [{"rank": 0' in await ask(place, request(STATUS, "GET"))
-            assert code(await ask(place, request("/wake", body=b'{"tags": ["all"]}'))) == 400
-            assert code(await ask(place, request("/wake", more="Connection: keep-alive\r\n"))) == 200
-            assert (await client.ask()).code == 200
-        assert said == []
-        assert not os.path.exists(place[5:])
-
-    run(scenario())
+async def test_a_socket_of_this_user_alone_needs_no_token(serve: Serve, place: str) -> None:
+    client = serve(FakeVllm(dev_mode=False), admin=place)
+    async with living(client) as said:
+        assert stat.S_IMODE(os.stat(place[5:]).st_mode) == 0o600
+        answer = await ask(place, request("/sleep?level=1"))
+        assert code(answer) == 200
+        assert answer.endswith(b'{"status": "sleeping", "level": 1}')
+        assert (await client.ask()).code == 503
+        assert b'{"is_sleeping": true' in await ask(place, request("/is_sleeping", "GET"))
+        assert b'{"results": [{"rank": 0' in await ask(place, request(STATUS, "GET"))
+        assert code(await ask(place, request("/wake", body=b'{"tags": ["all"]}'))) == 400
+        assert code(await ask(place, request("/wake", more="Connection: keep-alive\r\n"))) == 200
+        assert (await client.ask()).code == 200
+    assert said == []
+    assert not os.path.exists(place[5:])
 
 
 def test_in_development_mode_it_is_the_only_way_as_well(
@@ -287,41 +270,35 @@ def test_what_it_refuses_is_answered_in_time_and_changes_nothing(
     run(scenario())
 
 
-def test_a_client_that_sends_for_ever_is_not_read_for_ever(serve: Serve, place: str) -> None:
-    async def scenario() -> None:
-        client = serve(FakeVllm(dev_mode=False), admin=place)
-        async with living(client):
-            _, writer = await asyncio.open_unix_connection(place[5:])
-            writer.write(request("/sleep", more=CHUNKED))
-            sent = 0
-            with contextlib.suppress(ConnectionError):
-                while sent < 64 << 20:
-                    writer.write(b"1000\r\n" + b"x" * 0x1000 + b"\r\n")
-                    await writer.drain()
-                    sent += 0x1000
-            assert sent < 4 << 20, "what lies in buffers"
-            writer.close()
-            assert code(await ask(place, request("/sleep"))) == 200
-
-    run(scenario())
+async def test_a_client_that_sends_for_ever_is_not_read_for_ever(serve: Serve, place: str) -> None:
+    client = serve(FakeVllm(dev_mode=False), admin=place)
+    async with living(client):
+        _, writer = await asyncio.open_unix_connection(place[5:])
+        writer.write(request("/sleep", more=CHUNKED))
+        sent = 0
+        with contextlib.suppress(ConnectionError):
+            while sent < 64 << 20:
+                writer.write(b"1000\r\n" + b"x" * 0x1000 + b"\r\n")
+                await writer.drain()
+                sent += 0x1000
+        assert sent < 4 << 20, "what lies in buffers"
+        writer.close()
+        assert code(await ask(place, request("/sleep"))) == 200
 
 
 @pytest.mark.parametrize("sent", [b"", b"POST /sleep HTTP/1.1\r\nHost: x\r\n"])
-def test_who_sends_no_whole_request_keeps_nobody_out(serve: Serve, free_port: str, sent: bytes) -> None:
-    async def scenario() -> None:
-        client = serve(FakeVllm(dev_mode=False), admin=free_port, admin_token=TOKEN)
-        async with living(client):
-            silent = []
-            for number in range(3 * admin_listener.MOST_CONNECTIONS):
-                silent.append(await asyncio.open_connection(*free_port.split(":")))
-                silent[-1][1].write(sent)
-                if number % 16 == 0:
-                    assert code(await ask(free_port, request("/is_sleeping", "GET", key=TOKEN))) == 200
-            assert code(await silent[0][0].read()) == 503, "the one that has been there longest"
-            for _, writer in silent:
-                writer.close()
-
-    run(scenario())
+async def test_who_sends_no_whole_request_keeps_nobody_out(serve: Serve, free_port: str, sent: bytes) -> None:
+    client = serve(FakeVllm(dev_mode=False), admin=free_port, admin_token=TOKEN)
+    async with living(client):
+        silent = []
+        for number in range(3 * admin_listener.MOST_CONNECTIONS):
+            silent.append(await asyncio.open_connection(*free_port.split(":")))
+            silent[-1][1].write(sent)
+            if number % 16 == 0:
+                assert code(await ask(free_port, request("/is_sleeping", "GET", key=TOKEN))) == 200
+        assert code(await silent[0][0].read()) == 503, "the one that has been there longest"
+        for _, writer in silent:
+            writer.close()
 
 
 def test_beyond_a_number_of_calls_it_says_so(serve: Serve, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -340,39 +317,35 @@ def test_beyond_a_number_of_calls_it_says_so(serve: Serve, place: str, monkeypat
     run(scenario())
 
 
-def test_a_client_that_leaves_before_its_turn_changes_nothing(serve: Serve, place: str) -> None:
-    async def scenario() -> None:
-        client = serve(FakeVllm(dev_mode=False), admin=place)
-        client.engine.waits["sleep"] = asyncio.Event()
-        async with living(client):
-            first = asyncio.ensure_future(ask(place, request("/sleep")))
-            await client.engine.entered["sleep"].wait()
-            _, writer = await asyncio.open_unix_connection(place[5:])
-            writer.write(request("/wake"))
-            await asyncio.sleep(0.05)
-            writer.close()
-            await asyncio.sleep(0.05)
-            client.engine.waits["sleep"].set()
-            assert code(await first) == 200
-            assert client.engine.count("wake_up") == 0
-
-    run(scenario())
+async def test_a_client_that_leaves_before_its_turn_changes_nothing(serve: Serve, place: str) -> None:
+    client = serve(FakeVllm(dev_mode=False), admin=place)
+    client.engine.waits["sleep"] = asyncio.Event()
+    async with living(client):
+        first = asyncio.ensure_future(ask(place, request("/sleep")))
+        await client.engine.entered["sleep"].wait()
+        _, writer = await asyncio.open_unix_connection(place[5:])
+        writer.write(request("/wake"))
+        await asyncio.sleep(0.05)
+        writer.close()
+        await asyncio.sleep(0.05)
+        client.engine.waits["sleep"].set()
+        assert code(await first) == 200
+        assert client.engine.count("wake_up") == 0
 
 
-def test_the_socket_of_a_killed_server_is_replaced_and_that_of_a_living_one_is_not(serve: Serve, place: str) -> None:
-    async def scenario() -> None:
-        with socket.socket(socket.AF_UNIX) as dead:
-            dead.bind(place[5:])
-        client = serve(FakeVllm(dev_mode=False), admin=place)
-        async with living(client):
-            assert code(await ask(place, request("/sleep"))) == 200
-            other = Client(SleepGate(FakeVllm(dev_mode=False)), client.vllm)
-            async with living(other) as said:
-                assert said[0]["type"] == "lifespan.startup.failed"
-                assert f"cannot listen at {place} (CUMEM_SLEEP_ADMIN)" in said[0]["message"]
-            assert code(await ask(place, request("/wake"))) == 200
-
-    run(scenario())
+async def test_the_socket_of_a_killed_server_is_replaced_and_that_of_a_living_one_is_not(
+    serve: Serve, place: str
+) -> None:
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(place[5:])
+    client = serve(FakeVllm(dev_mode=False), admin=place)
+    async with living(client):
+        assert code(await ask(place, request("/sleep"))) == 200
+        other = Client(SleepGate(FakeVllm(dev_mode=False)), client.vllm)
+        async with living(other) as said:
+            assert said[0]["type"] == "lifespan.startup.failed"
+            assert f"cannot listen at {place} (CUMEM_SLEEP_ADMIN)" in said[0]["message"]
+        assert code(await ask(place, request("/wake"))) == 200
 
 
 def listening(at: pathlib.Path) -> socket.socket:
@@ -394,44 +367,38 @@ TAKERS: dict[str, Callable[[pathlib.Path], Any]] = {
 
 @pytest.mark.parametrize("servers", [1, 2])
 @pytest.mark.parametrize("what", [*TAKERS, "a port"])
-def test_a_server_does_not_start_where_somebody_else_is_at_its_address(
+async def test_a_server_does_not_start_where_somebody_else_is_at_its_address(
     serve: Serve, place: str, free_port: str, what: str, servers: int
 ) -> None:
-    async def scenario() -> None:
-        path = pathlib.Path(place[5:])
-        taken: Any = TAKERS[what](path) if what in TAKERS else socket.create_server(("127.0.0.1", int(free_port[10:])))
-        before = os.lstat(path) if what in TAKERS else None
-        vllm = FakeVllm(dev_mode=False)
-        vllm.state.args.api_server_count = servers
-        async with living(serve(vllm, admin=place if what in TAKERS else free_port, admin_token=TOKEN)) as said:
-            assert said[0]["type"] == "lifespan.startup.failed"
-            assert "(CUMEM_SLEEP_ADMIN): Address already in use" in said[0]["message"]
-        assert before is None or os.path.samestat(os.lstat(path), before)
-        del taken
-
-    run(scenario())
+    path = pathlib.Path(place[5:])
+    taken: Any = TAKERS[what](path) if what in TAKERS else socket.create_server(("127.0.0.1", int(free_port[10:])))
+    before = os.lstat(path) if what in TAKERS else None
+    vllm = FakeVllm(dev_mode=False)
+    vllm.state.args.api_server_count = servers
+    async with living(serve(vllm, admin=place if what in TAKERS else free_port, admin_token=TOKEN)) as said:
+        assert said[0]["type"] == "lifespan.startup.failed"
+        assert "(CUMEM_SLEEP_ADMIN): Address already in use" in said[0]["message"]
+    assert before is None or os.path.samestat(os.lstat(path), before)
+    del taken
 
 
-def test_a_second_vllm_is_no_sibling(serve: Serve, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario() -> None:
-        async def begin(name: str, stack: AsyncExitStack) -> tuple[list[Client], list[dict[str, Any]]]:
-            monkeypatch.setattr(siblings, "_parent", lambda: name)
-            engine = FakeEngine()
-            servers = [FakeVllm(each, dev_mode=False) for each in (engine, AnotherClient(engine))]
-            for server in servers:
-                server.state.args.api_server_count = 2
-            clients = [serve(server, admin=place) for server in servers]
-            return clients, [each for client in clients for each in await stack.enter_async_context(living(client))]
+async def test_a_second_vllm_is_no_sibling(serve: Serve, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def begin(name: str, stack: AsyncExitStack) -> tuple[list[Client], list[dict[str, Any]]]:
+        monkeypatch.setattr(siblings, "_parent", lambda: name)
+        engine = FakeEngine()
+        servers = [FakeVllm(each, dev_mode=False) for each in (engine, AnotherClient(engine))]
+        for server in servers:
+            server.state.args.api_server_count = 2
+        clients = [serve(server, admin=place) for server in servers]
+        return clients, [each for client in clients for each in await stack.enter_async_context(living(client))]
 
-        async with AsyncExitStack() as stack:
-            clients, said = await begin("first", stack)
-            assert said == []
-            others, said = await begin("second", stack)
-            assert [each["type"] for each in said] == ["lifespan.startup.failed"]
-            assert code(await ask(place, request("/sleep"))) == 200
-            assert [client.engine.asleep == TAGS for client in (clients[0], others[0])] == [True, False]
-
-    run(scenario())
+    async with AsyncExitStack() as stack:
+        clients, said = await begin("first", stack)
+        assert said == []
+        others, said = await begin("second", stack)
+        assert [each["type"] for each in said] == ["lifespan.startup.failed"]
+        assert code(await ask(place, request("/sleep"))) == 200
+        assert [client.engine.asleep == TAGS for client in (clients[0], others[0])] == [True, False]
 
 
 def test_a_holder_that_stands_still_is_not_waited_for(tmp_path: pathlib.Path) -> None:
@@ -451,17 +418,14 @@ def test_a_holder_that_stands_still_is_not_waited_for(tmp_path: pathlib.Path) ->
         assert failed.wait(60)
 
 
-def test_a_servers_end_leaves_the_socket_of_the_next_one(serve: Serve, place: str) -> None:
-    async def scenario() -> None:
-        first, second = (serve(FakeVllm(dev_mode=False), admin=place) for _ in range(2))
-        async with AsyncExitStack() as stack:
-            async with living(first):
-                os.unlink(place[5:])
-                assert await stack.enter_async_context(living(second)) == []
-            assert code(await ask(place, request("/sleep"))) == 200
-            assert second.engine.asleep == TAGS
-
-    run(scenario())
+async def test_a_servers_end_leaves_the_socket_of_the_next_one(serve: Serve, place: str) -> None:
+    first, second = (serve(FakeVllm(dev_mode=False), admin=place) for _ in range(2))
+    async with AsyncExitStack() as stack:
+        async with living(first):
+            os.unlink(place[5:])
+            assert await stack.enter_async_context(living(second)) == []
+        assert code(await ask(place, request("/sleep"))) == 200
+        assert second.engine.asleep == TAGS
 
 
 def test_a_socket_that_has_come_in_place_of_a_dead_one_is_not_removed(
@@ -485,43 +449,37 @@ def test_a_socket_that_has_come_in_place_of_a_dead_one_is_not_removed(
     living_one[0].close()
 
 
-def test_a_websocket_gets_what_any_request_gets_at_the_public_port(serve: Serve, place: str) -> None:
-    async def scenario() -> None:
-        client = serve(FakeVllm(dev_mode=False), admin=place)
-        can_answer = {"extensions": {"websocket.http.response": {}}}
-        for path in ("/sleep", "/wake/"):
-            request = client.begin("GET", path, type="websocket", **can_answer)
-            await request.task
-            assert [each["type"] for each in request.sent] == [
-                "websocket.http.response.start",
-                "websocket.http.response.body",
-            ]
-            assert request.sent[0]["status"] == 404
-            request = client.begin("GET", path, type="websocket")
-            await request.task
-            assert [each["type"] for each in request.sent] == ["websocket.close"], "which a server answers with 403"
-
-    run(scenario())
+async def test_a_websocket_gets_what_any_request_gets_at_the_public_port(serve: Serve, place: str) -> None:
+    client = serve(FakeVllm(dev_mode=False), admin=place)
+    can_answer = {"extensions": {"websocket.http.response": {}}}
+    for path in ("/sleep", "/wake/"):
+        request = client.begin("GET", path, type="websocket", **can_answer)
+        await request.task
+        assert [each["type"] for each in request.sent] == [
+            "websocket.http.response.start",
+            "websocket.http.response.body",
+        ]
+        assert request.sent[0]["status"] == 404
+        request = client.begin("GET", path, type="websocket")
+        await request.task
+        assert [each["type"] for each in request.sent] == ["websocket.close"], "which a server answers with 403"
 
 
-def test_of_several_api_servers_one_listens_for_all(serve: Serve, free_port: str) -> None:
-    async def scenario() -> None:
-        address, engine = free_port, FakeEngine()
-        servers = [FakeVllm(each, dev_mode=False) for each in (engine, AnotherClient(engine))]
-        for server in servers:
-            server.state.args.api_server_count = 2
-        clients = [serve(server, admin=address, admin_token=TOKEN) for server in servers]
-        async with living(clients[0]) as first, living(clients[1]) as second:
-            assert first == second == []
-            assert code(await ask(address, request("/sleep"))) == 401
-            for _ in range(2):
-                assert code(await ask(address, request("/sleep?level=2", key=TOKEN))) == 200
-                assert [(await client.ask()).code for client in clients] == [503, 503]
-                for path in ("/wake?tags=weights", "/reload_weights", "/wake"):
-                    assert code(await ask(address, request(path, key=TOKEN))) == 200
-                assert [(await client.ask()).code for client in clients] == [200, 200]
-
-    run(scenario())
+async def test_of_several_api_servers_one_listens_for_all(serve: Serve, free_port: str) -> None:
+    address, engine = free_port, FakeEngine()
+    servers = [FakeVllm(each, dev_mode=False) for each in (engine, AnotherClient(engine))]
+    for server in servers:
+        server.state.args.api_server_count = 2
+    clients = [serve(server, admin=address, admin_token=TOKEN) for server in servers]
+    async with living(clients[0]) as first, living(clients[1]) as second:
+        assert first == second == []
+        assert code(await ask(address, request("/sleep"))) == 401
+        for _ in range(2):
+            assert code(await ask(address, request("/sleep?level=2", key=TOKEN))) == 200
+            assert [(await client.ask()).code for client in clients] == [503, 503]
+            for path in ("/wake?tags=weights", "/reload_weights", "/wake"):
+                assert code(await ask(address, request(path, key=TOKEN))) == 200
+            assert [(await client.ask()).code for client in clients] == [200, 200]
 
 
 @pytest.mark.parametrize(

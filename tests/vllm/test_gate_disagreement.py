@@ -90,189 +90,156 @@ async def half_woken(serve: Serve, level: int = 1, tags: str = "", **settings: A
 @pytest.mark.parametrize("tags", ["", "?tags=weights", "?tags=kv_cache"])
 @pytest.mark.parametrize("level", [1, 2])
 @pytest.mark.parametrize("policy", ["reject", "wait"])
-def test_a_half_woken_model_is_neither_asleep_nor_awake(serve: Serve, policy: str, level: int, tags: str) -> None:
-    async def scenario() -> None:
-        client = await half_woken(serve, level, tags, on_request=policy)
-        response = await client.ask()
-        assert response.code == 503, "vLLM would queue it, and nobody would ever resume"
-        assert "takes kv_cache and weights to be asleep" in response.error["message"]
-        health = await client.get("/health")
-        assert health.code == 503
-        assert health.body["status"] == "disagreeing"
-        assert health.body["asleep"] is health.body["level"] is None
-        assert (await client.get("/is_sleeping")).code == 503
-        assert (await client.post("/resume")).code == 409
-        assert (await client.post("/update_weights")).code == 409
-
-    run(scenario())
+async def test_a_half_woken_model_is_neither_asleep_nor_awake(serve: Serve, policy: str, level: int, tags: str) -> None:
+    client = await half_woken(serve, level, tags, on_request=policy)
+    response = await client.ask()
+    assert response.code == 503, "vLLM would queue it, and nobody would ever resume"
+    assert "takes kv_cache and weights to be asleep" in response.error["message"]
+    health = await client.get("/health")
+    assert health.code == 503
+    assert health.body["status"] == "disagreeing"
+    assert health.body["asleep"] is health.body["level"] is None
+    assert (await client.get("/is_sleeping")).code == 503
+    assert (await client.post("/resume")).code == 409
+    assert (await client.post("/update_weights")).code == 409
 
 
 @pytest.mark.parametrize("level", [1, 2])
 @pytest.mark.parametrize("repair", ["/wake_up", "/sleep", "/sleep?level=2", "/sleep?level=3", "request"])
-def test_a_repair_brings_engine_and_workers_together(serve: Serve, level: int, repair: str) -> None:
-    async def scenario() -> None:
-        client = await half_woken(serve, level, on_request="wake" if repair == "request" else "reject")
-        if repair == "request":
-            assert (await client.ask()).body == {"text": "good"}
-        else:
-            assert (await client.post(repair)).code == 200
-        if repair.startswith("/sleep"):
-            assert client.engine.asleep == TAGS
-            health = await client.get("/health")
-            assert (health.body["status"], health.body["asleep"]) == ("asleep", True)
-            assert (await client.post("/wake_up")).code == 200
-        if level == 2 and repair != "request":
-            assert (await client.ask()).code == 503
-            assert (await client.post("/reload_weights")).code == 200
+async def test_a_repair_brings_engine_and_workers_together(serve: Serve, level: int, repair: str) -> None:
+    client = await half_woken(serve, level, on_request="wake" if repair == "request" else "reject")
+    if repair == "request":
         assert (await client.ask()).body == {"text": "good"}
-        assert (await client.get("/health")).code == 200
-
-    run(scenario())
+    else:
+        assert (await client.post(repair)).code == 200
+    if repair.startswith("/sleep"):
+        assert client.engine.asleep == TAGS
+        health = await client.get("/health")
+        assert (health.body["status"], health.body["asleep"]) == ("asleep", True)
+        assert (await client.post("/wake_up")).code == 200
+    if level == 2 and repair != "request":
+        assert (await client.ask()).code == 503
+        assert (await client.post("/reload_weights")).code == 200
+    assert (await client.ask()).body == {"text": "good"}
+    assert (await client.get("/health")).code == 200
 
 
 @pytest.mark.parametrize("engine", [HalfWokenEngine, partial(LeavesTheRestAlone, again=False)])
 @pytest.mark.parametrize(("first", "second"), [("weights", "kv_cache"), ("kv_cache", "weights")])
 @pytest.mark.parametrize("repair", ["/wake_up", "/sleep", "/sleep?level=2", "/sleep?level=3"])
 @pytest.mark.parametrize("level", [1, 2])
-def test_a_repair_after_one_tag_was_woken(
+async def test_a_repair_after_one_tag_was_woken(
     serve: Serve, engine: Any, first: str, second: str, repair: str, level: int
 ) -> None:
     """The engine takes some tags alone to be asleep, so that its next sleep would leave all of them alone."""
-
-    async def scenario() -> None:
-        client = serve(FakeVllm(engine()))
-        await client.post(f"/sleep?level={level}")
-        await client.post(f"/wake_up?tags={first}")
-        client.engine.failures = 1
-        with pytest.raises(RuntimeError, match="zero_"):
-            await client.post(f"/wake_up?tags={second}")
-        assert (await client.get("/health")).body["status"] == "disagreeing"
-        assert (await client.post(repair)).code == 200
-        if repair.startswith("/sleep"):
-            assert client.engine.asleep == client.engine.taken == TAGS
-            assert (await client.get("/health")).body["status"] == "asleep"
-            assert (await client.post("/wake_up")).code == 200
-        await client.post("/reload_weights")
-        assert (await client.ask()).body == {"text": "good"}
-
-    run(scenario())
+    client = serve(FakeVllm(engine()))
+    await client.post(f"/sleep?level={level}")
+    await client.post(f"/wake_up?tags={first}")
+    client.engine.failures = 1
+    with pytest.raises(RuntimeError, match="zero_"):
+        await client.post(f"/wake_up?tags={second}")
+    assert (await client.get("/health")).body["status"] == "disagreeing"
+    assert (await client.post(repair)).code == 200
+    if repair.startswith("/sleep"):
+        assert client.engine.asleep == client.engine.taken == TAGS
+        assert (await client.get("/health")).body["status"] == "asleep"
+        assert (await client.post("/wake_up")).code == 200
+    await client.post("/reload_weights")
+    assert (await client.ask()).body == {"text": "good"}
 
 
-def test_a_sleep_that_cannot_repair_says_so(serve: Serve) -> None:
-    async def scenario() -> None:
-        client = serve(FakeVllm(LeavesTheRestAlone(again=False)))
+async def test_a_sleep_that_cannot_repair_says_so(serve: Serve) -> None:
+    client = serve(FakeVllm(LeavesTheRestAlone(again=False)))
+    await client.post("/sleep")
+    await client.post("/wake_up?tags=weights")
+    client.engine.failures = 2
+    with pytest.raises(RuntimeError, match="zero_"):
+        await client.post("/wake_up?tags=kv_cache")
+    response = await client.post("/sleep")
+    assert response.code == 503
+    assert "zero_() of the scales failed" in response.error["message"]
+    assert not client.engine.asleep
+    assert (await client.get("/health")).body["status"] == "disagreeing"
+    assert (await client.post("/sleep")).code == 200
+    assert client.engine.asleep == TAGS
+
+
+async def test_a_sleep_that_repairs_loses_nothing_that_vllm_saved(serve: Serve) -> None:
+    """At level 2 a worker saves buffers at a sleep, and restores them in the wake, which has failed."""
+    client = await half_woken(serve, level=2)
+    response = await client.post("/sleep?level=2")
+    assert (response.code, response.body.get("level", 2)) == (200, 2)
+    assert client.engine.backed_up
+
+
+async def test_a_sleep_after_a_failed_wake_does_not_claim_to_sleep_where_workers_do_not(serve: Serve) -> None:
+    client = await half_woken(serve)
+    client.engine.fails["sleep"] = [RuntimeError("OutOfHostMemory")]
+    with pytest.raises(RuntimeError, match="OutOfHostMemory"):
         await client.post("/sleep")
-        await client.post("/wake_up?tags=weights")
-        client.engine.failures = 2
-        with pytest.raises(RuntimeError, match="zero_"):
-            await client.post("/wake_up?tags=kv_cache")
-        response = await client.post("/sleep")
+    assert not client.engine.asleep
+    assert (await client.get("/health")).code == 503
+    assert (await client.ask()).code == 503
+
+
+async def test_waking_on_request_that_fails_half_way_is_tried_again_and_refused_meanwhile(serve: Serve) -> None:
+    client = serve(FakeVllm(HalfWokenEngine()), on_request="wake", retry_after_s=30)
+    now = 0.0
+    client.gate.conductor.clock = lambda: now
+    await client.post("/sleep")
+    client.engine.failures = 2
+    for _ in range(2):
+        response = await client.ask()
         assert response.code == 503
         assert "zero_() of the scales failed" in response.error["message"]
-        assert not client.engine.asleep
-        assert (await client.get("/health")).body["status"] == "disagreeing"
-        assert (await client.post("/sleep")).code == 200
-        assert client.engine.asleep == TAGS
-
-    run(scenario())
-
-
-def test_a_sleep_that_repairs_loses_nothing_that_vllm_saved(serve: Serve) -> None:
-    """At level 2 a worker saves buffers at a sleep, and restores them in the wake, which has failed."""
-
-    async def scenario() -> None:
-        client = await half_woken(serve, level=2)
-        response = await client.post("/sleep?level=2")
-        assert (response.code, response.body.get("level", 2)) == (200, 2)
-        assert client.engine.backed_up
-
-    run(scenario())
+        assert "is asleep" not in response.error["message"]
+    assert client.engine.count("wake_up") == 1
+    assert (await client.get("/health")).code == 503
+    now += 31
+    assert (await client.ask()).code == 503
+    now += 31
+    assert (await client.ask()).body == {"text": "good"}
 
 
-def test_a_sleep_after_a_failed_wake_does_not_claim_to_sleep_where_workers_do_not(serve: Serve) -> None:
-    async def scenario() -> None:
-        client = await half_woken(serve)
-        client.engine.fails["sleep"] = [RuntimeError("OutOfHostMemory")]
-        with pytest.raises(RuntimeError, match="OutOfHostMemory"):
-            await client.post("/sleep")
-        assert not client.engine.asleep
-        assert (await client.get("/health")).code == 503
-        assert (await client.ask()).code == 503
-
-    run(scenario())
-
-
-def test_waking_on_request_that_fails_half_way_is_tried_again_and_refused_meanwhile(serve: Serve) -> None:
-    async def scenario() -> None:
-        client = serve(FakeVllm(HalfWokenEngine()), on_request="wake", retry_after_s=30)
-        now = 0.0
-        client.gate.conductor.clock = lambda: now
-        await client.post("/sleep")
-        client.engine.failures = 2
-        for _ in range(2):
-            response = await client.ask()
-            assert response.code == 503
-            assert "zero_() of the scales failed" in response.error["message"]
-            assert "is asleep" not in response.error["message"]
-        assert client.engine.count("wake_up") == 1
-        assert (await client.get("/health")).code == 503
-        now += 31
-        assert (await client.ask()).code == 503
-        now += 31
-        assert (await client.ask()).body == {"text": "good"}
-
-    run(scenario())
+async def test_without_the_plugin_a_failed_wake_leaves_it_unknown_what_is_mapped(serve: Serve) -> None:
+    client = serve(FakeVllm(HalfWokenEngine()))
+    client.engine.plugin = False
+    await client.post("/sleep")
+    client.engine.failures = 1
+    with pytest.raises(RuntimeError, match="zero_"):
+        await client.post("/wake_up")
+    assert (await client.get("/health")).body["status"] == "disagreeing"
+    assert (await client.post("/sleep")).code == 503, "workers of vLLM's own layer cannot sleep twice"
+    assert client.engine.calls.count("sleep") == 0
+    assert (await client.post("/wake_up")).code == 200
+    assert (await client.ask()).body == {"text": "good"}
 
 
-def test_without_the_plugin_a_failed_wake_leaves_it_unknown_what_is_mapped(serve: Serve) -> None:
-    async def scenario() -> None:
-        client = serve(FakeVllm(HalfWokenEngine()))
-        client.engine.plugin = False
-        await client.post("/sleep")
-        client.engine.failures = 1
-        with pytest.raises(RuntimeError, match="zero_"):
-            await client.post("/wake_up")
-        assert (await client.get("/health")).body["status"] == "disagreeing"
-        assert (await client.post("/sleep")).code == 503, "workers of vLLM's own layer cannot sleep twice"
-        assert client.engine.calls.count("sleep") == 0
-        assert (await client.post("/wake_up")).code == 200
-        assert (await client.ask()).body == {"text": "good"}
-
-    run(scenario())
-
-
-def test_health_finds_out_that_a_wake_which_failed_has_mapped_nothing(serve: Serve) -> None:
+async def test_health_finds_out_that_a_wake_which_failed_has_mapped_nothing(serve: Serve) -> None:
     """Workers may not answer at once, and until they do nobody says that they sleep."""
-
-    async def scenario() -> None:
-        client = serve()
-        await client.post("/sleep")
-        client.engine.fails["wake_up"] = [RuntimeError("OutOfDeviceMemory")]
-        client.engine.fails["cumem_sleep_status"] = [RuntimeError("an answer to another question")] * 4
-        with pytest.raises(RuntimeError, match="OutOfDeviceMemory"):
-            await client.post("/wake_up")
-        assert client.gate.model.phase is GatePhase.DISAGREEING
-        assert (await client.get("/health")).body == {
-            "status": "asleep",
-            "asleep": True,
-            "level": 1,
-            "tags": ["kv_cache", "weights"],
-        }
-
-    run(scenario())
+    client = serve()
+    await client.post("/sleep")
+    client.engine.fails["wake_up"] = [RuntimeError("OutOfDeviceMemory")]
+    client.engine.fails["cumem_sleep_status"] = [RuntimeError("an answer to another question")] * 4
+    with pytest.raises(RuntimeError, match="OutOfDeviceMemory"):
+        await client.post("/wake_up")
+    assert client.gate.model.phase is GatePhase.DISAGREEING
+    assert (await client.get("/health")).body == {
+        "status": "asleep",
+        "asleep": True,
+        "level": 1,
+        "tags": ["kv_cache", "weights"],
+    }
 
 
-def test_health_asks_the_workers_of_a_model_that_is_said_to_sleep(serve: Serve) -> None:
-    async def scenario() -> None:
-        client = serve(FakeVllm(HalfWokenEngine()), on_request="wait")
-        await client.post("/sleep")
-        client.engine.asleep.clear()  # somebody woke the workers past the engine and the gate
-        health = await client.get("/health")
-        assert (health.code, health.body["status"]) == (503, "disagreeing")
-        assert (await client.post("/wake_up")).code == 200
-        assert (await client.ask()).body == {"text": "good"}
-
-    run(scenario())
+async def test_health_asks_the_workers_of_a_model_that_is_said_to_sleep(serve: Serve) -> None:
+    client = serve(FakeVllm(HalfWokenEngine()), on_request="wait")
+    await client.post("/sleep")
+    client.engine.asleep.clear()  # somebody woke the workers past the engine and the gate
+    health = await client.get("/health")
+    assert (health.code, health.body["status"]) == (503, "disagreeing")
+    assert (await client.post("/wake_up")).code == 200
+    assert (await client.ask()).body == {"text": "good"}
 
 
 class OneSleepsOn(HalfWokenEngine):
@@ -298,30 +265,27 @@ class OneSleepsOn(HalfWokenEngine):
 @pytest.mark.parametrize("left", [{"weights"}, {"kv_cache"}, set(TAGS)])
 @pytest.mark.parametrize("level", [1, 2])
 @pytest.mark.parametrize("lost", [False, True])
-def test_a_worker_that_sleeps_on_after_a_wake_is_found(
+async def test_a_worker_that_sleeps_on_after_a_wake_is_found(
     serve: Serve, policy: str, left: set[str], level: int, lost: bool
 ) -> None:
     """Also where vLLM's executor takes its failure for the answer to the next call."""
-
-    async def scenario() -> None:
-        client = serve(FakeVllm(OneSleepsOn()), on_request=policy, request_deadline_s=0.1)
-        await client.post(f"/sleep?level={level}")
-        client.engine.leaves = left
-        client.engine.fails["cumem_sleep_status"] = [RuntimeError("Worker failed with error")] * lost
-        assert (await client.post("/wake_up")).code == 200
-        assert client.engine.left == left
-        if policy == "wake" and (level == 1 or "weights" in left):
-            assert (await client.ask()).body == {"text": "good"}
-            assert not client.engine.left
-        else:
-            assert (await client.ask()).code == 503
-            assert (await client.get("/health")).body["status"] == "disagreeing"
-            assert (await client.get("/is_sleeping")).code == 503
-        assert (await client.post("/wake_up")).code == 200
-        await client.post("/reload_weights")
+    is_mended = policy == "wake" and (level == 1 or "weights" in left)
+    client = serve(FakeVllm(OneSleepsOn()), on_request=policy, request_deadline_s=60 if is_mended else 0.1)
+    await client.post(f"/sleep?level={level}")
+    client.engine.leaves = left
+    client.engine.fails["cumem_sleep_status"] = [RuntimeError("Worker failed with error")] * lost
+    assert (await client.post("/wake_up")).code == 200
+    assert client.engine.left == left
+    if is_mended:
         assert (await client.ask()).body == {"text": "good"}
-
-    run(scenario())
+        assert not client.engine.left
+    else:
+        assert (await client.ask()).code == 503
+        assert (await client.get("/health")).body["status"] == "disagreeing"
+        assert (await client.get("/is_sleeping")).code == 503
+    assert (await client.post("/wake_up")).code == 200
+    await client.post("/reload_weights")
+    assert (await client.ask()).body == {"text": "good"}
 
 
 class TwoEngines(HalfWokenEngine):
@@ -352,29 +316,26 @@ class TwoEngines(HalfWokenEngine):
 
 @pytest.mark.parametrize("repair", ["/wake_up", "/sleep", "/sleep?level=2", "request"])
 @pytest.mark.parametrize("level", [1, 2])
-def test_one_of_two_engines_is_half_woken(serve: Serve, level: int, repair: str) -> None:
-    async def scenario() -> None:
-        client = serve(FakeVllm(TwoEngines()), on_request="wake" if repair == "request" else "reject")
-        await client.post(f"/sleep?level={level}")
-        client.engine.second.failures = 1
-        with pytest.raises(RuntimeError, match="zero_"):
-            await client.post("/wake_up")
-        assert (await client.get("/health")).body["status"] == "disagreeing"
-        if repair == "request":
-            assert (await client.ask()).body == {"text": "good"}
-        else:
-            assert (await client.ask()).code == 503
-            assert (await client.post(repair)).code == 200
-        if repair.startswith("/sleep"):
-            assert client.engine.asleep == client.engine.second.asleep == TAGS
-            assert client.engine.taken == client.engine.second.taken == TAGS
-            assert (await client.get("/health")).body["status"] == "asleep"
-            assert (await client.post("/wake_up")).code == 200
-        await client.post("/reload_weights")
+async def test_one_of_two_engines_is_half_woken(serve: Serve, level: int, repair: str) -> None:
+    client = serve(FakeVllm(TwoEngines()), on_request="wake" if repair == "request" else "reject")
+    await client.post(f"/sleep?level={level}")
+    client.engine.second.failures = 1
+    with pytest.raises(RuntimeError, match="zero_"):
+        await client.post("/wake_up")
+    assert (await client.get("/health")).body["status"] == "disagreeing"
+    if repair == "request":
         assert (await client.ask()).body == {"text": "good"}
-        assert not client.engine.second.asleep | client.engine.second.taken
-
-    run(scenario())
+    else:
+        assert (await client.ask()).code == 503
+        assert (await client.post(repair)).code == 200
+    if repair.startswith("/sleep"):
+        assert client.engine.asleep == client.engine.second.asleep == TAGS
+        assert client.engine.taken == client.engine.second.taken == TAGS
+        assert (await client.get("/health")).body["status"] == "asleep"
+        assert (await client.post("/wake_up")).code == 200
+    await client.post("/reload_weights")
+    assert (await client.ask()).body == {"text": "good"}
+    assert not client.engine.second.asleep | client.engine.second.taken
 
 
 # What a sleep says that changed nothing
@@ -385,38 +346,32 @@ def test_one_of_two_engines_is_half_woken(serve: Serve, level: int, repair: str)
     [(1, 2, 1), (2, 1, 2), (1, 0, 1), (2, 0, 2), (1, 1, 1), (2, 2, 2), (0, 1, 1), (0, 2, 2)],
 )
 @pytest.mark.parametrize("plugin", [True, False])
-def test_a_second_sleep_states_the_level_that_is(
+async def test_a_second_sleep_states_the_level_that_is(
     serve: Serve, first: int, second: int, level: int, plugin: bool
 ) -> None:
-    async def scenario() -> None:
-        client = serve()
-        client.engine.plugin = plugin
-        await client.post(f"/sleep?level={first}")
-        response = await client.post(f"/sleep?level={second}")
-        assert response.code == 200
-        if second != level:
-            assert (response.body["status"], response.body["level"]) == ("sleeping", level)
-            assert ("why_not_deeper" in response.body) == (second > level)
-        assert (await client.get("/health")).body["level"] == level
-
-    run(scenario())
+    client = serve()
+    client.engine.plugin = plugin
+    await client.post(f"/sleep?level={first}")
+    response = await client.post(f"/sleep?level={second}")
+    assert response.code == 200
+    if second != level:
+        assert (response.body["status"], response.body["level"]) == ("sleeping", level)
+        assert ("why_not_deeper" in response.body) == (second > level)
+    assert (await client.get("/health")).body["level"] == level
 
 
 @pytest.mark.parametrize("plugin", [True, False])
-def test_a_sleep_that_leaves_weights_mapped_is_no_sleep(serve: Serve, plugin: bool) -> None:
-    async def scenario() -> None:
-        client = serve(FakeVllm(LeavesTheRestAlone(again=False)))
-        client.engine.plugin = plugin
-        await client.post("/sleep")
-        await client.post("/wake_up?tags=weights")
-        response = await client.post("/sleep?level=2")
-        assert client.engine.asleep == {"kv_cache"}
-        assert response.code == 409
-        assert "leaves weights mapped" in response.error["message"]
-        await client.post("/wake_up")
-        assert (await client.ask()).body == {"text": "good"}
-
-    run(scenario())
+async def test_a_sleep_that_leaves_weights_mapped_is_no_sleep(serve: Serve, plugin: bool) -> None:
+    client = serve(FakeVllm(LeavesTheRestAlone(again=False)))
+    client.engine.plugin = plugin
+    await client.post("/sleep")
+    await client.post("/wake_up?tags=weights")
+    response = await client.post("/sleep?level=2")
+    assert client.engine.asleep == {"kv_cache"}
+    assert response.code == 409
+    assert "leaves weights mapped" in response.error["message"]
+    await client.post("/wake_up")
+    assert (await client.ask()).body == {"text": "good"}
 
 
 # Loads that fail, or are of a part
@@ -424,22 +379,19 @@ def test_a_sleep_that_leaves_weights_mapped_is_no_sleep(serve: Serve, plugin: bo
 
 @pytest.mark.parametrize("policy", ["wait", "wake"])
 @pytest.mark.parametrize("plugin", [True, False])
-def test_a_draft_model_alone_is_not_all_weights(serve: Serve, policy: str, plugin: bool) -> None:
-    async def scenario() -> None:
-        client = serve(on_request=policy, request_deadline_s=0.1)
-        client.engine.plugin = plugin
-        await client.post("/sleep?level=2")
-        await client.post("/wake_up")
-        client.engine.leaves_out = ["model.weight"] * 2
-        for path in ("/start_draft_weight_update", "/update_weights", "/finish_weight_update"):
-            await client.post(path)
-        response = await client.ask()
-        assert response.code == 503
-        assert ("model.weight" if plugin else "POST /reload_weights") in response.error["message"]
-        assert (await client.post("/reload_weights")).code == 200
-        assert (await client.ask()).body == {"text": "good"}
-
-    run(scenario())
+async def test_a_draft_model_alone_is_not_all_weights(serve: Serve, policy: str, plugin: bool) -> None:
+    client = serve(on_request=policy, request_deadline_s=0.1)
+    client.engine.plugin = plugin
+    await client.post("/sleep?level=2")
+    await client.post("/wake_up")
+    client.engine.leaves_out = ["model.weight"] * 2
+    for path in ("/start_draft_weight_update", "/update_weights", "/finish_weight_update"):
+        await client.post(path)
+    response = await client.ask()
+    assert response.code == 503
+    assert ("model.weight" if plugin else "POST /reload_weights") in response.error["message"]
+    assert (await client.post("/reload_weights")).code == 200
+    assert (await client.ask()).body == {"text": "good"}
 
 
 @pytest.mark.parametrize("policy", ["wait", "wake"])
@@ -448,35 +400,32 @@ def test_a_draft_model_alone_is_not_all_weights(serve: Serve, policy: str, plugi
     [("/reload_weights", b""), ("/collective_rpc", b'{"method": "reload_weights"}'), ("/update_weights", b"")],
 )
 @pytest.mark.parametrize("wakes", [("/wake_up",), ("/wake_up?tags=weights",)])
-def test_after_a_load_by_hand_that_failed_requests_hear_why(
+async def test_after_a_load_by_hand_that_failed_requests_hear_why(
     serve: Serve, policy: str, load: str, body: bytes, wakes: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def scenario() -> None:
-        client = serve(on_request=policy, request_deadline_s=600)
-        await client.post("/sleep?level=2")
-        for wake in wakes:
-            await client.post(wake)
-        held = client.begin("POST", "/v1/completions")
+    client = serve(on_request=policy, request_deadline_s=600)
+    await client.post("/sleep?level=2")
+    for wake in wakes:
+        await client.post(wake)
+    held = client.begin("POST", "/v1/completions")
 
-        def fail() -> None:
-            raise RuntimeError("no such file")
+    def fail() -> None:
+        raise RuntimeError("no such file")
 
-        monkeypatch.setattr(client.engine, "write_weights", fail)
-        if load == "/reload_weights":
-            assert (await client.post(load, body)).code == 500
-        else:
-            with pytest.raises(RuntimeError, match="no such file"):
-                await client.post(load, body)
-        for response in (await held.response(), await client.ask()):
-            assert response.code == 503
-            assert "no such file" in response.error["message"]
-        assert (await client.get("/health")).code == 503
-        monkeypatch.undo()
-        assert (await client.post(load, body)).code == 200
-        await client.post("/wake_up")
-        assert (await client.ask()).body == {"text": "good"}
-
-    run(scenario())
+    monkeypatch.setattr(client.engine, "write_weights", fail)
+    if load == "/reload_weights":
+        assert (await client.post(load, body)).code == 500
+    else:
+        with pytest.raises(RuntimeError, match="no such file"):
+            await client.post(load, body)
+    for response in (await held.response(), await client.ask()):
+        assert response.code == 503
+        assert "no such file" in response.error["message"]
+    assert (await client.get("/health")).code == 503
+    monkeypatch.undo()
+    assert (await client.post(load, body)).code == 200
+    await client.post("/wake_up")
+    assert (await client.ask()).body == {"text": "good"}
 
 
 def test_engines_that_differ_in_whether_they_are_paused_are_asked_one_by_one(serve: Serve) -> None:

@@ -15,19 +15,16 @@ pytestmark = pytest.mark.usefixtures("gate_environment")
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_a_sleep_that_failed_after_the_scheduler_stopped_is_level_0(serve: Serve, level: int) -> None:
-    async def scenario() -> None:
-        client = serve()
-        client.engine.fails["sleep"] = [RuntimeError("OutOfHostMemory")]
-        with pytest.raises(RuntimeError, match="OutOfHostMemory"):
-            await client.post(f"/sleep?level={level}")
-        response = await client.ask()
-        assert response.code == 503, "vLLM would queue it, and nobody would ever resume"
-        assert "level 0" in response.error["message"]
-        await client.post("/wake_up")
-        assert (await client.ask()).body == {"text": "good"}
-
-    run(scenario())
+async def test_a_sleep_that_failed_after_the_scheduler_stopped_is_level_0(serve: Serve, level: int) -> None:
+    client = serve()
+    client.engine.fails["sleep"] = [RuntimeError("OutOfHostMemory")]
+    with pytest.raises(RuntimeError, match="OutOfHostMemory"):
+        await client.post(f"/sleep?level={level}")
+    response = await client.ask()
+    assert response.code == 503, "vLLM would queue it, and nobody would ever resume"
+    assert "level 0" in response.error["message"]
+    await client.post("/wake_up")
+    assert (await client.ask()).body == {"text": "good"}
 
 
 class TornEngine(FakeEngine):
@@ -82,66 +79,54 @@ class OldTornEngine(TornEngine, OldEngine):
 @pytest.mark.parametrize("mends", [True, False])
 @pytest.mark.parametrize("level", [1, 2])
 @pytest.mark.parametrize("engine", [TornEngine, OldTornEngine])
-def test_a_sleep_that_failed_in_one_of_two_workers(
+async def test_a_sleep_that_failed_in_one_of_two_workers(
     serve: Serve, policy: str, engine: type[TornEngine], level: int, mends: bool
 ) -> None:
-    async def scenario() -> None:
-        client = serve(FakeVllm(engine()), on_request=policy)
-        if not mends:
-            client.engine.fails["wake_up"] = [RuntimeError("OutOfDeviceMemory")]
-        with pytest.raises(RuntimeError, match="OutOfHostMemory"):
-            await client.post(f"/sleep?level={level}")
-        if policy != "wake":
-            health = await client.get("/health")
-            assert mends or (health.code, health.body["status"]) == (503, "disagreeing")
-            await client.post("/wake_up")
-            if level == 2:
-                await client.post("/reload_weights")
-        assert (await client.ask()).body == {"text": "good"}
-
-    run(scenario())
+    client = serve(FakeVllm(engine()), on_request=policy)
+    if not mends:
+        client.engine.fails["wake_up"] = [RuntimeError("OutOfDeviceMemory")]
+    with pytest.raises(RuntimeError, match="OutOfHostMemory"):
+        await client.post(f"/sleep?level={level}")
+    if policy != "wake":
+        health = await client.get("/health")
+        assert mends or (health.code, health.body["status"]) == (503, "disagreeing")
+        await client.post("/wake_up")
+        if level == 2:
+            await client.post("/reload_weights")
+    assert (await client.ask()).body == {"text": "good"}
 
 
-def test_a_sleep_that_failed_during_a_pause_leaves_the_pause(serve: Serve, policy: str) -> None:
-    async def scenario() -> None:
-        client = serve(on_request=policy)
-        await client.post("/pause")
-        client.engine.fails["sleep"] = [RuntimeError("OutOfHostMemory")]
-        with pytest.raises(RuntimeError, match="OutOfHostMemory"):
-            await client.post("/sleep")
-        assert (await client.ask()).body == {"text": "queued"}
-        assert client.engine.count("wake_up") == 0
-
-    run(scenario())
-
-
-def test_after_a_failed_wake_the_engine_is_asked(serve: Serve) -> None:
-    async def scenario() -> None:
-        client = serve()
+async def test_a_sleep_that_failed_during_a_pause_leaves_the_pause(serve: Serve, policy: str) -> None:
+    client = serve(on_request=policy)
+    await client.post("/pause")
+    client.engine.fails["sleep"] = [RuntimeError("OutOfHostMemory")]
+    with pytest.raises(RuntimeError, match="OutOfHostMemory"):
         await client.post("/sleep")
-        client.engine.fails["wake_up"] = [RuntimeError("no memory")]
-        with pytest.raises(RuntimeError, match="no memory"):
-            await client.post("/wake_up")
-        assert (await client.ask()).code == 503
-        await client.engine.wake_up()  # unseen, but after a failure nothing is taken for granted
-        client.engine.fails["wake_up"] = [RuntimeError("no memory")]
-        with pytest.raises(RuntimeError, match="no memory"):
-            await client.post("/wake_up")
-        assert (await client.ask()).code == 200
-
-    run(scenario())
+    assert (await client.ask()).body == {"text": "queued"}
+    assert client.engine.count("wake_up") == 0
 
 
-def test_an_engine_that_does_not_say_what_it_does_is_asked_by_the_next_request(serve: Serve) -> None:
-    async def scenario() -> None:
-        client = serve()
-        await client.ask()
-        client.engine.fails["is_sleeping"] = [RuntimeError("busy")]
-        assert (await client.post("/sleep")).code == 200
-        assert client.gate.model.phase is GatePhase.UNKNOWN
-        assert (await client.ask()).code == 503
+async def test_after_a_failed_wake_the_engine_is_asked(serve: Serve) -> None:
+    client = serve()
+    await client.post("/sleep")
+    client.engine.fails["wake_up"] = [RuntimeError("no memory")]
+    with pytest.raises(RuntimeError, match="no memory"):
+        await client.post("/wake_up")
+    assert (await client.ask()).code == 503
+    await client.engine.wake_up()  # unseen, but after a failure nothing is taken for granted
+    client.engine.fails["wake_up"] = [RuntimeError("no memory")]
+    with pytest.raises(RuntimeError, match="no memory"):
+        await client.post("/wake_up")
+    assert (await client.ask()).code == 200
 
-    run(scenario())
+
+async def test_an_engine_that_does_not_say_what_it_does_is_asked_by_the_next_request(serve: Serve) -> None:
+    client = serve()
+    await client.ask()
+    client.engine.fails["is_sleeping"] = [RuntimeError("busy")]
+    assert (await client.post("/sleep")).code == 200
+    assert client.gate.model.phase is GatePhase.UNKNOWN
+    assert (await client.ask()).code == 503
 
 
 def test_an_engine_that_does_not_answer_is_vllms_to_tell(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,36 +140,29 @@ def test_an_engine_that_does_not_answer_is_vllms_to_tell(serve: Serve, monkeypat
 
 
 @pytest.mark.parametrize("engine", [FakeEngine, OldEngine])
-def test_an_answer_to_another_question_opens_nothing(
+async def test_an_answer_to_another_question_opens_nothing(
     serve: Serve, monkeypatch: pytest.MonkeyPatch, engine: type[FakeEngine]
 ) -> None:
     """After a call that failed in one worker, vLLM's executor is late by one answer in the others."""
+    client = serve(FakeVllm(engine()))
+    status = client.engine.status
+    monkeypatch.setattr(client.engine, "status", lambda rank: status(rank) if rank == 0 else None)
+    await client.post("/sleep")
+    assert (await client.ask()).code == 503
+    await client.post("/wake_up")
+    assert (await client.ask()).body == {"text": "good"}
 
-    async def scenario() -> None:
-        client = serve(FakeVllm(engine()))
-        status = client.engine.status
-        monkeypatch.setattr(client.engine, "status", lambda rank: status(rank) if rank == 0 else None)
-        await client.post("/sleep")
-        assert (await client.ask()).code == 503
+
+async def test_an_engine_that_dies_while_a_request_is_held_answers_for_itself(serve: Serve) -> None:
+    client = serve(on_request="wait")
+    await client.post("/sleep")
+    request = client.begin("POST", "/v1/completions")
+    await until_idle()
+    client.engine.dead = True
+    with pytest.raises(RuntimeError, match="encountered an issue"):
         await client.post("/wake_up")
-        assert (await client.ask()).body == {"text": "good"}
-
-    run(scenario())
-
-
-def test_an_engine_that_dies_while_a_request_is_held_answers_for_itself(serve: Serve) -> None:
-    async def scenario() -> None:
-        client = serve(on_request="wait")
-        await client.post("/sleep")
-        request = client.begin("POST", "/v1/completions")
-        await until_idle()
-        client.engine.dead = True
-        with pytest.raises(RuntimeError, match="encountered an issue"):
-            await client.post("/wake_up")
-        with pytest.raises(RuntimeError, match="EngineDeadError"):
-            await request.response()
-
-    run(scenario())
+    with pytest.raises(RuntimeError, match="EngineDeadError"):
+        await request.response()
 
 
 @pytest.mark.parametrize("policy", ["wait", "wake"])

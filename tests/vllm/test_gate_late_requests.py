@@ -46,124 +46,106 @@ def is_refused(request: Held) -> bool:
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_one_that_arrives_asleep_never_reaches_the_engine(serve: Serve, policy: str, way: str, level: int) -> None:
-    async def scenario() -> None:
-        client = serve(on_request=policy)
-        request = await begin(client, way)
-        assert (await client.post(f"/sleep?level={level}")).code == 200
-        await arrive(client, request)
-        assert client.engine.queue == [], "vLLM would run it as soon as its scheduler resumes"
-        if policy == "reject":
-            await request.response()
-            assert is_refused(request)
-            assert client.engine.count("generate") == 0
-            assert client.engine.aborted, "vLLM's frontend would keep it for ever"
-            return
-        if policy == "wait":
-            assert not request.task.done()
-            await client.post("/wake_up")
-            await until_idle()
-            assert request.task.done() == (level == 1)
-            if level == 2:
-                await client.post("/reload_weights")
+async def test_one_that_arrives_asleep_never_reaches_the_engine(
+    serve: Serve, policy: str, way: str, level: int
+) -> None:
+    client = serve(on_request=policy)
+    request = await begin(client, way)
+    assert (await client.post(f"/sleep?level={level}")).code == 200
+    await arrive(client, request)
+    assert client.engine.queue == [], "vLLM would run it as soon as its scheduler resumes"
+    if policy == "reject":
         await request.response()
-        assert not is_refused(request)
-        assert client.engine.weights == "good"
-
-    run(scenario())
+        assert is_refused(request)
+        assert client.engine.count("generate") == 0
+        assert client.engine.aborted, "vLLM's frontend would keep it for ever"
+        return
+    if policy == "wait":
+        assert not request.task.done()
+        await client.post("/wake_up")
+        await until_idle()
+        assert request.task.done() == (level == 1)
+        if level == 2:
+            await client.post("/reload_weights")
+    await request.response()
+    assert not is_refused(request)
+    assert client.engine.weights == "good"
 
 
 @pytest.mark.parametrize("order", [("/wake",), ("/wake?tags=kv_cache", "/wake?tags=weights")])
-def test_one_that_arrives_before_weights_are_loaded_does_not_run_on_them(
+async def test_one_that_arrives_before_weights_are_loaded_does_not_run_on_them(
     serve: Serve, policy: str, way: str, order: tuple[str, ...]
 ) -> None:
-    async def scenario() -> None:
-        client = serve(on_request=policy)
-        request = await begin(client, way)
-        await client.post("/sleep?level=2")
-        for call in order:
-            assert (await client.post(call)).code == 200
-        await arrive(client, request)
-        assert client.engine.count("generate") == 0 or client.engine.weights == "good"
-        await client.post("/reload_weights")
-        await request.response()
-        assert is_refused(request) == (policy == "reject")
-
-    run(scenario())
+    client = serve(on_request=policy)
+    request = await begin(client, way)
+    await client.post("/sleep?level=2")
+    for call in order:
+        assert (await client.post(call)).code == 200
+    await arrive(client, request)
+    assert client.engine.count("generate") == 0 or client.engine.weights == "good"
+    await client.post("/reload_weights")
+    await request.response()
+    assert is_refused(request) == (policy == "reject")
 
 
 @pytest.mark.parametrize("policy", ["wait", "wake"])
-def test_no_more_are_held_than_allowed(serve: Serve, policy: str) -> None:
+async def test_no_more_are_held_than_allowed(serve: Serve, policy: str) -> None:
     """Together with those that arrive asleep."""
-
-    async def scenario() -> None:
-        client = serve(on_request=policy, max_held_requests=3)
-        late, tokenized = [], []
-        for _ in range(4):
-            late.append(await begin(client, "tokenize"))
-            tokenized.append(client.engine.waits["tokenize"])
-        await client.post("/sleep")
-        client.engine.waits["wake_up"] = asyncio.Event()
-        early = client.begin("POST", "/v1/completions")
+    client = serve(on_request=policy, max_held_requests=3)
+    late, tokenized = [], []
+    for _ in range(4):
+        late.append(await begin(client, "tokenize"))
+        tokenized.append(client.engine.waits["tokenize"])
+    await client.post("/sleep")
+    client.engine.waits["wake_up"] = asyncio.Event()
+    early = client.begin("POST", "/v1/completions")
+    await until_idle()
+    for each in tokenized:
+        each.set()
         await until_idle()
-        for each in tokenized:
-            each.set()
-            await until_idle()
-        assert [request.task.done() for request in late] == [False, False, True, True]
-        for request in late[2:]:
-            assert "too many requests are already held" in (await request.response()).error["message"]
-        client.engine.waits["wake_up"].set()
-        await client.post("/wake")
-        assert [(await each.response()).code for each in (early, *late[:2])] == [200] * 3
-        assert client.gate._held.requests == 0
-
-    run(scenario())
+    assert [request.task.done() for request in late] == [False, False, True, True]
+    for request in late[2:]:
+        assert "too many requests are already held" in (await request.response()).error["message"]
+    client.engine.waits["wake_up"].set()
+    await client.post("/wake")
+    assert [(await each.response()).code for each in (early, *late[:2])] == [200] * 3
+    assert client.gate._held.requests == 0
 
 
-def test_a_refused_one_is_answered_like_any_other(serve: Serve) -> None:
-    async def scenario() -> None:
-        client = serve(retry_after_s=7)
-        request = await begin(client, "tokenize")
-        await client.post("/sleep?level=2")
-        await arrive(client, request)
-        response = await request.response()
-        assert response.code == 503
-        assert response.headers["retry-after"] == "7"
-        assert "asleep (level 2)" in response.error["message"]
-        assert outcomes(client) == {"rejected": 1}
-
-    run(scenario())
+async def test_a_refused_one_is_answered_like_any_other(serve: Serve) -> None:
+    client = serve(retry_after_s=7)
+    request = await begin(client, "tokenize")
+    await client.post("/sleep?level=2")
+    await arrive(client, request)
+    response = await request.response()
+    assert response.code == 503
+    assert response.headers["retry-after"] == "7"
+    assert "asleep (level 2)" in response.error["message"]
+    assert outcomes(client) == {"rejected": 1}
 
 
-def test_one_without_a_key_is_not_held_at_the_engine(serve: Serve) -> None:
+async def test_one_without_a_key_is_not_held_at_the_engine(serve: Serve) -> None:
     """Where vLLM wants no key, as for /score."""
-
-    async def scenario() -> None:
-        client = serve(FakeVllm(api_keys=("key",)), on_request="wake")
-        client.engine.waits["tokenize"] = asyncio.Event()
-        request = client.begin("POST", "/score")
-        await until_idle()
-        await client.post("/sleep")
-        await arrive(client, request)
-        assert (await request.response()).code == 503
-        assert client.engine.asleep
-
-    run(scenario())
+    client = serve(FakeVllm(api_keys=("key",)), on_request="wake")
+    client.engine.waits["tokenize"] = asyncio.Event()
+    request = client.begin("POST", "/score")
+    await until_idle()
+    await client.post("/sleep")
+    await arrive(client, request)
+    assert (await request.response()).code == 503
+    assert client.engine.asleep
 
 
-def test_a_client_that_leaves_while_its_request_waits_before_the_engine(serve: Serve) -> None:
-    async def scenario() -> None:
-        client = serve(on_request="wait")
-        request = await begin(client, "tokenize")
-        await client.post("/sleep")
-        await arrive(client, request)
-        request.task.cancel()  # as vLLM does
-        await asyncio.gather(request.task, return_exceptions=True)
-        await until_idle()
-        assert client.engine.aborted
-        assert client.gate._held.requests == 0
-
-    run(scenario())
+async def test_a_client_that_leaves_while_its_request_waits_before_the_engine(serve: Serve) -> None:
+    client = serve(on_request="wait")
+    request = await begin(client, "tokenize")
+    await client.post("/sleep")
+    await arrive(client, request)
+    request.task.cancel()  # as vLLM does
+    await asyncio.gather(request.task, return_exceptions=True)
+    await until_idle()
+    assert client.engine.aborted
+    assert client.gate._held.requests == 0
 
 
 def test_a_sleep_comes_after_what_is_being_sent_to_the_engine(serve: Serve) -> None:
@@ -190,23 +172,20 @@ def test_a_sleep_comes_after_what_is_being_sent_to_the_engine(serve: Serve) -> N
     run(scenario())
 
 
-def test_a_sleep_does_not_wait_for_ever_for_what_is_being_sent(serve: Serve) -> None:
-    async def scenario() -> None:
-        client = serve(request_deadline_s=0.05)
-        stuck = asyncio.Event()
+async def test_a_sleep_does_not_wait_for_ever_for_what_is_being_sent(serve: Serve) -> None:
+    client = serve(request_deadline_s=0.05)
+    stuck = asyncio.Event()
 
-        async def send(request: object) -> None:
-            await stuck.wait()
+    async def send(request: object) -> None:
+        await stuck.wait()
 
-        client.engine.engine_core.add_request_async = send
-        request = client.begin("POST", "/v1/completions")
-        await until_idle()
-        assert (await client.post("/sleep")).code == 503
-        assert client.engine.count("sleep") == 0
-        stuck.set()
-        assert (await request.response()).body == {"text": "good"}
-
-    run(scenario())
+    client.engine.engine_core.add_request_async = send
+    request = client.begin("POST", "/v1/completions")
+    await until_idle()
+    assert (await client.post("/sleep")).code == 503
+    assert client.engine.count("sleep") == 0
+    stuck.set()
+    assert (await request.response()).body == {"text": "good"}
 
 
 # An engine that does not say whether it sleeps, or late
@@ -215,151 +194,125 @@ def test_a_sleep_does_not_wait_for_ever_for_what_is_being_sent(serve: Serve) -> 
 @pytest.mark.parametrize("order", [("/wake",), ("/wake?tags=weights",), ("/wake?tags=kv_cache",)])
 @pytest.mark.parametrize("arrives", ["early", "late"])
 @pytest.mark.parametrize("silent", [True, False])
-def test_what_slept_serves_nobody_while_the_engine_does_not_say(
+async def test_what_slept_serves_nobody_while_the_engine_does_not_say(
     serve: Serve, policy: str, order: tuple[str, ...], arrives: str, silent: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def scenario() -> None:
-        client = serve(on_request=policy, request_deadline_s=0.05)
-        request = await begin(client, "tokenize") if arrives == "early" else None
-        await client.post("/sleep?level=2")
-        monkeypatch.setattr("cumem_sleep.vllm.conductor.ASK_WITHIN_S", 0.01)
-        if silent:
-            client.engine.waits["is_sleeping"] = asyncio.Event()
-        client.engine.fails["is_sleeping"] = [RuntimeError("not now")] * 100
-        for call in order:
-            assert (await client.post(call)).code == 200
-        if request is None:
-            request = client.begin("POST", "/v1/completions")
-        else:
-            await arrive(client, request)
-        assert (await request.response()).code == 503
-        assert client.engine.queue == []
-        assert client.engine.count("generate") == 0
-
-    run(scenario())
-
-
-def test_a_pause_is_not_forgotten_by_an_answer_from_before(serve: Serve) -> None:
-    async def scenario() -> None:
-        client = serve(FakeVllm(engine := SlowToAnswer()), on_request="wake", request_deadline_s=0.01)
-        engine.on_their_way = [old := asyncio.Event()]
+    client = serve(on_request=policy, request_deadline_s=0.05)
+    request = await begin(client, "tokenize") if arrives == "early" else None
+    await client.post("/sleep?level=2")
+    monkeypatch.setattr("cumem_sleep.vllm.conductor.ASK_WITHIN_S", 0.01)
+    if silent:
+        client.engine.waits["is_sleeping"] = asyncio.Event()
+    client.engine.fails["is_sleeping"] = [RuntimeError("not now")] * 100
+    for call in order:
+        assert (await client.post(call)).code == 200
+    if request is None:
         request = client.begin("POST", "/v1/completions")
-        await until_idle()
-        assert (await client.post("/pause")).code == 200
-        old.set()
-        await request.response()
-        assert (await client.post("/sleep")).code == 200
-        assert (await client.ask()).code == 503
-        assert engine.count("wake_up") == 0, "no request ends a pause"
+    else:
+        await arrive(client, request)
+    assert (await request.response()).code == 503
+    assert client.engine.queue == []
+    assert client.engine.count("generate") == 0
 
-    run(scenario())
+
+async def test_a_pause_is_not_forgotten_by_an_answer_from_before(serve: Serve) -> None:
+    client = serve(FakeVllm(engine := SlowToAnswer()), on_request="wake", request_deadline_s=0.01)
+    engine.on_their_way = [old := asyncio.Event()]
+    request = client.begin("POST", "/v1/completions")
+    await until_idle()
+    assert (await client.post("/pause")).code == 200
+    old.set()
+    await request.response()
+    assert (await client.post("/sleep")).code == 200
+    assert (await client.ask()).code == 503
+    assert engine.count("wake_up") == 0, "no request ends a pause"
 
 
 # Kept requests
 
 
 @pytest.mark.parametrize("engine", [FakeEngine, OldEngine])
-def test_requests_cannot_be_kept_over_level_2(serve: Serve, engine: type[FakeEngine]) -> None:
-    async def scenario() -> None:
-        client = serve(FakeVllm(engine()))
-        response = await client.post("/sleep?level=2&mode=keep")
-        assert response.code == 409
-        assert "kept" in response.error["message"]
-        assert client.engine.asleep == set()
-        assert (await client.ask()).body == {"text": "good"}
-
-    run(scenario())
+async def test_requests_cannot_be_kept_over_level_2(serve: Serve, engine: type[FakeEngine]) -> None:
+    client = serve(FakeVllm(engine()))
+    response = await client.post("/sleep?level=2&mode=keep")
+    assert response.code == 409
+    assert "kept" in response.error["message"]
+    assert client.engine.asleep == set()
+    assert (await client.ask()).body == {"text": "good"}
 
 
 @pytest.mark.parametrize("mode", ["keep", "wait"])
-def test_kept_requests_are_woken_with_all_memory(serve: Serve, mode: str) -> None:
-    async def scenario() -> None:
-        client = serve()
-        client.engine.waits["generate"] = asyncio.Event()
-        request = client.begin("POST", "/v1/completions")
-        await until_idle()
-        assert (await client.post(f"/sleep?mode={mode}")).code == 200
-        for tags in ("tags=weights", "tags=kv_cache", "tags=kv_cache&tags=scheduling"):
-            response = await client.post(f"/wake?{tags}")
-            assert response.code == 409, "vLLM 0.18 would run it without the other tag"
-            assert "without tags" in response.error["message"]
-        assert (await client.post("/wake")).code == 200
-        client.engine.waits["generate"].set()
-        assert (await request.response()).body == {"text": "good"}
-        await client.post("/sleep?mode=keep")
-        assert (await client.post("/wake?tags=weights")).code == 200, "nothing was kept this time"
-
-    run(scenario())
+async def test_kept_requests_are_woken_with_all_memory(serve: Serve, mode: str) -> None:
+    client = serve()
+    client.engine.waits["generate"] = asyncio.Event()
+    request = client.begin("POST", "/v1/completions")
+    await until_idle()
+    assert (await client.post(f"/sleep?mode={mode}")).code == 200
+    for tags in ("tags=weights", "tags=kv_cache", "tags=kv_cache&tags=scheduling"):
+        response = await client.post(f"/wake?{tags}")
+        assert response.code == 409, "vLLM 0.18 would run it without the other tag"
+        assert "without tags" in response.error["message"]
+    assert (await client.post("/wake")).code == 200
+    client.engine.waits["generate"].set()
+    assert (await request.response()).body == {"text": "good"}
+    await client.post("/sleep?mode=keep")
+    assert (await client.post("/wake?tags=weights")).code == 200, "nothing was kept this time"
 
 
-def test_what_waited_behind_the_running_ones_is_aborted_by_a_level_2_sleep(serve: Serve) -> None:
+async def test_what_waited_behind_the_running_ones_is_aborted_by_a_level_2_sleep(serve: Serve) -> None:
     """With mode=wait vLLM waits for those that run, and leaves the others queued."""
-
-    async def scenario() -> None:
-        client = serve()
-        client.engine.queue = ["behind-1", "behind-2"]
-        await client.post("/sleep?level=2&mode=wait")
-        assert client.engine.queue == []
-        assert client.engine.asleep
-
-    run(scenario())
+    client = serve()
+    client.engine.queue = ["behind-1", "behind-2"]
+    await client.post("/sleep?level=2&mode=wait")
+    assert client.engine.queue == []
+    assert client.engine.asleep
 
 
 # vLLM without modes of sleep
 
 
 @pytest.mark.parametrize("kind", ["websocket", "body"])
-def test_what_is_not_in_the_engine_does_not_hold_up_a_sleep(serve: Serve, kind: str) -> None:
-    async def scenario() -> None:
-        client = serve(FakeVllm(OldEngine()))
-        request = await begin(client, kind)
-        assert (await client.post("/sleep")).code == 200
-        await client.post("/wake_up")
-        await arrive(client, request)
-        await request.response()
-        assert not is_refused(request)
-
-    run(scenario())
+async def test_what_is_not_in_the_engine_does_not_hold_up_a_sleep(serve: Serve, kind: str) -> None:
+    client = serve(FakeVllm(OldEngine()))
+    request = await begin(client, kind)
+    assert (await client.post("/sleep")).code == 200
+    await client.post("/wake_up")
+    await arrive(client, request)
+    await request.response()
+    assert not is_refused(request)
 
 
 @pytest.mark.parametrize("in_time", [True, False])
-def test_a_sleep_waits_for_requests_that_are_aborted_still(serve: Serve, in_time: bool) -> None:
+async def test_a_sleep_waits_for_requests_that_are_aborted_still(serve: Serve, in_time: bool) -> None:
     """Their clients left, and their responses are over; vLLM without modes would pull memory from under them."""
-
-    async def scenario() -> None:
-        engine, running = OldEngine(), [2]
-        engine.output_processor = SimpleNamespace(get_num_unfinished_requests=lambda: running[0])  # type: ignore[attr-defined]
-        client = serve(FakeVllm(engine), request_deadline_s=60 if in_time else 0.05)
-        assert (await client.ask()).code == 200
-        sleep = client.begin("POST", "/sleep")
-        await until_idle()
-        assert client.engine.count("sleep") == 0
-        if in_time:
-            running[0] = 0
-        response = await sleep.response()
-        assert response.code == (200 if in_time else 503)
-        assert in_time or "still running in the engine: 2 requests" in response.error["message"]
-        assert client.engine.count("sleep") == in_time
-
-    run(scenario())
+    engine, running = OldEngine(), [2]
+    engine.output_processor = SimpleNamespace(get_num_unfinished_requests=lambda: running[0])  # type: ignore[attr-defined]
+    client = serve(FakeVllm(engine), request_deadline_s=60 if in_time else 0.05)
+    assert (await client.ask()).code == 200
+    sleep = client.begin("POST", "/sleep")
+    await until_idle()
+    assert client.engine.count("sleep") == 0
+    if in_time:
+        running[0] = 0
+    response = await sleep.response()
+    assert response.code == (200 if in_time else 503)
+    assert in_time or "still running in the engine: 2 requests" in response.error["message"]
+    assert client.engine.count("sleep") == in_time
 
 
-def test_a_sleep_waits_for_running_requests_within_bounds(serve: Serve) -> None:
-    async def scenario() -> None:
-        client = serve(FakeVllm(OldEngine()), request_deadline_s=0.05, retry_after_s=3)
-        client.engine.waits["generate"] = asyncio.Event()
-        request = client.begin("POST", "/v1/completions")
-        await until_idle()
-        response = await client.post("/sleep")
-        assert response.code == 503
-        assert response.headers["retry-after"] == "3"
-        assert "nothing has changed" in response.error["message"]
-        assert client.engine.count("sleep") == 0
-        client.engine.waits["generate"].set()
-        assert (await request.response()).body == {"text": "good"}
-        assert (await client.ask()).body == {"text": "good"}
-
-    run(scenario())
+async def test_a_sleep_waits_for_running_requests_within_bounds(serve: Serve) -> None:
+    client = serve(FakeVllm(OldEngine()), request_deadline_s=0.05, retry_after_s=3)
+    client.engine.waits["generate"] = asyncio.Event()
+    request = client.begin("POST", "/v1/completions")
+    await until_idle()
+    response = await client.post("/sleep")
+    assert response.code == 503
+    assert response.headers["retry-after"] == "3"
+    assert "nothing has changed" in response.error["message"]
+    assert client.engine.count("sleep") == 0
+    client.engine.waits["generate"].set()
+    assert (await request.response()).body == {"text": "good"}
+    assert (await client.ask()).body == {"text": "good"}
 
 
 def test_an_engine_that_is_not_known_is_drained_of_all(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
@@ -378,14 +331,11 @@ def test_an_engine_that_is_not_known_is_drained_of_all(serve: Serve, caplog: pyt
     assert "in an unknown way" in caplog.text
 
 
-def test_the_stand_in_crashes_where_vllm_would() -> None:
-    async def scenario() -> None:
-        engine = FakeEngine()
-        await engine.sleep(2)
-        with pytest.raises(Crash):
-            await engine.generate()
-
-    run(scenario())
+async def test_the_stand_in_crashes_where_vllm_would() -> None:
+    engine = FakeEngine()
+    await engine.sleep(2)
+    with pytest.raises(Crash):
+        await engine.generate()
 
 
 @pytest.mark.parametrize("turns", range(6))

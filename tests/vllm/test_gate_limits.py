@@ -21,46 +21,40 @@ from cumem_sleep.vllm.sleeping_model import GatePhase
 
 
 @pytest.mark.parametrize("policy", ["wait", "wake"])
-def test_no_more_requests_are_held_than_allowed(serve: Serve, policy: str) -> None:
-    async def scenario() -> None:
-        client = serve(on_request=policy, max_held_requests=3)
-        await client.post("/sleep")
-        client.engine.waits["wake_up"] = asyncio.Event()
-        held = [client.begin("POST", "/v1/completions") for _ in range(3)]
-        await until_idle()
-        response = await client.ask()
-        assert response.code == 503
-        assert "too many requests are already held" in response.error["message"]
-        assert not any(each.task.done() for each in held)
-        client.engine.waits["wake_up"].set()
-        await client.post("/wake")
-        assert [(await each.response()).code for each in held] == [200] * 3
-        assert client.gate._held.requests == client.gate._held.nbytes == 0
-
-    run(scenario())
+async def test_no_more_requests_are_held_than_allowed(serve: Serve, policy: str) -> None:
+    client = serve(on_request=policy, max_held_requests=3)
+    await client.post("/sleep")
+    client.engine.waits["wake_up"] = asyncio.Event()
+    held = [client.begin("POST", "/v1/completions") for _ in range(3)]
+    await until_idle()
+    response = await client.ask()
+    assert response.code == 503
+    assert "too many requests are already held" in response.error["message"]
+    assert not any(each.task.done() for each in held)
+    client.engine.waits["wake_up"].set()
+    await client.post("/wake")
+    assert [(await each.response()).code for each in held] == [200] * 3
+    assert client.gate._held.requests == client.gate._held.nbytes == 0
 
 
 @pytest.mark.parametrize("policy", ["wait", "wake"])
-def test_no_more_bytes_are_held_than_allowed(serve: Serve, policy: str) -> None:
-    async def scenario() -> None:
-        client = serve(on_request=policy, max_held_bytes="1000")
-        await client.post("/sleep")
-        client.engine.waits["wake_up"] = asyncio.Event()
-        small = client.begin("POST", "/v1/completions", b"x" * 900)
-        await until_idle()
-        assert client.gate._held.nbytes == 900
-        large = client.begin("POST", "/v1/completions", b"x" * 900)
-        await until_idle()
-        assert large.task.done()
-        assert (await large.response()).code == 503
-        assert not small.task.done()
-        assert client.gate._held.nbytes == 900
-        client.engine.waits["wake_up"].set()
-        await client.post("/wake")
-        assert (await small.response()).code == 200
-        assert client.gate._held.nbytes == 0
-
-    run(scenario())
+async def test_no_more_bytes_are_held_than_allowed(serve: Serve, policy: str) -> None:
+    client = serve(on_request=policy, max_held_bytes="1000")
+    await client.post("/sleep")
+    client.engine.waits["wake_up"] = asyncio.Event()
+    small = client.begin("POST", "/v1/completions", b"x" * 900)
+    await until_idle()
+    assert client.gate._held.nbytes == 900
+    large = client.begin("POST", "/v1/completions", b"x" * 900)
+    await until_idle()
+    assert large.task.done()
+    assert (await large.response()).code == 503
+    assert not small.task.done()
+    assert client.gate._held.nbytes == 900
+    client.engine.waits["wake_up"].set()
+    await client.post("/wake")
+    assert (await small.response()).code == 200
+    assert client.gate._held.nbytes == 0
 
 
 @pytest.mark.slow
@@ -88,45 +82,39 @@ def test_a_herd_asks_the_engine_no_more_than_one(serve: Serve, policy: str, monk
 
 
 @pytest.mark.slow
-def test_rejections_leave_nothing_behind(serve: Serve) -> None:
-    async def scenario() -> None:
-        client = serve()
-        await client.post("/sleep")
-        for _ in range(20):
-            await client.ask()
-        gc.collect()
-        before = len(gc.get_objects())
-        for _ in range(500):
-            assert (await client.ask()).code == 503
-        gc.collect()
-        assert len(gc.get_objects()) - before < 100
-        assert not client.gate._leases
-
-    run(scenario())
+async def test_rejections_leave_nothing_behind(serve: Serve) -> None:
+    client = serve()
+    await client.post("/sleep")
+    for _ in range(20):
+        await client.ask()
+    gc.collect()
+    before = len(gc.get_objects())
+    for _ in range(500):
+        assert (await client.ask()).code == 503
+    gc.collect()
+    assert len(gc.get_objects()) - before < 100
+    assert not client.gate._leases
 
 
 # Changes beside a wake by request
 
 
-def test_a_pause_waits_for_a_wake_by_request(serve: Serve) -> None:
-    async def scenario() -> None:
-        client = serve(on_request="wake")
-        client.engine.plugin = False
-        await client.post("/sleep?level=2")
-        client.engine.waits["reload_weights"] = asyncio.Event()
-        request = client.begin("POST", "/v1/completions")
-        await until_idle()
-        pause = client.begin("POST", "/pause")
-        await until_idle()
-        assert client.engine.count("pause") == 0
-        client.engine.waits["reload_weights"].set()
-        assert (await pause.response()).code == 200
-        await request.response()
-        assert client.gate.model.asleep == set()
-        assert client.gate.model.phase is GatePhase.AWAKE
-        assert (await client.ask()).body == {"text": "queued"}
-
-    run(scenario())
+async def test_a_pause_waits_for_a_wake_by_request(serve: Serve) -> None:
+    client = serve(on_request="wake")
+    client.engine.plugin = False
+    await client.post("/sleep?level=2")
+    client.engine.waits["reload_weights"] = asyncio.Event()
+    request = client.begin("POST", "/v1/completions")
+    await until_idle()
+    pause = client.begin("POST", "/pause")
+    await until_idle()
+    assert client.engine.count("pause") == 0
+    client.engine.waits["reload_weights"].set()
+    assert (await pause.response()).code == 200
+    await request.response()
+    assert client.gate.model.asleep == set()
+    assert client.gate.model.phase is GatePhase.AWAKE
+    assert (await client.ask()).body == {"text": "queued"}
 
 
 # Large bodies, on real sockets

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from gate_client import Serve, run
+from gate_client import Serve
 
 pytestmark = pytest.mark.usefixtures("gate_environment")
 
@@ -31,13 +31,10 @@ def content(value: Any) -> bytes:
         ("/sleep?level=2&mode=wait", {"level": 2, "mode": "wait"}),
     ],
 )
-def test_a_sleep_takes_its_parameters_from_either_place(serve: Serve, target: str, body: Any) -> None:
-    async def scenario() -> None:
-        client = serve()
-        assert (await client.post(target, content(body))).code == 200
-        assert ("sleep", 2, "wait") in client.engine.calls
-
-    run(scenario())
+async def test_a_sleep_takes_its_parameters_from_either_place(serve: Serve, target: str, body: Any) -> None:
+    client = serve()
+    assert (await client.post(target, content(body))).code == 200
+    assert ("sleep", 2, "wait") in client.engine.calls
 
 
 @pytest.mark.parametrize("path", ["/wake_up", "/wake"])
@@ -52,16 +49,13 @@ def test_a_sleep_takes_its_parameters_from_either_place(serve: Serve, target: st
         ("", {}, None),
     ],
 )
-def test_a_wake_takes_its_tags_from_either_place(
+async def test_a_wake_takes_its_tags_from_either_place(
     serve: Serve, path: str, query: str, body: Any, tags: list[str] | None
 ) -> None:
-    async def scenario() -> None:
-        client = serve()
-        await client.post("/sleep")
-        assert (await client.post(path + query, content(body))).code == 200
-        assert ("wake_up", tags) in client.engine.calls
-
-    run(scenario())
+    client = serve()
+    await client.post("/sleep")
+    assert (await client.post(path + query, content(body))).code == 200
+    assert ("wake_up", tags) in client.engine.calls
 
 
 @pytest.mark.parametrize(
@@ -114,60 +108,45 @@ def test_a_wake_takes_its_tags_from_either_place(
         ("/release_kv_cache_memory?level=1", {}, "no parameter 'level': it has none"),
     ],
 )
-def test_what_is_wrong_is_named_and_changes_nothing(serve: Serve, target: str, body: Any, said: str) -> None:
-    async def scenario() -> None:
-        client = serve()
-        response = await client.post(target, content(body))
-        assert response.code == 400
-        assert said in response.error["message"]
-        assert not {f"POST {target.partition('?')[0]}", "POST /wake_up"} & {*client.vllm.seen}
-        assert (await client.ask()).body == {"text": "good"}
-
-    run(scenario())
+async def test_what_is_wrong_is_named_and_changes_nothing(serve: Serve, target: str, body: Any, said: str) -> None:
+    client = serve()
+    response = await client.post(target, content(body))
+    assert response.code == 400
+    assert said in response.error["message"]
+    assert not {f"POST {target.partition('?')[0]}", "POST /wake_up"} & {*client.vllm.seen}
+    assert (await client.ask()).body == {"text": "good"}
 
 
-def test_a_body_without_end_is_refused(serve: Serve) -> None:
-    async def scenario() -> None:
-        client = serve()
-        assert (await client.post("/sleep", b" " * (65 << 10))).code == 413
-        assert client.engine.count("sleep") == 0
-
-    run(scenario())
+async def test_a_body_without_end_is_refused(serve: Serve) -> None:
+    client = serve()
+    assert (await client.post("/sleep", b" " * (65 << 10))).code == 413
+    assert client.engine.count("sleep") == 0
 
 
 @pytest.mark.parametrize(
     ("query", "body"), [("?mode=keep&clear_cache=0", b""), ("", {"mode": "keep", "clear_cache": False})]
 )
-def test_a_pause_takes_vllms_parameters(serve: Serve, query: str, body: Any) -> None:
-    async def scenario() -> None:
-        client = serve()
-        assert (await client.post("/pause" + query, content(body))).code == 200
-
-    run(scenario())
+async def test_a_pause_takes_vllms_parameters(serve: Serve, query: str, body: Any) -> None:
+    client = serve()
+    assert (await client.post("/pause" + query, content(body))).code == 200
 
 
 @pytest.mark.parametrize(("query", "body"), [("?keep_kv=0", b""), ("", {"keep_kv": False})])
-def test_a_sleep_can_be_told_to_keep_no_kv_cache(serve: Serve, query: str, body: Any) -> None:
-    async def scenario() -> None:
-        client = serve()
-        assert (await client.post("/sleep?keep_kv=1")).code == 200
-        assert "cumem_sleep_keep_kv" not in client.engine.calls
-        await client.post("/wake_up")
-        assert (await client.post("/sleep" + query, content(body))).code == 200
-        calls = [call for call in client.engine.calls if call == "cumem_sleep_keep_kv" or call[0] == "sleep"]
-        assert calls == [("sleep", 1, "abort"), "cumem_sleep_keep_kv", ("sleep", 1, "abort")]
-
-    run(scenario())
+async def test_a_sleep_can_be_told_to_keep_no_kv_cache(serve: Serve, query: str, body: Any) -> None:
+    client = serve()
+    assert (await client.post("/sleep?keep_kv=1")).code == 200
+    assert "cumem_sleep_keep_kv" not in client.engine.calls
+    await client.post("/wake_up")
+    assert (await client.post("/sleep" + query, content(body))).code == 200
+    calls = [call for call in client.engine.calls if call == "cumem_sleep_keep_kv" or call[0] == "sleep"]
+    assert calls == [("sleep", 1, "abort"), "cumem_sleep_keep_kv", ("sleep", 1, "abort")]
 
 
-def test_a_sleep_whose_wish_is_not_passed_on_is_no_sleep(serve: Serve) -> None:
-    async def scenario() -> None:
-        client = serve()
-        client.engine.fails["cumem_sleep_keep_kv"] = [RuntimeError("no")]
-        response = await client.post("/sleep?keep_kv=0")
-        assert response.code == 500
-        assert "nothing has changed: no" in str(response.body)
-        assert client.engine.count("sleep") == 0
-        assert (await client.ask()).body == {"text": "good"}
-
-    run(scenario())
+async def test_a_sleep_whose_wish_is_not_passed_on_is_no_sleep(serve: Serve) -> None:
+    client = serve()
+    client.engine.fails["cumem_sleep_keep_kv"] = [RuntimeError("no")]
+    response = await client.post("/sleep?keep_kv=0")
+    assert response.code == 500
+    assert "nothing has changed: no" in str(response.body)
+    assert client.engine.count("sleep") == 0
+    assert (await client.ask()).body == {"text": "good"}

@@ -18,105 +18,84 @@ pytestmark = pytest.mark.usefixtures("gate_environment")
 # Awake
 
 
-def test_an_awake_server_is_asked_once(serve: Serve, policy: str) -> None:
-    async def scenario() -> None:
-        client = serve(on_request=policy)
-        for _ in range(3):
-            assert (await client.ask()).body == {"text": "good"}
-        assert client.engine.calls == ["is_sleeping", "generate", "generate", "generate"]
-        assert client.vllm.bodies == [b"{}"] * 3
-        assert outcomes(client) == {}
-
-    run(scenario())
+async def test_an_awake_server_is_asked_once(serve: Serve, policy: str) -> None:
+    client = serve(on_request=policy)
+    for _ in range(3):
+        assert (await client.ask()).body == {"text": "good"}
+    assert client.engine.calls == ["is_sleeping", "generate", "generate", "generate"]
+    assert client.vllm.bodies == [b"{}"] * 3
+    assert outcomes(client) == {}
 
 
-def test_lifespan_and_servers_without_an_engine_pass(serve: Serve) -> None:
-    async def scenario() -> None:
-        client = serve()
-        await client.gate({"type": "lifespan"}, None, None)
-        client.vllm.state.engine_client = None
-        assert (await client.ask()).code == 200
-        assert (await client.post("/sleep")).code == 200
-        assert client.engine.count("is_sleeping") == 0
-        assert client.vllm.seen == ["lifespan", "POST /v1/completions", "POST /sleep"]
-
-    run(scenario())
+async def test_lifespan_and_servers_without_an_engine_pass(serve: Serve) -> None:
+    client = serve()
+    await client.gate({"type": "lifespan"}, None, None)
+    client.vllm.state.engine_client = None
+    assert (await client.ask()).code == 200
+    assert (await client.post("/sleep")).code == 200
+    assert client.engine.count("is_sleeping") == 0
+    assert client.vllm.seen == ["lifespan", "POST /v1/completions", "POST /sleep"]
 
 
-def test_a_dead_engine_answers_for_itself(serve: Serve, policy: str) -> None:
-    async def scenario() -> None:
-        client = serve(on_request=policy)
-        client.engine.dead = True
-        with pytest.raises(RuntimeError, match="EngineDeadError"):
-            await client.ask()
-        health = await client.get("/health")
-        assert (health.code, health.body) == (503, None)
-
-    run(scenario())
+async def test_a_dead_engine_answers_for_itself(serve: Serve, policy: str) -> None:
+    client = serve(on_request=policy)
+    client.engine.dead = True
+    with pytest.raises(RuntimeError, match="EngineDeadError"):
+        await client.ask()
+    health = await client.get("/health")
+    assert (health.code, health.body) == (503, None)
 
 
 # Asleep
 
 
-def test_reject(serve: Serve) -> None:
-    async def scenario() -> None:
-        client = serve(retry_after_s=7)
-        assert (await client.post("/sleep?level=1")).code == 200
-        response = await client.ask()
-        assert response.code == 503
-        assert response.headers["retry-after"] == "7"
-        assert response.error["type"] == "ServiceUnavailableError"
-        assert "asleep (level 1)" in response.error["message"]
-        assert outcomes(client) == {"rejected": 1}
-        await client.post("/wake_up")
-        assert (await client.ask()).body == {"text": "good"}
-
-    run(scenario())
+async def test_reject(serve: Serve) -> None:
+    client = serve(retry_after_s=7)
+    assert (await client.post("/sleep?level=1")).code == 200
+    response = await client.ask()
+    assert response.code == 503
+    assert response.headers["retry-after"] == "7"
+    assert response.error["type"] == "ServiceUnavailableError"
+    assert "asleep (level 1)" in response.error["message"]
+    assert outcomes(client) == {"rejected": 1}
+    await client.post("/wake_up")
+    assert (await client.ask()).body == {"text": "good"}
 
 
-def test_wait_until_awake(serve: Serve) -> None:
-    async def scenario() -> None:
-        client = serve(on_request="wait")
-        await client.post("/sleep")
-        held = [client.begin("POST", "/v1/completions", body=b'{"n": 12345}') for _ in range(3)]
-        await until_idle()
-        assert not any(each.task.done() for each in held)
-        assert client.engine.count("wake_up") == 0
-        await client.post("/wake_up")
-        assert [(await each.response()).body for each in held] == [{"text": "good"}] * 3
-        assert client.vllm.bodies[-3:] == [b'{"n": 12345}'] * 3
-        assert outcomes(client) == {"waited": 3}
-
-    run(scenario())
+async def test_wait_until_awake(serve: Serve) -> None:
+    client = serve(on_request="wait")
+    await client.post("/sleep")
+    held = [client.begin("POST", "/v1/completions", body=b'{"n": 12345}') for _ in range(3)]
+    await until_idle()
+    assert not any(each.task.done() for each in held)
+    assert client.engine.count("wake_up") == 0
+    await client.post("/wake_up")
+    assert [(await each.response()).body for each in held] == [{"text": "good"}] * 3
+    assert client.vllm.bodies[-3:] == [b'{"n": 12345}'] * 3
+    assert outcomes(client) == {"waited": 3}
 
 
 @pytest.mark.parametrize("deadline_s", [0, 0.01])
-def test_wait_has_a_deadline(serve: Serve, deadline_s: float) -> None:
-    async def scenario() -> None:
-        client = serve(on_request="wait", request_deadline_s=deadline_s)
-        await client.post("/sleep")
-        response = await client.ask()
-        assert response.code == 503
-        assert response.headers["retry-after"] == "5"
-        assert "asleep" in response.error["message"]
-        assert outcomes(client) == {"timed_out": 1}
-
-    run(scenario())
+async def test_wait_has_a_deadline(serve: Serve, deadline_s: float) -> None:
+    client = serve(on_request="wait", request_deadline_s=deadline_s)
+    await client.post("/sleep")
+    response = await client.ask()
+    assert response.code == 503
+    assert response.headers["retry-after"] == "5"
+    assert "asleep" in response.error["message"]
+    assert outcomes(client) == {"timed_out": 1}
 
 
-def test_wake_has_a_deadline_and_the_wake_goes_on(serve: Serve) -> None:
-    async def scenario() -> None:
-        client = serve(on_request="wake", request_deadline_s=0.01)
-        await client.post("/sleep")
-        client.engine.waits["wake_up"] = asyncio.Event()
-        assert (await client.ask()).code == 503
-        assert outcomes(client) == {"timed_out": 1}
-        client.engine.waits["wake_up"].set()
-        await until_idle()
-        assert (await client.ask()).body == {"text": "good"}
-        assert client.engine.count("wake_up") == 1
-
-    run(scenario())
+async def test_wake_has_a_deadline_and_the_wake_goes_on(serve: Serve) -> None:
+    client = serve(on_request="wake", request_deadline_s=0.01)
+    await client.post("/sleep")
+    client.engine.waits["wake_up"] = asyncio.Event()
+    assert (await client.ask()).code == 503
+    assert outcomes(client) == {"timed_out": 1}
+    client.engine.waits["wake_up"].set()
+    await until_idle()
+    assert (await client.ask()).body == {"text": "good"}
+    assert client.engine.count("wake_up") == 1
 
 
 def test_wake_once_for_all(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
@@ -139,147 +118,122 @@ def test_wake_once_for_all(serve: Serve, caplog: pytest.LogCaptureFixture) -> No
     assert len(caplog.records) == 2  # that, and the gate's first
 
 
-def test_wake_from_level_0(serve: Serve) -> None:
-    async def scenario() -> None:
-        client = serve(on_request="wake")
-        await client.post("/sleep?level=0")
-        assert client.gate.model.phase is GatePhase.ASLEEP
-        assert (await client.ask()).body == {"text": "good"}
-        assert ("wake_up", ["scheduling"]) in client.engine.calls
-
-    run(scenario())
+async def test_wake_from_level_0(serve: Serve) -> None:
+    client = serve(on_request="wake")
+    await client.post("/sleep?level=0")
+    assert client.gate.model.phase is GatePhase.ASLEEP
+    assert (await client.ask()).body == {"text": "good"}
+    assert ("wake_up", ["scheduling"]) in client.engine.calls
 
 
-def test_level_0_counts_as_asleep(serve: Serve) -> None:
-    async def scenario() -> None:
-        client = serve()
-        await client.post("/sleep?level=0")
-        assert "level 0" in (await client.ask()).error["message"]
-        await client.post("/wake_up?tags=scheduling")
-        assert (await client.ask()).code == 200
-        await client.engine.pause_generation()
-        await client.post("/sleep?level=deep")
-        assert (await client.ask()).body == {"text": "queued"}, "the level ended with the sleep"
-
-    run(scenario())
+async def test_level_0_counts_as_asleep(serve: Serve) -> None:
+    client = serve()
+    await client.post("/sleep?level=0")
+    assert "level 0" in (await client.ask()).error["message"]
+    await client.post("/wake_up?tags=scheduling")
+    assert (await client.ask()).code == 200
+    await client.engine.pause_generation()
+    await client.post("/sleep?level=deep")
+    assert (await client.ask()).body == {"text": "queued"}, "the level ended with the sleep"
 
 
 @pytest.mark.parametrize("seen", [True, False])
-def test_wake_from_level_2_loads_the_weights(serve: Serve, seen: bool) -> None:
-    async def scenario() -> None:
-        client = serve(on_request="wake")
-        await (client.post("/sleep?level=2") if seen else client.engine.sleep(2))
-        before = len(client.engine.calls)
-        assert (await client.ask()).body == {"text": "good"}
-        calls = [call for call in client.engine.calls[before:] if call not in ("is_sleeping", "cumem_sleep_status")]
-        assert calls == [("wake_up", ["weights"]), "reload_weights", ("wake_up", ["kv_cache"]), "generate"]
-
-    run(scenario())
+async def test_wake_from_level_2_loads_the_weights(serve: Serve, seen: bool) -> None:
+    client = serve(on_request="wake")
+    await (client.post("/sleep?level=2") if seen else client.engine.sleep(2))
+    before = len(client.engine.calls)
+    assert (await client.ask()).body == {"text": "good"}
+    calls = [call for call in client.engine.calls[before:] if call not in ("is_sleeping", "cumem_sleep_status")]
+    assert calls == [("wake_up", ["weights"]), "reload_weights", ("wake_up", ["kv_cache"]), "generate"]
 
 
-def test_a_failed_wake_fails_all_who_waited_and_is_tried_again_later(
+async def test_a_failed_wake_fails_all_who_waited_and_is_tried_again_later(
     serve: Serve, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def scenario() -> None:
-        client = serve(on_request="wake", retry_after_s=30)
-        now = 1000.0
-        client.gate.conductor.clock = lambda: now
-        await client.post("/sleep")
-        client.engine.fails["wake_up"] = [RuntimeError("OutOfDeviceMemory: needed 61 GiB")]
-        client.engine.waits["wake_up"] = asyncio.Event()
-        held = [client.begin("POST", "/v1/completions") for _ in range(3)]
-        await until_idle()
-        client.engine.waits["wake_up"].set()
-        for each in held:
-            response = await each.response()
-            assert response.code == 503
-            assert "waking it failed: OutOfDeviceMemory: needed 61 GiB" in response.error["message"]
-            assert response.headers["retry-after"] == "30"
-        now += 28.5
-        response = await client.ask()
-        assert response.headers["retry-after"] == "2"
-        assert "needed 61 GiB" in response.error["message"]
-        assert client.engine.count("wake_up") == 1
-        now += 1.5
-        assert (await client.ask()).body == {"text": "good"}
-        assert client.engine.count("wake_up") == 2
-        assert outcomes(client) == {"rejected": 4, "woke": 1}
-        assert sum("waking on request failed" in record.message for record in caplog.records) == 1
-        await client.post("/sleep")
-        client.engine.fails["wake_up"] = [RuntimeError("again")]
-        assert (await client.ask()).code == 503
-        await client.post("/wake_up")
-        await client.post("/sleep")
-        assert (await client.ask()).code == 200, "an old failure says nothing about the next sleep"
-
-    run(scenario())
+    client = serve(on_request="wake", retry_after_s=30)
+    now = 1000.0
+    client.gate.conductor.clock = lambda: now
+    await client.post("/sleep")
+    client.engine.fails["wake_up"] = [RuntimeError("OutOfDeviceMemory: needed 61 GiB")]
+    client.engine.waits["wake_up"] = asyncio.Event()
+    held = [client.begin("POST", "/v1/completions") for _ in range(3)]
+    await until_idle()
+    client.engine.waits["wake_up"].set()
+    for each in held:
+        response = await each.response()
+        assert response.code == 503
+        assert "waking it failed: OutOfDeviceMemory: needed 61 GiB" in response.error["message"]
+        assert response.headers["retry-after"] == "30"
+    now += 28.5
+    response = await client.ask()
+    assert response.headers["retry-after"] == "2"
+    assert "needed 61 GiB" in response.error["message"]
+    assert client.engine.count("wake_up") == 1
+    now += 1.5
+    assert (await client.ask()).body == {"text": "good"}
+    assert client.engine.count("wake_up") == 2
+    assert outcomes(client) == {"rejected": 4, "woke": 1}
+    assert sum("waking on request failed" in record.message for record in caplog.records) == 1
+    await client.post("/sleep")
+    client.engine.fails["wake_up"] = [RuntimeError("again")]
+    assert (await client.ask()).code == 503
+    await client.post("/wake_up")
+    await client.post("/sleep")
+    assert (await client.ask()).code == 200, "an old failure says nothing about the next sleep"
 
 
-def test_a_failed_reload_is_tried_again_where_it_stopped(serve: Serve) -> None:
-    async def scenario() -> None:
-        client = serve(on_request="wake", retry_after_s=1)
-        now = 0.0
-        client.gate.conductor.clock = lambda: now
-        await client.post("/sleep?level=2")
-        client.engine.fails["reload_weights"] = [RuntimeError("no such file")]
-        assert "no such file" in (await client.ask()).error["message"]
-        now += 2
-        before = len(client.engine.calls)
-        assert (await client.ask()).body == {"text": "good"}
-        calls = [call for call in client.engine.calls[before:] if call not in ("is_sleeping", "cumem_sleep_status")]
-        assert calls == ["reload_weights", ("wake_up", ["kv_cache"]), "generate"]
-
-    run(scenario())
+async def test_a_failed_reload_is_tried_again_where_it_stopped(serve: Serve) -> None:
+    client = serve(on_request="wake", retry_after_s=1)
+    now = 0.0
+    client.gate.conductor.clock = lambda: now
+    await client.post("/sleep?level=2")
+    client.engine.fails["reload_weights"] = [RuntimeError("no such file")]
+    assert "no such file" in (await client.ask()).error["message"]
+    now += 2
+    before = len(client.engine.calls)
+    assert (await client.ask()).body == {"text": "good"}
+    calls = [call for call in client.engine.calls[before:] if call not in ("is_sleeping", "cumem_sleep_status")]
+    assert calls == ["reload_weights", ("wake_up", ["kv_cache"]), "generate"]
 
 
-def test_a_wake_after_which_it_still_sleeps_is_a_failure(serve: Serve) -> None:
-    async def scenario() -> None:
-        client = serve(on_request="wake")
-        await client.post("/sleep")
+async def test_a_wake_after_which_it_still_sleeps_is_a_failure(serve: Serve) -> None:
+    client = serve(on_request="wake")
+    await client.post("/sleep")
 
-        async def does_nothing(tags: Any) -> None:
-            client.engine.calls.append("nothing")
+    async def does_nothing(tags: Any) -> None:
+        client.engine.calls.append("nothing")
 
-        client.engine.wake_up = does_nothing  # type: ignore[method-assign, assignment]
-        assert "still asleep" in (await client.ask()).error["message"]
-        assert client.engine.calls.count("nothing") == 1
-
-    run(scenario())
+    client.engine.wake_up = does_nothing  # type: ignore[method-assign, assignment]
+    assert "still asleep" in (await client.ask()).error["message"]
+    assert client.engine.calls.count("nothing") == 1
 
 
-def test_reading_ahead_is_never_cancelled_before_the_request_ends(serve: Serve) -> None:
+async def test_reading_ahead_is_never_cancelled_before_the_request_ends(serve: Serve) -> None:
     """A server may lose the message that it was about to give when its `receive` is cancelled."""
-
-    async def scenario() -> None:
-        client = serve(on_request="wake")
-        await client.post("/sleep")
-        held = client.begin("POST", "/v1/completions")
-        assert (await held.response()).body == {"text": "good"}
-        assert False not in held.cancelled_after_answers
-
-    run(scenario())
+    client = serve(on_request="wake")
+    await client.post("/sleep")
+    held = client.begin("POST", "/v1/completions")
+    assert (await held.response()).body == {"text": "good"}
+    assert False not in held.cancelled_after_answers
 
 
 @pytest.mark.parametrize("policy", ["wait", "wake"])
-def test_a_client_that_leaves_is_let_go_of(serve: Serve, policy: str) -> None:
-    async def scenario() -> None:
-        client = serve(on_request=policy)
-        await client.post("/sleep")
-        client.engine.waits["wake_up"] = asyncio.Event()
-        leaves, stays = client.begin("POST", "/v1/completions"), client.begin("POST", "/v1/completions")
-        await until_idle()
-        leaves.leave()
-        await leaves.response()
-        assert leaves.sent == []
-        assert not stays.task.done()
-        client.engine.waits["wake_up"].set()
-        if policy == "wait":
-            await client.post("/wake_up")
-        assert (await stays.response()).body == {"text": "good"}
-        assert client.engine.count("wake_up") == 1
-        assert client.engine.count("generate") == 1
-
-    run(scenario())
+async def test_a_client_that_leaves_is_let_go_of(serve: Serve, policy: str) -> None:
+    client = serve(on_request=policy)
+    await client.post("/sleep")
+    client.engine.waits["wake_up"] = asyncio.Event()
+    leaves, stays = client.begin("POST", "/v1/completions"), client.begin("POST", "/v1/completions")
+    await until_idle()
+    leaves.leave()
+    await leaves.response()
+    assert leaves.sent == []
+    assert not stays.task.done()
+    client.engine.waits["wake_up"].set()
+    if policy == "wait":
+        await client.post("/wake_up")
+    assert (await stays.response()).body == {"text": "good"}
+    assert client.engine.count("wake_up") == 1
+    assert client.engine.count("generate") == 1
 
 
 def test_a_held_body_is_not_read_ahead_without_limit(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,36 +254,30 @@ def test_a_held_body_is_not_read_ahead_without_limit(serve: Serve, monkeypatch: 
 # Websockets
 
 
-def test_a_websocket_to_a_sleeping_server_is_closed(serve: Serve) -> None:
-    async def scenario() -> None:
-        client = serve()
-        await client.post("/sleep")
-        socket = client.begin("", "/v1/realtime", type="websocket")
-        await socket.response()
-        assert [message["type"] for message in socket.sent] == ["websocket.accept", "websocket.close"]
-        assert socket.sent[-1]["code"] == 1013
-        assert "asleep" in socket.sent[-1]["reason"]
-        assert outcomes(client) == {"rejected": 1}
-
-    run(scenario())
+async def test_a_websocket_to_a_sleeping_server_is_closed(serve: Serve) -> None:
+    client = serve()
+    await client.post("/sleep")
+    socket = client.begin("", "/v1/realtime", type="websocket")
+    await socket.response()
+    assert [message["type"] for message in socket.sent] == ["websocket.accept", "websocket.close"]
+    assert socket.sent[-1]["code"] == 1013
+    assert "asleep" in socket.sent[-1]["reason"]
+    assert outcomes(client) == {"rejected": 1}
 
 
 @pytest.mark.parametrize("policy", ["wait", "wake"])
-def test_a_websocket_is_held(serve: Serve, policy: str) -> None:
-    async def scenario() -> None:
-        client = serve(on_request=policy)
-        await client.post("/sleep")
-        client.engine.waits["wake_up"] = asyncio.Event()
-        socket, leaves = (client.begin("", "/v1/realtime", type="websocket") for _ in range(2))
-        await until_idle()
-        assert socket.sent == []
-        leaves.leave()
-        await leaves.response()
-        assert leaves.sent == []
-        client.engine.waits["wake_up"].set()
-        if policy == "wait":
-            await client.post("/wake_up")
-        await socket.response()
-        assert socket.sent == [{"type": "websocket.accept"}, {"type": "websocket.send", "text": "good"}]
-
-    run(scenario())
+async def test_a_websocket_is_held(serve: Serve, policy: str) -> None:
+    client = serve(on_request=policy)
+    await client.post("/sleep")
+    client.engine.waits["wake_up"] = asyncio.Event()
+    socket, leaves = (client.begin("", "/v1/realtime", type="websocket") for _ in range(2))
+    await until_idle()
+    assert socket.sent == []
+    leaves.leave()
+    await leaves.response()
+    assert leaves.sent == []
+    client.engine.waits["wake_up"].set()
+    if policy == "wait":
+        await client.post("/wake_up")
+    await socket.response()
+    assert socket.sent == [{"type": "websocket.accept"}, {"type": "websocket.send", "text": "good"}]

@@ -20,39 +20,30 @@ ODD = ("{}\n", "/{}", "{}\r", "{}\x00", "/.{}", "{}\u2028", "\\{}", "http://host
 
 @pytest.mark.parametrize("odd", ODD)
 @pytest.mark.parametrize("path", ["/sleep", "/wake_up", "/wake", "/v1/completions", "/health", "/no/such/path"])
-def test_a_path_that_can_be_read_in_two_ways_is_refused(serve: Serve, odd: str, path: str) -> None:
-    async def scenario() -> None:
-        client = serve(admin_token=TOKEN)
-        for method in ("POST", "GET", "DELETE"):
-            response = await client.request(method, "", path=odd.format(path), key=TOKEN)
-            assert response.code in (400, 404)
-            assert response.code == 400 or odd == " {}", "a space is only a letter"
-        assert client.engine.calls == []
-
-    run(scenario())
+async def test_a_path_that_can_be_read_in_two_ways_is_refused(serve: Serve, odd: str, path: str) -> None:
+    client = serve(admin_token=TOKEN)
+    for method in ("POST", "GET", "DELETE"):
+        response = await client.request(method, "", path=odd.format(path), key=TOKEN)
+        assert response.code in (400, 404)
+        assert response.code == 400 or odd == " {}", "a space is only a letter"
+    assert client.engine.calls == []
 
 
 @pytest.mark.parametrize("raw", [b"/%2Fsleep", b"/v1%2fcompletions", b"/%5csleep"])
-def test_encoded_slashes_are_refused(serve: Serve, raw: bytes) -> None:
-    async def scenario() -> None:
-        client = serve()
-        response = await client.post("", path="/sleep", raw_path=raw)
-        assert response.code == 400
-        assert "slash" in response.error["message"]
-        assert client.engine.calls == []
-
-    run(scenario())
+async def test_encoded_slashes_are_refused(serve: Serve, raw: bytes) -> None:
+    client = serve()
+    response = await client.post("", path="/sleep", raw_path=raw)
+    assert response.code == 400
+    assert "slash" in response.error["message"]
+    assert client.engine.calls == []
 
 
-def test_an_odd_path_of_a_websocket_is_refused(serve: Serve) -> None:
-    async def scenario() -> None:
-        client = serve()
-        socket = client.begin("", "", type="websocket", path="/v1/realtime\n")
-        await socket.response()
-        assert socket.sent[-1]["code"] == 1008
-        assert client.engine.calls == []
-
-    run(scenario())
+async def test_an_odd_path_of_a_websocket_is_refused(serve: Serve) -> None:
+    client = serve()
+    socket = client.begin("", "", type="websocket", path="/v1/realtime\n")
+    await socket.response()
+    assert socket.sent[-1]["code"] == 1008
+    assert client.engine.calls == []
 
 
 # A real router
@@ -181,15 +172,12 @@ def test_a_server_without_a_router_that_can_be_read_is_closed() -> None:
         *("DELETE /adapters/one", "POST /v1/load_lora_adapter", "POST /some_future_path"),
     ],
 )
-def test_all_that_changes_state_needs_the_token(serve: Serve, target: str) -> None:
-    async def scenario() -> None:
-        method, path = target.split()
-        client = serve(admin_token=TOKEN)
-        assert (await client.request(method, path)).code == 401
-        assert client.vllm.seen == []
-        assert (await client.request(method, path, key=TOKEN)).code == 200
-
-    run(scenario())
+async def test_all_that_changes_state_needs_the_token(serve: Serve, target: str) -> None:
+    method, path = target.split()
+    client = serve(admin_token=TOKEN)
+    assert (await client.request(method, path)).code == 401
+    assert client.vllm.seen == []
+    assert (await client.request(method, path, key=TOKEN)).code == 200
 
 
 # What wakes
@@ -203,55 +191,43 @@ def test_all_that_changes_state_needs_the_token(serve: Serve, target: str) -> No
         *("POST /v1", "PATCH /nonsense", "POST /v1/nothing"),
     ],
 )
-def test_what_no_route_takes_wakes_nothing_and_is_not_held(serve: Serve, target: str, policy: str) -> None:
-    async def scenario() -> None:
-        method, path = target.split()
-        client = serve(on_request=policy)
-        await client.post("/sleep")
-        assert (await client.request(method, path)).code in (404, 405)
-        assert client.engine.asleep
-        assert client.engine.count("wake_up") == 0
-
-    run(scenario())
+async def test_what_no_route_takes_wakes_nothing_and_is_not_held(serve: Serve, target: str, policy: str) -> None:
+    method, path = target.split()
+    client = serve(on_request=policy)
+    await client.post("/sleep")
+    assert (await client.request(method, path)).code in (404, 405)
+    assert client.engine.asleep
+    assert client.engine.count("wake_up") == 0
 
 
-def test_what_is_not_known_to_run_the_model_is_held_but_wakes_nothing(serve: Serve) -> None:
-    async def scenario() -> None:
-        client = serve(on_request="wake")
-        await client.post("/sleep")
-        request = client.begin("POST", "/some_future_path")
-        await until_idle()
-        assert not request.task.done()
-        assert client.engine.asleep
-        await client.post("/wake_up")
-        assert (await request.response()).code == 200
-
-    run(scenario())
+async def test_what_is_not_known_to_run_the_model_is_held_but_wakes_nothing(serve: Serve) -> None:
+    client = serve(on_request="wake")
+    await client.post("/sleep")
+    request = client.begin("POST", "/some_future_path")
+    await until_idle()
+    assert not request.task.done()
+    assert client.engine.asleep
+    await client.post("/wake_up")
+    assert (await request.response()).code == 200
 
 
 @pytest.mark.parametrize("path", ["/v1/completions/", "/some_future_path/", "/v1/load_lora_adapter/", "/score/"])
-def test_a_redirect_needs_no_memory(serve: Serve, policy: str, path: str) -> None:
-    async def scenario() -> None:
-        client = serve(on_request=policy)
-        await client.post("/sleep")
-        assert (await client.post(path)).code == 307
-        assert client.engine.asleep
-        assert client.engine.count("wake_up") == 0
-
-    run(scenario())
+async def test_a_redirect_needs_no_memory(serve: Serve, policy: str, path: str) -> None:
+    client = serve(on_request=policy)
+    await client.post("/sleep")
+    assert (await client.post(path)).code == 307
+    assert client.engine.asleep
+    assert client.engine.count("wake_up") == 0
 
 
 @pytest.mark.parametrize("is_known", [True, False])
-def test_a_body_that_never_comes_wakes_nothing(serve: Serve, is_known: bool) -> None:
-    async def scenario() -> None:
-        client = serve(on_request="wake", request_deadline_s=0.05)
-        if not is_known:
-            client.engine.engine_core = None  # type: ignore[assignment]
-        await client.post("/sleep")
-        assert (await client.begin("POST", "/v1/completions", slow=True).response()).code == 503
-        assert client.engine.asleep
-
-    run(scenario())
+async def test_a_body_that_never_comes_wakes_nothing(serve: Serve, is_known: bool) -> None:
+    client = serve(on_request="wake", request_deadline_s=0.05)
+    if not is_known:
+        client.engine.engine_core = None  # type: ignore[assignment]
+    await client.post("/sleep")
+    assert (await client.begin("POST", "/v1/completions", slow=True).response()).code == 503
+    assert client.engine.asleep
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v2/embed", "/inference/v1/generate"])
@@ -286,21 +262,17 @@ def test_every_kind_is_in_the_table_for_a_reason() -> None:
 
 @pytest.mark.parametrize("path", ["/v1/load_lora_adapter", "/sleep"])
 @pytest.mark.parametrize("asleep", [True, False])
-def test_the_admin_token_is_enough_where_vllm_wants_a_key(serve: Serve, path: str, asleep: bool) -> None:
+async def test_the_admin_token_is_enough_where_vllm_wants_a_key(serve: Serve, path: str, asleep: bool) -> None:
     """There is only one header for both."""
-
-    async def scenario() -> None:
-        client = serve(FakeVllm(api_keys=("key", "other-key")), admin_token="token", on_request="wait")
-        if asleep:
-            await client.post("/sleep", key="token")
-        for key in ("", "key", "other-key", "wrong"):
-            assert (await client.post(path, key=key)).code == 401
-        request = client.begin("POST", path, key="token")
-        await client.post("/wake", key="token")
-        assert (await request.response()).code == 200
-        assert (await client.post("/v1/completions", key="token")).code == 401, "it is no key for the model"
-
-    run(scenario())
+    client = serve(FakeVllm(api_keys=("key", "other-key")), admin_token="token", on_request="wait")
+    if asleep:
+        await client.post("/sleep", key="token")
+    for key in ("", "key", "other-key", "wrong"):
+        assert (await client.post(path, key=key)).code == 401
+    request = client.begin("POST", path, key="token")
+    await client.post("/wake", key="token")
+    assert (await request.response()).code == 200
+    assert (await client.post("/v1/completions", key="token")).code == 401, "it is no key for the model"
 
 
 @pytest.mark.slow

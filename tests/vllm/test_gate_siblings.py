@@ -34,30 +34,27 @@ async def two_servers(serve: Serve, engine: FakeEngine | None = None, **settings
 
 @pytest.mark.parametrize("own", [True, False])
 @pytest.mark.parametrize("plugin", [True, False])
-def test_an_answer_from_before_a_sleep_is_not_believed(serve: Serve, plugin: bool, own: bool) -> None:
-    async def scenario() -> None:
-        engine = SlowToAnswer()
-        first, second = await two_servers(serve, engine, on_request="wait")
-        engine.plugin = plugin
-        old, new = engine.on_their_way = [asyncio.Event(), asyncio.Event()]
-        early = second.begin("POST", "/v1/completions")
-        await until_idle()
-        del engine.on_their_way[:]
-        assert (await (second if own else first).post("/sleep")).code == 200
-        late = second.begin("POST", "/v1/completions")
-        await until_idle()
-        engine.on_their_way = [new]  # the next question takes long, too
-        old.set()
-        await until_idle()
-        assert engine.queue == []
-        new.set()
-        await until_idle()
-        assert not early.task.done()
-        assert not late.task.done()
-        assert (await first.post("/wake")).code == 200
-        assert [(await each.response()).body for each in (early, late)] == [{"text": "good"}] * 2
-
-    run(scenario())
+async def test_an_answer_from_before_a_sleep_is_not_believed(serve: Serve, plugin: bool, own: bool) -> None:
+    engine = SlowToAnswer()
+    first, second = await two_servers(serve, engine, on_request="wait")
+    engine.plugin = plugin
+    old, new = engine.on_their_way = [asyncio.Event(), asyncio.Event()]
+    early = second.begin("POST", "/v1/completions")
+    await until_idle()
+    del engine.on_their_way[:]
+    assert (await (second if own else first).post("/sleep")).code == 200
+    late = second.begin("POST", "/v1/completions")
+    await until_idle()
+    engine.on_their_way = [new]  # the next question takes long, too
+    old.set()
+    await until_idle()
+    assert engine.queue == []
+    new.set()
+    await until_idle()
+    assert not early.task.done()
+    assert not late.task.done()
+    assert (await first.post("/wake")).code == 200
+    assert [(await each.response()).body for each in (early, late)] == [{"text": "good"}] * 2
 
 
 def test_nobody_listens_while_one_changes(gate_environment: None) -> None:
@@ -109,68 +106,56 @@ class FullSocket(FakeEngine):
         await super()._add_request(request)
 
 
-def test_a_sleep_does_not_overtake_a_request_of_another_server(serve: Serve) -> None:
-    async def scenario() -> None:
-        first, second = await two_servers(serve, FullSocket())
-        first.engine.waits["send"] = asyncio.Event()
-        requests = [second.begin("POST", "/v1/completions") for _ in range(2)]
-        await until_idle()
-        response = await first.post("/sleep?level=2")
-        assert response.code == 409
-        assert first.engine.count("sleep") == 0
-        first.engine.waits["send"].set()
-        assert [(await each.response()).body for each in requests] == [{"text": "good"}] * 2
-        assert (await first.post("/sleep?level=2")).code == 200
-
-    run(scenario())
+async def test_a_sleep_does_not_overtake_a_request_of_another_server(serve: Serve) -> None:
+    first, second = await two_servers(serve, FullSocket())
+    first.engine.waits["send"] = asyncio.Event()
+    requests = [second.begin("POST", "/v1/completions") for _ in range(2)]
+    await until_idle()
+    response = await first.post("/sleep?level=2")
+    assert response.code == 409
+    assert first.engine.count("sleep") == 0
+    first.engine.waits["send"].set()
+    assert [(await each.response()).body for each in requests] == [{"text": "good"}] * 2
+    assert (await first.post("/sleep?level=2")).code == 200
 
 
-def test_a_sleep_waits_a_moment_for_a_request_that_is_being_sent(serve: Serve) -> None:
-    async def scenario() -> None:
-        first, second = await two_servers(serve, FullSocket())
-        first.engine.waits["send"] = asyncio.Event()
-        requests = [client.begin("POST", "/v1/completions") for client in (first, second)]
-        await until_idle()
-        sleep = first.begin("POST", "/sleep?level=2")
-        await until_idle()
-        first.engine.waits["send"].set()
-        assert (await sleep.response()).code == 200
-        assert {(await each.response()).code for each in requests} == {200}
-        assert first.engine.queue == []
-
-    run(scenario())
+async def test_a_sleep_waits_a_moment_for_a_request_that_is_being_sent(serve: Serve) -> None:
+    first, second = await two_servers(serve, FullSocket())
+    first.engine.waits["send"] = asyncio.Event()
+    requests = [client.begin("POST", "/v1/completions") for client in (first, second)]
+    await until_idle()
+    sleep = first.begin("POST", "/sleep?level=2")
+    await until_idle()
+    first.engine.waits["send"].set()
+    assert (await sleep.response()).code == 200
+    assert {(await each.response()).code for each in requests} == {200}
+    assert first.engine.queue == []
 
 
 @pytest.mark.parametrize("level", [1, 2])
 @pytest.mark.parametrize("path", ["/v1/load_lora_adapter", "/scale_elastic_ep"])
-def test_adapters_are_not_loaded_after_anothers_sleep(serve: Serve, path: str, level: int) -> None:
-    async def scenario() -> None:
-        first, second = await two_servers(serve)
-        load = second.begin("POST", path, slow=True)
-        await until_idle()
-        assert (await first.post(f"/sleep?level={level}")).code == 200
-        load.go_on()
-        assert (await load.response()).code == 503
-        assert f"POST {path}" not in second.vllm.seen
-
-    run(scenario())
+async def test_adapters_are_not_loaded_after_anothers_sleep(serve: Serve, path: str, level: int) -> None:
+    first, second = await two_servers(serve)
+    load = second.begin("POST", path, slow=True)
+    await until_idle()
+    assert (await first.post(f"/sleep?level={level}")).code == 200
+    load.go_on()
+    assert (await load.response()).code == 503
+    assert f"POST {path}" not in second.vllm.seen
 
 
-def test_a_request_waits_for_anothers_wake(serve: Serve) -> None:
-    async def scenario() -> None:
-        first, second = await two_servers(serve, on_request="wake")
-        await first.post("/sleep?level=2")
-        await second.get("/health")  # it knows of the sleep
-        first.engine.waits["reload_weights"] = asyncio.Event()
-        requests = [first.begin("POST", "/v1/completions")]
-        await first.engine.entered["reload_weights"].wait()
-        requests.append(second.begin("POST", "/v1/completions"))
-        await asyncio.wait({requests[1].task}, timeout=0.5)  # longer than it tries to get its turn
-        first.engine.waits["reload_weights"].set()
-        assert [(await each.response()).body for each in requests] == [{"text": "good"}] * 2
-        assert first.engine.count("reload_weights") == 1
-
-    run(scenario())
+async def test_a_request_waits_for_anothers_wake(serve: Serve) -> None:
+    first, second = await two_servers(serve, on_request="wake")
+    await first.post("/sleep?level=2")
+    await second.get("/health")  # it knows of the sleep
+    first.engine.waits["reload_weights"] = asyncio.Event()
+    requests = [first.begin("POST", "/v1/completions")]
+    await first.engine.entered["reload_weights"].wait()
+    requests.append(second.begin("POST", "/v1/completions"))
+    await asyncio.wait({requests[1].task}, timeout=0.5)  # longer than it tries to get its turn
+    first.engine.waits["reload_weights"].set()
+    assert [(await each.response()).body for each in requests] == [{"text": "good"}] * 2
+    assert first.engine.count("reload_weights") == 1
 
 
 def test_a_write_is_not_misled_by_an_answer_from_before_anothers_wake(serve: Serve) -> None:
@@ -203,26 +188,23 @@ def test_a_write_is_not_misled_by_an_answer_from_before_anothers_wake(serve: Ser
 
 
 @pytest.mark.parametrize("where", ["arguments", "configuration"])
-def test_with_several_servers_each_request_asks(serve: Serve, where: str) -> None:
-    async def scenario() -> None:
-        client = serve()
-        if where == "arguments":
-            client.vllm.state.args.api_server_count = 2
-        else:
-            parallel = SimpleNamespace(_api_process_count=2)
-            client.vllm.state.vllm_config = SimpleNamespace(parallel_config=parallel)
-            del client.vllm.state.args  # vLLM 0.11 has none
-        for _ in range(2):
-            assert (await client.ask()).code == 200
-        await client.engine.sleep(1)  # by another server
-        assert (await client.ask()).code == 503
-        assert (await client.get("/health")).code == 503
-        await client.engine.wake_up()
+async def test_with_several_servers_each_request_asks(serve: Serve, where: str) -> None:
+    client = serve()
+    if where == "arguments":
+        client.vllm.state.args.api_server_count = 2
+    else:
+        parallel = SimpleNamespace(_api_process_count=2)
+        client.vllm.state.vllm_config = SimpleNamespace(parallel_config=parallel)
+        del client.vllm.state.args  # vLLM 0.11 has none
+    for _ in range(2):
         assert (await client.ask()).code == 200
-        await client.engine.pause_generation()
-        assert (await client.ask()).body == {"text": "queued"}
-
-    run(scenario())
+    await client.engine.sleep(1)  # by another server
+    assert (await client.ask()).code == 503
+    assert (await client.get("/health")).code == 503
+    await client.engine.wake_up()
+    assert (await client.ask()).code == 200
+    await client.engine.pause_generation()
+    assert (await client.ask()).body == {"text": "queued"}
 
 
 @pytest.mark.parametrize("policy", ["wait", "wake"])
@@ -246,128 +228,105 @@ def test_with_several_servers_a_held_request_notices_what_another_does(
 
 
 @pytest.mark.parametrize("awake_between", [True, False])
-def test_with_several_servers_weights_loaded_through_another_count(serve: Serve, awake_between: bool) -> None:
-    async def scenario() -> None:
-        client = serve(on_request="wake")
-        another = serve(FakeVllm(AnotherClient(client.engine)))
-        client.vllm.state.args.api_server_count = another.vllm.state.args.api_server_count = 2
-        await client.post("/sleep?level=2")
-        await another.post("/wake")
-        await another.post("/update_weights")
-        if awake_between:
-            assert (await client.ask()).body == {"text": "good"}
-        await client.engine.sleep(1)
+async def test_with_several_servers_weights_loaded_through_another_count(serve: Serve, awake_between: bool) -> None:
+    client = serve(on_request="wake")
+    another = serve(FakeVllm(AnotherClient(client.engine)))
+    client.vllm.state.args.api_server_count = another.vllm.state.args.api_server_count = 2
+    await client.post("/sleep?level=2")
+    await another.post("/wake")
+    await another.post("/update_weights")
+    if awake_between:
         assert (await client.ask()).body == {"text": "good"}
-        assert client.engine.count("reload_weights") == 0
-
-    run(scenario())
+    await client.engine.sleep(1)
+    assert (await client.ask()).body == {"text": "good"}
+    assert client.engine.count("reload_weights") == 0
 
 
 @pytest.mark.parametrize("mode", ["keep", "abort"])
-def test_with_several_servers_a_request_wakes_those_that_another_kept(serve: Serve, mode: str) -> None:
+async def test_with_several_servers_a_request_wakes_those_that_another_kept(serve: Serve, mode: str) -> None:
     """What a sibling let through in a sleep that keeps none never runs."""
-
-    async def scenario() -> None:
-        first, second = await two_servers(serve, on_request="wake")
-        assert (await first.post(f"/sleep?mode={mode}")).code == 200
-        first.engine.queue = ["one of the first server's"]
-        assert (await second.ask()).body == {"text": "good"}
-        assert len(first.engine.queue) == (mode == "keep")
-
-    run(scenario())
+    first, second = await two_servers(serve, on_request="wake")
+    assert (await first.post(f"/sleep?mode={mode}")).code == 200
+    first.engine.queue = ["one of the first server's"]
+    assert (await second.ask()).body == {"text": "good"}
+    assert len(first.engine.queue) == (mode == "keep")
 
 
-def test_with_several_servers_concurrent_requests_do_not_ask_without_end(serve: Serve) -> None:
-    async def scenario() -> None:
-        client = serve()
-        client.vllm.state.args.api_server_count = 2
-        responses = await asyncio.gather(*(client.ask() for _ in range(20)))
-        assert {response.code for response in responses} == {200}
-        assert client.engine.count("is_sleeping") == 20
-
-    run(scenario())
+async def test_with_several_servers_concurrent_requests_do_not_ask_without_end(serve: Serve) -> None:
+    client = serve()
+    client.vllm.state.args.api_server_count = 2
+    responses = await asyncio.gather(*(client.ask() for _ in range(20)))
+    assert {response.code for response in responses} == {200}
+    assert client.engine.count("is_sleeping") == 20
 
 
 @pytest.mark.parametrize("plugin", [True, False])
 @pytest.mark.parametrize("order", [("/wake",), ("/wake?tags=kv_cache", "/wake?tags=weights")])
-def test_weights_that_one_server_dropped_are_served_by_none(serve: Serve, plugin: bool, order: tuple[str, ...]) -> None:
-    async def scenario() -> None:
-        first, second = await two_servers(serve)
-        first.engine.plugin = plugin
-        await first.post("/sleep?level=2")
-        for call in order:
-            assert (await second.post(call)).code == 200
-        assert [(await client.ask()).code for client in (first, second)] == [503, 503]
-        assert (await first.post("/reload_weights")).code == 200
-        assert [(await client.ask()).body for client in (first, second)] == [{"text": "good"}] * 2
-
-    run(scenario())
+async def test_weights_that_one_server_dropped_are_served_by_none(
+    serve: Serve, plugin: bool, order: tuple[str, ...]
+) -> None:
+    first, second = await two_servers(serve)
+    first.engine.plugin = plugin
+    await first.post("/sleep?level=2")
+    for call in order:
+        assert (await second.post(call)).code == 200
+    assert [(await client.ask()).code for client in (first, second)] == [503, 503]
+    assert (await first.post("/reload_weights")).code == 200
+    assert [(await client.ask()).body for client in (first, second)] == [{"text": "good"}] * 2
 
 
 @pytest.mark.parametrize("plugin", [True, False])
-def test_requests_that_one_server_kept_are_not_run_early_by_another(serve: Serve, plugin: bool) -> None:
-    async def scenario() -> None:
-        first, second = await two_servers(serve)
-        first.engine.plugin = plugin
-        first.engine.waits["generate"] = asyncio.Event()
-        request = first.begin("POST", "/v1/completions")
-        await until_idle()
-        await first.post("/sleep?mode=keep")
-        for call in ("/resume", "/wake?tags=weights"):
-            assert (await second.post(call)).code == 409
-        assert (await second.post("/wake")).code == 200
-        first.engine.waits["generate"].set()
-        assert (await request.response()).body == {"text": "good"}
-        assert (await second.post("/sleep")).code == 200
-        assert (await first.post("/wake?tags=weights")).code == 200
-
-    run(scenario())
+async def test_requests_that_one_server_kept_are_not_run_early_by_another(serve: Serve, plugin: bool) -> None:
+    first, second = await two_servers(serve)
+    first.engine.plugin = plugin
+    first.engine.waits["generate"] = asyncio.Event()
+    request = first.begin("POST", "/v1/completions")
+    await until_idle()
+    await first.post("/sleep?mode=keep")
+    for call in ("/resume", "/wake?tags=weights"):
+        assert (await second.post(call)).code == 409
+    assert (await second.post("/wake")).code == 200
+    first.engine.waits["generate"].set()
+    assert (await request.response()).body == {"text": "good"}
+    assert (await second.post("/sleep")).code == 200
+    assert (await first.post("/wake?tags=weights")).code == 200
 
 
 @pytest.mark.parametrize("call", ["/wake", "/resume", "/sleep", "/pause", "/update_weights", "/reload_weights"])
-def test_what_another_server_does_meanwhile_is_not_disturbed(serve: Serve, call: str) -> None:
-    async def scenario() -> None:
-        first, second = await two_servers(serve)
-        first.engine.waits["sleep"] = asyncio.Event()
-        sleep = first.begin("POST", "/sleep?mode=wait")
-        await until_idle()
-        assert (await first.ask()).code == 503, "nor does the server that sleeps lose its turn by this"
-        response = await second.post(call)
-        assert response.code == 409
-        assert "another API server" in response.error["message"]
-        assert first.engine.scheduler_paused
-        assert (await second.ask()).code == 503, "nor is it given requests"
-        first.engine.waits["sleep"].set()
-        assert (await sleep.response()).code == 200
-        assert (await second.post("/wake")).code == 200
-        assert [(await client.ask()).body for client in (first, second)] == [{"text": "good"}] * 2
-
-    run(scenario())
+async def test_what_another_server_does_meanwhile_is_not_disturbed(serve: Serve, call: str) -> None:
+    first, second = await two_servers(serve)
+    first.engine.waits["sleep"] = asyncio.Event()
+    sleep = first.begin("POST", "/sleep?mode=wait")
+    await until_idle()
+    assert (await first.ask()).code == 503, "nor does the server that sleeps lose its turn by this"
+    response = await second.post(call)
+    assert response.code == 409
+    assert "another API server" in response.error["message"]
+    assert first.engine.scheduler_paused
+    assert (await second.ask()).code == 503, "nor is it given requests"
+    first.engine.waits["sleep"].set()
+    assert (await sleep.response()).code == 200
+    assert (await second.post("/wake")).code == 200
+    assert [(await client.ask()).body for client in (first, second)] == [{"text": "good"}] * 2
 
 
-def test_a_request_that_another_server_let_through_is_not_run_after_a_sleep(serve: Serve) -> None:
-    async def scenario() -> None:
-        first, second = await two_servers(serve)
-        second.engine.waits["tokenize"] = asyncio.Event()
-        late = second.begin("POST", "/v1/completions")
-        await until_idle()
-        await first.post("/sleep")
-        second.engine.waits["tokenize"].set()
-        assert (await late.response()).code == 503
-        assert second.engine.queue == []
-
-    run(scenario())
+async def test_a_request_that_another_server_let_through_is_not_run_after_a_sleep(serve: Serve) -> None:
+    first, second = await two_servers(serve)
+    second.engine.waits["tokenize"] = asyncio.Event()
+    late = second.begin("POST", "/v1/completions")
+    await until_idle()
+    await first.post("/sleep")
+    second.engine.waits["tokenize"].set()
+    assert (await late.response()).code == 503
+    assert second.engine.queue == []
 
 
-def test_what_a_sibling_left_in_the_engine_is_aborted_before_a_wake(serve: Serve) -> None:
-    async def scenario() -> None:
-        first, second = await two_servers(serve)
-        await first.post("/sleep?level=2")
-        first.engine.queue = ["let-through"]
-        assert (await second.post("/wake")).code == 200
-        assert first.engine.queue == []
-
-    run(scenario())
+async def test_what_a_sibling_left_in_the_engine_is_aborted_before_a_wake(serve: Serve) -> None:
+    first, second = await two_servers(serve)
+    await first.post("/sleep?level=2")
+    first.engine.queue = ["let-through"]
+    assert (await second.post("/wake")).code == 200
+    assert first.engine.queue == []
 
 
 # The files that they share
@@ -428,52 +387,45 @@ async def no_server_passes_anything(client: Client) -> None:
 
 
 @pytest.mark.parametrize("call", ["pread", "fcntl"])
-def test_a_look_that_fails_lets_nothing_pass(serve: Serve, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario() -> None:
-        first, second = await two_servers(serve)
-        first.engine.waits["tokenize"] = asyncio.Event()
-        late = second.begin("POST", "/v1/completions")
-        await first.engine.entered["tokenize"].wait()
+async def test_a_look_that_fails_lets_nothing_pass(serve: Serve, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = await two_servers(serve)
+    first.engine.waits["tokenize"] = asyncio.Event()
+    late = second.begin("POST", "/v1/completions")
+    await first.engine.entered["tokenize"].wait()
 
-        def fail(*_: Any) -> Any:
-            raise OSError(5, "Input/output error")
+    def fail(*_: Any) -> Any:
+        raise OSError(5, "Input/output error")
 
-        with monkeypatch.context() as context:
-            context.setattr(siblings.os if call == "pread" else siblings.fcntl, call, fail)
-            first.engine.waits["tokenize"].set()
-            assert (await late.response()).code == 503, "nor what is on its way to the engine"
-            del first.engine.waits["tokenize"], first.vllm.seen[:], first.engine.calls[:]
-            await no_server_passes_anything(first)
-        assert (await first.ask()).body == {"text": "good"}
-
-    run(scenario())
+    with monkeypatch.context() as context:
+        context.setattr(siblings.os if call == "pread" else siblings.fcntl, call, fail)
+        first.engine.waits["tokenize"].set()
+        assert (await late.response()).code == 503, "nor what is on its way to the engine"
+        del first.engine.waits["tokenize"], first.vllm.seen[:], first.engine.calls[:]
+        await no_server_passes_anything(first)
+    assert (await first.ask()).body == {"text": "good"}
 
 
-def test_what_could_not_be_told_lets_nothing_pass_elsewhere(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario() -> None:
-        first, second = await two_servers(serve)
-        pwrite = os.pwrite
-        for call in ("/sleep", "/wake"):
-            assert (await first.post(call)).code == 200
-        with monkeypatch.context() as context:  # a full disk
-            context.setattr(siblings.os, "pwrite", lambda file, content, at: pwrite(file, content[:8], at))
-            assert (await first.post("/sleep?level=2")).code == 503
-        await first.engine.wake_up()  # what is lost nobody can know
-        for client in (first, second):
-            assert (await client.ask()).code == 503
+async def test_what_could_not_be_told_lets_nothing_pass_elsewhere(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = await two_servers(serve)
+    pwrite = os.pwrite
+    for call in ("/sleep", "/wake"):
+        assert (await first.post(call)).code == 200
+    with monkeypatch.context() as context:  # a full disk
+        context.setattr(siblings.os, "pwrite", lambda file, content, at: pwrite(file, content[:8], at))
+        assert (await first.post("/sleep?level=2")).code == 503
+    await first.engine.wake_up()  # what is lost nobody can know
+    for client in (first, second):
+        assert (await client.ask()).code == 503
 
-    run(scenario())
 
-
-def test_only_this_user_can_open_what_servers_share(serve: Serve) -> None:
-    async def scenario() -> None:
-        await two_servers(serve, idle_s=60, on_request="wait")
-        assert stat.S_IMODE(folder().stat().st_mode) == 0o700
-        shared = list(folder().iterdir())
-        assert len(shared) == 2
-        assert {stat.S_IMODE(each.stat().st_mode) for each in shared} == {0o600}
-
-    run(scenario())
+async def test_only_this_user_can_open_what_servers_share(serve: Serve) -> None:
+    await two_servers(serve, idle_s=60, on_request="wait")
+    assert stat.S_IMODE(folder().stat().st_mode) == 0o700
+    shared = list(folder().iterdir())
+    assert len(shared) == 2
+    assert {stat.S_IMODE(each.stat().st_mode) for each in shared} == {0o600}
 
 
 SERVER = """

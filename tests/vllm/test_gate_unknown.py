@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from fake_vllm import AnotherClient, Client, FakeEngine, FakeRoute, FakeVllm, until_idle
-from gate_client import Serve, run
+from gate_client import Serve
 
 pytestmark = pytest.mark.usefixtures("gate_environment")
 SLEEP = "/v1/omni/sleep"
@@ -71,148 +71,125 @@ async def awake(client: Client) -> Client:
     return client
 
 
-def test_after_an_unknown_route_the_next_request_finds_out_what_sleeps(
+async def test_after_an_unknown_route_the_next_request_finds_out_what_sleeps(
     serve: Serve, policy: str, past_engine: bool
 ) -> None:
-    async def scenario() -> None:
-        client = await awake(serve(Omni(past_engine), on_request=policy, request_deadline_s=0.2))
-        assert (await client.post(SLEEP)).code == 200
-        answer = await client.ask()
-        assert (answer.code, client.engine.count("wake_up") > 0) == ((200, True) if policy == "wake" else (503, False))
-
-    run(scenario())
+    client = await awake(serve(Omni(past_engine), on_request=policy, request_deadline_s=0.2))
+    assert (await client.post(SLEEP)).code == 200
+    answer = await client.ask()
+    assert (answer.code, client.engine.count("wake_up") > 0) == ((200, True) if policy == "wake" else (503, False))
 
 
-def test_after_its_answer_nothing_passes_though_the_server_is_not_done_with_it(serve: Serve, past_engine: bool) -> None:
+async def test_after_its_answer_nothing_passes_though_the_server_is_not_done_with_it(
+    serve: Serve, past_engine: bool
+) -> None:
     """As with background tasks of a route. Another request has asked before the sleep, and hears of it late."""
+    vllm = Omni(past_engine)
+    client, engine = await awake(serve(vllm)), vllm.engine
+    answered, may_end = asyncio.Event(), asyncio.Event()
 
-    async def scenario() -> None:
-        vllm = Omni(past_engine)
-        client, engine = await awake(serve(vllm)), vllm.engine
-        answered, may_end = asyncio.Event(), asyncio.Event()
+    async def serve_slowly(scope: Any, receive: Any, send: Any) -> None:
+        await vllm(scope, receive, send)
+        if scope["path"] == SLEEP:
+            answered.set()
+            await may_end.wait()
 
-        async def serve_slowly(scope: Any, receive: Any, send: Any) -> None:
-            await vllm(scope, receive, send)
-            if scope["path"] == SLEEP:
-                answered.set()
-                await may_end.wait()
-
-        client.gate._app = serve_slowly
-        engine.waits["begin"] = asyncio.Event()
-        unknown = client.begin("POST", SLEEP)
-        await engine.entered["begin"].wait()
-        engine.late = asyncio.Event()
-        early = client.begin("POST", "/v1/completions")
-        await until_idle()
-        late, engine.late = engine.late, None
-        engine.waits["begin"].set()
-        await answered.wait()
-        request = client.begin("POST", "/v1/completions")
-        await until_idle()
-        late.set()
-        assert [(await each.response()).code for each in (early, request)] == [503, 503]
-        may_end.set()
-        assert (await unknown.response()).code == 200
-
-    run(scenario())
+    client.gate._app = serve_slowly
+    engine.waits["begin"] = asyncio.Event()
+    unknown = client.begin("POST", SLEEP)
+    await engine.entered["begin"].wait()
+    engine.late = asyncio.Event()
+    early = client.begin("POST", "/v1/completions")
+    await until_idle()
+    late, engine.late = engine.late, None
+    engine.waits["begin"].set()
+    await answered.wait()
+    request = client.begin("POST", "/v1/completions")
+    await until_idle()
+    late.set()
+    assert [(await each.response()).code for each in (early, request)] == [503, 503]
+    may_end.set()
+    assert (await unknown.response()).code == 200
 
 
 @pytest.mark.parametrize("early", [True, False])
-def test_during_an_unknown_call_each_request_asks(serve: Serve, past_engine: bool, early: bool) -> None:
-    async def scenario() -> None:
-        client = await awake(serve(Omni(past_engine)))
-        engine = client.engine
-        engine.waits["answer"] = engine.waits["tokenize"] = asyncio.Event()
-        request = client.begin("POST", "/v1/completions") if early else None  # it passes, and is not in the engine yet
-        await until_idle()
-        unknown = client.begin("POST", SLEEP)
-        await engine.entered["answer"].wait()
-        if request is None:
-            assert (await client.ask()).code == 503
-        del engine.waits["answer"]
-        engine.waits["tokenize"].set()
-        assert (await unknown.response()).code == 200
-        assert request is None or (await request.response()).code == 503
-
-    run(scenario())
+async def test_during_an_unknown_call_each_request_asks(serve: Serve, past_engine: bool, early: bool) -> None:
+    client = await awake(serve(Omni(past_engine)))
+    engine = client.engine
+    engine.waits["answer"] = engine.waits["tokenize"] = asyncio.Event()
+    request = client.begin("POST", "/v1/completions") if early else None  # it passes, and is not in the engine yet
+    await until_idle()
+    unknown = client.begin("POST", SLEEP)
+    await engine.entered["answer"].wait()
+    if request is None:
+        assert (await client.ask()).code == 503
+    del engine.waits["answer"]
+    engine.waits["tokenize"].set()
+    assert (await unknown.response()).code == 200
+    assert request is None or (await request.response()).code == 503
 
 
 @pytest.mark.parametrize("plugin", [True, False])
-def test_an_answer_from_before_the_call_is_not_believed(serve: Serve, plugin: bool) -> None:
-    async def scenario() -> None:
-        client = serve(Omni())
-        engine = client.engine
-        engine.plugin, engine.late = plugin, asyncio.Event()
-        request = client.begin("POST", "/v1/completions")
-        await until_idle()
-        late, engine.late = engine.late, None
-        client.gate.conductor.doubt()
-        engine._sleep(1)
-        late.set()
-        assert (await request.response()).error["message"] == "the model is asleep (level 1): POST /wake_up"
-
-    run(scenario())
+async def test_an_answer_from_before_the_call_is_not_believed(serve: Serve, plugin: bool) -> None:
+    client = serve(Omni())
+    engine = client.engine
+    engine.plugin, engine.late = plugin, asyncio.Event()
+    request = client.begin("POST", "/v1/completions")
+    await until_idle()
+    late, engine.late = engine.late, None
+    client.gate.conductor.doubt()
+    engine._sleep(1)
+    late.set()
+    assert (await request.response()).error["message"] == "the model is asleep (level 1): POST /wake_up"
 
 
-def test_an_unknown_worker_method_is_doubted_as_well(serve: Serve) -> None:
-    async def scenario() -> None:
-        client = await awake(serve(Omni()))
-        for method, code in (("echo", 200), ("trainers_sleep", 503)):
-            assert (await client.post("/collective_rpc", f'{{"method": "{method}"}}'.encode())).code == 200
-            assert (await client.ask()).code == code
-
-    run(scenario())
+async def test_an_unknown_worker_method_is_doubted_as_well(serve: Serve) -> None:
+    client = await awake(serve(Omni()))
+    for method, code in (("echo", 200), ("trainers_sleep", 503)):
+        assert (await client.post("/collective_rpc", f'{{"method": "{method}"}}'.encode())).code == 200
+        assert (await client.ask()).code == code
 
 
-def test_other_api_servers_hear_of_it(serve: Serve, past_engine: bool) -> None:
-    async def scenario() -> None:
-        first = serve(Omni(past_engine))
-        second = serve(FakeVllm(AnotherClient(first.engine)))
-        for client in (first, second):
-            client.vllm.state.args.api_server_count = 2
-            await awake(client)
-        assert (await first.post(SLEEP)).code == 200
-        for client in (second, first):
-            assert (await client.ask()).code == 503
-        first.engine.unaware = False
-        await first.post("/wake_up")
-        asked = first.engine.count("cumem_sleep_status")
-        for client in (second, first):
-            for _ in range(3):
-                assert (await client.ask()).code == 200
-        assert first.engine.count("cumem_sleep_status") <= asked + 2, "it is asked once"
-
-    run(scenario())
-
-
-def test_a_model_that_still_serves_is_asked_once(serve: Serve) -> None:
-    async def scenario() -> None:
-        client = await awake(serve())
-        asked = client.engine.count("is_sleeping")
-        assert (await client.post("/some_future_path")).code == 200
+async def test_other_api_servers_hear_of_it(serve: Serve, past_engine: bool) -> None:
+    first = serve(Omni(past_engine))
+    second = serve(FakeVllm(AnotherClient(first.engine)))
+    for client in (first, second):
+        client.vllm.state.args.api_server_count = 2
+        await awake(client)
+    assert (await first.post(SLEEP)).code == 200
+    for client in (second, first):
+        assert (await client.ask()).code == 503
+    first.engine.unaware = False
+    await first.post("/wake_up")
+    asked = first.engine.count("cumem_sleep_status")
+    for client in (second, first):
         for _ in range(3):
-            await awake(client)
-        assert client.engine.count("is_sleeping") - asked <= 3  # by its own request, at the door, and afterwards
-
-    run(scenario())
+            assert (await client.ask()).code == 200
+    assert first.engine.count("cumem_sleep_status") <= asked + 2, "it is asked once"
 
 
-def test_what_sleeps_is_said_by_tag(serve: Serve) -> None:
-    async def scenario() -> None:
-        client = serve()
-        await client.post("/sleep")
-        assert (await client.get("/is_sleeping")).body == {"is_sleeping": True, "tags": ["kv_cache", "weights"]}
-        for awake, asleep in (("weights", "kv_cache"), ("kv_cache", "weights")):
-            await client.post("/wake_up")
-            await client.post("/sleep")
-            await client.post(f"/wake_up?tags={awake}")
-            assert (await client.get("/is_sleeping")).body["tags"] == [asleep]
-            said = (await client.get("/health")).body
-            assert said == {"status": "asleep", "asleep": True, "level": 1, "tags": [asleep]}
-            message = (await client.ask()).error["message"]
-            assert message == f"the model is asleep (level 1, {asleep} alone): POST /wake_up"
+async def test_a_model_that_still_serves_is_asked_once(serve: Serve) -> None:
+    client = await awake(serve())
+    asked = client.engine.count("is_sleeping")
+    assert (await client.post("/some_future_path")).code == 200
+    for _ in range(3):
+        await awake(client)
+    assert client.engine.count("is_sleeping") - asked <= 3  # by its own request, at the door, and afterwards
+
+
+async def test_what_sleeps_is_said_by_tag(serve: Serve) -> None:
+    client = serve()
+    await client.post("/sleep")
+    assert (await client.get("/is_sleeping")).body == {"is_sleeping": True, "tags": ["kv_cache", "weights"]}
+    for awake, asleep in (("weights", "kv_cache"), ("kv_cache", "weights")):
         await client.post("/wake_up")
-        assert "tags" not in (await client.get("/is_sleeping")).body
-        assert (await client.ask()).code == 200
-
-    run(scenario())
+        await client.post("/sleep")
+        await client.post(f"/wake_up?tags={awake}")
+        assert (await client.get("/is_sleeping")).body["tags"] == [asleep]
+        said = (await client.get("/health")).body
+        assert said == {"status": "asleep", "asleep": True, "level": 1, "tags": [asleep]}
+        message = (await client.ask()).error["message"]
+        assert message == f"the model is asleep (level 1, {asleep} alone): POST /wake_up"
+    await client.post("/wake_up")
+    assert "tags" not in (await client.get("/is_sleeping")).body
+    assert (await client.ask()).code == 200

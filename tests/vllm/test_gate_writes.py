@@ -26,42 +26,36 @@ async def rpc(client: Client, method: str) -> int:
 
 @pytest.mark.parametrize("path", WRITES)
 @pytest.mark.parametrize("when", ["during", "after"])
-def test_a_body_that_comes_late_writes_nothing(serve: Serve, path: str, when: str) -> None:
-    async def scenario() -> None:
-        client = serve()
-        await client.ask()
-        write = client.begin("POST", path, call("reload_weights"), slow=True)
-        await until_idle()
-        if when == "during":
-            client.engine.waits["sleep"] = asyncio.Event()
-        sleep = client.begin("POST", "/sleep")
-        await until_idle()
-        write.go_on()
-        await until_idle()
-        if when == "during":
-            assert not write.task.done()
-            client.engine.waits["sleep"].set()
-        assert (await sleep.response()).code == 200, "a body that never comes holds nobody up"
-        assert (await write.response()).code == 409
-        assert client.engine.count("reload_weights") == 0
-
-    run(scenario())
+async def test_a_body_that_comes_late_writes_nothing(serve: Serve, path: str, when: str) -> None:
+    client = serve()
+    await client.ask()
+    write = client.begin("POST", path, call("reload_weights"), slow=True)
+    await until_idle()
+    if when == "during":
+        client.engine.waits["sleep"] = asyncio.Event()
+    sleep = client.begin("POST", "/sleep")
+    await until_idle()
+    write.go_on()
+    await until_idle()
+    if when == "during":
+        assert not write.task.done()
+        client.engine.waits["sleep"].set()
+    assert (await sleep.response()).code == 200, "a body that never comes holds nobody up"
+    assert (await write.response()).code == 409
+    assert client.engine.count("reload_weights") == 0
 
 
-def test_a_sleep_waits_for_a_write(serve: Serve) -> None:
-    async def scenario() -> None:
-        client = serve()
-        client.engine.waits["reload_weights"] = asyncio.Event()
-        write = client.begin("POST", "/collective_rpc", call("reload_weights"))
-        await until_idle()
-        sleep = client.begin("POST", "/sleep")
-        await until_idle()
-        assert client.engine.count("sleep") == 0
-        assert (await client.ask()).code == 200, "requests go on meanwhile"
-        client.engine.waits["reload_weights"].set()
-        assert [(await each.response()).code for each in (write, sleep)] == [200, 200]
-
-    run(scenario())
+async def test_a_sleep_waits_for_a_write(serve: Serve) -> None:
+    client = serve()
+    client.engine.waits["reload_weights"] = asyncio.Event()
+    write = client.begin("POST", "/collective_rpc", call("reload_weights"))
+    await until_idle()
+    sleep = client.begin("POST", "/sleep")
+    await until_idle()
+    assert client.engine.count("sleep") == 0
+    assert (await client.ask()).code == 200, "requests go on meanwhile"
+    client.engine.waits["reload_weights"].set()
+    assert [(await each.response()).code for each in (write, sleep)] == [200, 200]
 
 
 @pytest.mark.parametrize(
@@ -73,98 +67,80 @@ def test_a_sleep_waits_for_a_write(serve: Serve) -> None:
     ],
 )
 @pytest.mark.parametrize("tags", ["", "?tags=kv_cache"])
-def test_asleep_no_worker_method_touches_weights(serve: Serve, method: str, tags: str) -> None:
-    async def scenario() -> None:
-        client = serve(loading_methods="refit")
-        await client.post("/sleep")
-        if tags:
-            await client.post(f"/wake{tags}")
-        assert await rpc(client, method) == 409
-        assert client.engine.count(method) == 0
-
-    run(scenario())
+async def test_asleep_no_worker_method_touches_weights(serve: Serve, method: str, tags: str) -> None:
+    client = serve(loading_methods="refit")
+    await client.post("/sleep")
+    if tags:
+        await client.post(f"/wake{tags}")
+    assert await rpc(client, method) == 409
+    assert client.engine.count(method) == 0
 
 
 @pytest.mark.parametrize("method", ["execute_dummy_batch", "elastic_ep_execute", "save_sharded_state"])
-def test_what_runs_the_model_wants_all_of_it(serve: Serve, method: str) -> None:
-    async def scenario() -> None:
-        client = serve()
-        await client.post("/sleep?level=2")
-        await client.post("/wake?tags=weights")
-        assert await rpc(client, method) == 409
-        await client.post("/wake?tags=kv_cache")
-        assert await rpc(client, method) == 409, "weights are not loaded"
-        await client.post("/reload_weights")
-        assert await rpc(client, method) == 200
-
-    run(scenario())
+async def test_what_runs_the_model_wants_all_of_it(serve: Serve, method: str) -> None:
+    client = serve()
+    await client.post("/sleep?level=2")
+    await client.post("/wake?tags=weights")
+    assert await rpc(client, method) == 409
+    await client.post("/wake?tags=kv_cache")
+    assert await rpc(client, method) == 409, "weights are not loaded"
+    await client.post("/reload_weights")
+    assert await rpc(client, method) == 200
 
 
 @pytest.mark.parametrize("method", ["sleep", "wake_up", "discard", "execute_method"])
 @pytest.mark.parametrize("asleep", [True, False])
-def test_nobody_changes_the_workers_sleep_behind_vllm(serve: Serve, method: str, asleep: bool) -> None:
-    async def scenario() -> None:
-        client = serve(loading_methods="sleep,discard")
-        if asleep:
-            await client.post("/sleep")
-        response = await client.post("/collective_rpc", call(method))
-        assert response.code == 409
-        assert "POST /sleep" in response.error["message"]
-        assert "POST /collective_rpc" not in client.vllm.seen
-
-    run(scenario())
+async def test_nobody_changes_the_workers_sleep_behind_vllm(serve: Serve, method: str, asleep: bool) -> None:
+    client = serve(loading_methods="sleep,discard")
+    if asleep:
+        await client.post("/sleep")
+    response = await client.post("/collective_rpc", call(method))
+    assert response.code == 409
+    assert "POST /sleep" in response.error["message"]
+    assert "POST /collective_rpc" not in client.vllm.seen
 
 
 @pytest.mark.parametrize("method", ["cumem_sleep_status", "check_health", "list_loras"])
-def test_what_touches_no_weights_is_answered_asleep(serve: Serve, method: str) -> None:
-    async def scenario() -> None:
-        client = serve()
-        await client.post("/sleep")
-        client.engine.waits["wake_up"] = asyncio.Event()
-        wake = client.begin("POST", "/wake")
-        await until_idle()
-        assert await rpc(client, method) == 200, "not even a wake holds it up"
-        client.engine.waits["wake_up"].set()
-        await wake.response()
-
-    run(scenario())
+async def test_what_touches_no_weights_is_answered_asleep(serve: Serve, method: str) -> None:
+    client = serve()
+    await client.post("/sleep")
+    client.engine.waits["wake_up"] = asyncio.Event()
+    wake = client.begin("POST", "/wake")
+    await until_idle()
+    assert await rpc(client, method) == 200, "not even a wake holds it up"
+    client.engine.waits["wake_up"].set()
+    await wake.response()
 
 
 @pytest.mark.parametrize("by_rpc", [True, False])
-def test_parts_of_an_update_count_when_it_is_finished(serve: Serve, by_rpc: bool) -> None:
-    async def scenario() -> None:
-        client = serve()
+async def test_parts_of_an_update_count_when_it_is_finished(serve: Serve, by_rpc: bool) -> None:
+    client = serve()
 
-        async def step(name: str) -> None:
-            code = await rpc(client, name) if by_rpc else (await client.post(f"/{name}")).code
-            assert code == 200
+    async def step(name: str) -> None:
+        code = await rpc(client, name) if by_rpc else (await client.post(f"/{name}")).code
+        assert code == 200
 
-        await client.post("/sleep?level=2")
-        await client.post("/wake")
-        await step("start_weight_update")
-        for _ in range(3):
-            await step("update_weights")
-            assert (await client.ask()).code == 503
-        await step("finish_weight_update")
-        client.engine.weights = "good"  # the stand-in's worker does not know parts
-        assert (await client.ask()).code == 200
-
-    run(scenario())
-
-
-def test_an_update_in_which_nothing_was_written_loads_nothing(serve: Serve) -> None:
-    async def scenario() -> None:
-        client = serve()
-        await client.post("/start_weight_update")
-        await client.post("/sleep?level=2")
-        await client.post("/wake")
-        assert (await client.post("/finish_weight_update")).code == 200
+    await client.post("/sleep?level=2")
+    await client.post("/wake")
+    await step("start_weight_update")
+    for _ in range(3):
+        await step("update_weights")
         assert (await client.ask()).code == 503
-        for path in ("/start_weight_update", "/finish_weight_update"):
-            assert (await client.post(path)).code == 200
-        assert (await client.ask()).code == 503
+    await step("finish_weight_update")
+    client.engine.weights = "good"  # the stand-in's worker does not know parts
+    assert (await client.ask()).code == 200
 
-    run(scenario())
+
+async def test_an_update_in_which_nothing_was_written_loads_nothing(serve: Serve) -> None:
+    client = serve()
+    await client.post("/start_weight_update")
+    await client.post("/sleep?level=2")
+    await client.post("/wake")
+    assert (await client.post("/finish_weight_update")).code == 200
+    assert (await client.ask()).code == 503
+    for path in ("/start_weight_update", "/finish_weight_update"):
+        assert (await client.post(path)).code == 200
+    assert (await client.ask()).code == 503
 
 
 @pytest.mark.parametrize("written", [True, False])
@@ -197,26 +173,23 @@ def test_an_update_that_a_level_2_sleep_tore_loads_nothing(serve: Serve, written
 
 
 @pytest.mark.parametrize("path", ["/sleep", "/wake", "/reload_weights", "/resume", "/pause", *WRITES])
-def test_a_call_whose_client_left_before_its_turn_takes_no_effect(serve: Serve, path: str) -> None:
-    async def scenario() -> None:
-        client = serve()
-        await client.post("/sleep")
-        client.engine.waits["wake_up"] = asyncio.Event()
-        wake = client.begin("POST", "/wake")
-        await until_idle()
-        calls = [client.begin("POST", path, call("reload_weights")) for _ in range(20)]
-        await until_idle()
-        for each in calls:
-            each.leave()
-        await until_idle()
-        assert all(each.task.done() for each in calls), "no handler is left"
-        seen = len(client.vllm.seen)
-        client.engine.waits["wake_up"].set()
-        assert (await wake.response()).code == 200
-        assert len(client.vllm.seen) == seen
-        assert client.gate.model.phase is GatePhase.AWAKE
-
-    run(scenario())
+async def test_a_call_whose_client_left_before_its_turn_takes_no_effect(serve: Serve, path: str) -> None:
+    client = serve()
+    await client.post("/sleep")
+    client.engine.waits["wake_up"] = asyncio.Event()
+    wake = client.begin("POST", "/wake")
+    await until_idle()
+    calls = [client.begin("POST", path, call("reload_weights")) for _ in range(20)]
+    await until_idle()
+    for each in calls:
+        each.leave()
+    await until_idle()
+    assert all(each.task.done() for each in calls), "no handler is left"
+    seen = len(client.vllm.seen)
+    client.engine.waits["wake_up"].set()
+    assert (await wake.response()).code == 200
+    assert len(client.vllm.seen) == seen
+    assert client.gate.model.phase is GatePhase.AWAKE
 
 
 def test_an_update_whose_body_is_too_large_is_refused(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,30 +204,27 @@ def test_an_update_whose_body_is_too_large_is_refused(serve: Serve, monkeypatch:
 
 
 @pytest.mark.parametrize("path", ["/v1/load_lora_adapter", "/scale_elastic_ep"])
-def test_adapters_are_not_loaded_beside_a_sleep(serve: Serve, path: str, policy: str) -> None:
-    async def scenario() -> None:
-        client = serve(on_request=policy)
-        await client.ask()
-        client.engine.waits["sleep"] = asyncio.Event()
-        load = client.begin("POST", path, slow=True)
-        await until_idle()
-        sleep = client.begin("POST", "/sleep")
-        await until_idle()
-        load.go_on()
-        await until_idle()
-        client.engine.waits["sleep"].set()
-        await sleep.response()
-        await until_idle()
-        assert f"POST {path}" not in client.vllm.seen
-        if policy != "reject":
-            assert not load.task.done(), "it is held, as one that comes now"
-            assert client.engine.asleep, "it wakes nothing"
-            await client.post("/wake")
-        assert (await load.response()).code == (503 if policy == "reject" else 200)
-        assert (f"POST {path}" in client.vllm.seen) == (policy != "reject")
-        assert client.gate._held.requests == client.gate._held.nbytes == 0
-
-    run(scenario())
+async def test_adapters_are_not_loaded_beside_a_sleep(serve: Serve, path: str, policy: str) -> None:
+    client = serve(on_request=policy)
+    await client.ask()
+    client.engine.waits["sleep"] = asyncio.Event()
+    load = client.begin("POST", path, slow=True)
+    await until_idle()
+    sleep = client.begin("POST", "/sleep")
+    await until_idle()
+    load.go_on()
+    await until_idle()
+    client.engine.waits["sleep"].set()
+    await sleep.response()
+    await until_idle()
+    assert f"POST {path}" not in client.vllm.seen
+    if policy != "reject":
+        assert not load.task.done(), "it is held, as one that comes now"
+        assert client.engine.asleep, "it wakes nothing"
+        await client.post("/wake")
+    assert (await load.response()).code == (503 if policy == "reject" else 200)
+    assert (f"POST {path}" in client.vllm.seen) == (policy != "reject")
+    assert client.gate._held.requests == client.gate._held.nbytes == 0
 
 
 @pytest.mark.parametrize(
