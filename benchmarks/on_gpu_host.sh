@@ -106,8 +106,7 @@ with_vaults=(tests/vault tests/backups/test_tiers.py)
 # What skips itself on one GPU.
 of_two_gpus=(
     tests/operations/test_devices.py
-    tests/gpu/test_torch.py::test_{two_devices_sleep_together,peers_keep_their_access}
-    tests/gpu/test_torch_compress.py::test_two_devices
+    tests/gpu/test_torch.py::test_peers_keep_their_access
 )
 # Speaks HTTP and reaches no GPU, with packages that such a host may lack.
 without_gpu=(tests/serve tests/vllm/test_serve_{without_layer,kept_kv}.py)

@@ -419,7 +419,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="where the raw result goes (JSON)")
     parser.add_argument("--models", type=models_of, default=MODELS, help="NAME=SHAPE,… (default: large, fp8 and small)")
-    parser.add_argument("--phases", type=lambda names: names.split(","), help="only these, as 'answers,overhead'")
+    parser.add_argument("--phases", type=lambda names: names.split(","), help="only these, as 'answers,restarts'")
     parser.add_argument("--requests", type=int, default=200, help="one after the other (default: %(default)s)")
     parser.add_argument("--load", type=int, default=200, help="requests by many clients (default: %(default)s)")
     parser.add_argument("--clients", type=int, default=16, help="that ask at once (default: %(default)s)")

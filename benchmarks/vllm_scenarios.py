@@ -2,7 +2,7 @@
 
     python benchmarks/vllm_scenarios.py --out result.json            # all, several beside each other on one GPU
     python benchmarks/vllm_scenarios.py --out result.json --gpus 2 --jobs 3      # those that take two GPUs
-    python benchmarks/vllm_scenarios.py --out result.json --only model_8b,model_32b,tensor_parallel_2    # larger models
+    python benchmarks/vllm_scenarios.py --out result.json --only what_surviving_costs_32b    # a larger model
 
 Every scenario is a process of its own with a small model (Qwen3-0.6B's shape, random weights on disk). It compares
 greedy tokens before and after, and whatever else it is about, and fails if one thing is not as it should be. A result

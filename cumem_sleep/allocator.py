@@ -533,9 +533,10 @@ class CuMemAllocator:
             check_bool("restore", restore)
             if retain_backups is not None:
                 check_bool("retain_backups", retain_backups)
-            meant = woken(None if tags is None else self._used_tags.checked(tags))
+            chosen = None if tags is None else self._used_tags.checked(tags)
+            meant = woken(chosen)
         if not restore:
-            self.release_backups(DEFERRABLE_TAGS if tags is None else tags, drop=drop)
+            self.release_backups(DEFERRABLE_TAGS if chosen is None else chosen, drop=drop)
         with call:
             work = wake, self._layer, call, meant, retain_backups
             return waking(self._operations, self._layer, meant, *work, call=call).run()

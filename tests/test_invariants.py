@@ -10,14 +10,6 @@ from support import run_script
 from cumem_sleep import _core
 
 BREAKS = {
-    "lent while it sleeps": (
-        """
-        with _core.HeldSegments([segment]):
-            segment.lend()
-            _core.put_to_sleep([], [segment], lambda: None)
-        """,
-        "dropped, its mapping detached, lent",
-    ),
     "backed up without a backup": (
         """
         with _core.HeldSegments([segment]):

@@ -140,6 +140,12 @@ def test_a_wake_that_does_not_restore_gives_them_up_first(old_weights: OldWeight
     old_weights.check_that_new_ones_survive()
 
 
+def test_tags_of_a_wake_that_does_not_restore_may_be_given_once_only(old_weights: OldWeights) -> None:
+    report = old_weights.allocator.wake_up(iter(["weights", "kv_cache"]), restore=False)
+    assert report.restored_bytes == PAGE
+    old_weights.check_that_they_are_gone()
+
+
 def test_old_names_say_the_same(old_weights: OldWeights) -> None:
     """Of `CuMemAllocator`, for one release more."""
     allocator: Any = old_weights.allocator
