@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from support import AWAKE, BACKED_UP, DROPPED, PAGE, SIMULATED, Memory
 from waking import OldWeights, check_bytes, fill, states
 
 from cumem_sleep import CuMemAllocator, DriverError, InvalidArgument, InvalidState, _core, sim
+from cumem_sleep.core import preload
 from cumem_sleep.core.levels import DEFERRABLE_TAGS
 
 
@@ -155,3 +157,8 @@ def test_old_names_say_the_same(old_weights: OldWeights) -> None:
     assert allocator.forget() == 3 * PAGE
     with allocator.warming_up(), allocator.filling(lambda _: None):
         allocator.wake_up()
+
+
+def test_an_old_place_has_the_same() -> None:
+    """Of the library for LD_PRELOAD, for one release more."""
+    assert importlib.import_module("cumem_sleep.integrations.preload").library_path is preload.library_path
