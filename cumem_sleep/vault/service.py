@@ -392,12 +392,13 @@ class Service:
         return self._begin_copy(asked, gpu, to_host, lent, entry, pieces)
 
     def _pieces(self, number: int, entry: Entry, ranges: Table) -> Iterator[LinkPiece]:
-        """What links copy: small ranges together, by a kernel."""
+        """What links copy: small ranges together, by a kernel; there may be more of them than pieces."""
         slabs = self._pool.slabs
-        if entry.extents and len(ranges) > 1 and ranges[:, 2].max() <= SMALL_RANGE_BYTES:
-            for slab, some in table_pieces(ranges, entry.extents):
+        is_small = ranges[:, 2] <= SMALL_RANGE_BYTES
+        if entry.extents and is_small.sum() > 1:
+            for slab, some in table_pieces(ranges[is_small], entry.extents):
                 yield LinkPiece(slabs[slab].block, 0, 0, int(some[:, 2].sum()), some)
-            return
+            ranges = ranges[~is_small]
         for lent_at, offset, size in ranges.tolist():
             at = lent_at
             if self._spiller is not None and not entry.extents:

@@ -21,7 +21,7 @@ from cumem_sleep.vault import link, protocol, range_table
 from cumem_sleep.vault.client import VaultBackup, VaultClient
 from cumem_sleep.vault.jobs import BorrowedMemory, Job, LinkPiece
 from cumem_sleep.vault.ledger import UNIT_BYTES, SlabRange
-from cumem_sleep.vault.range_table import check_table, table_pieces
+from cumem_sleep.vault.range_table import SMALL_RANGE_BYTES, check_table, table_pieces
 
 pytestmark = pytest.mark.sim
 
@@ -330,6 +330,23 @@ class TestTables:
                 other.wait([other.copy(lent, backup, table((0, 0, 16)), to_host=to_host)])
         other.close()
         client.release([backup])
+
+    def test_many_small_ranges_beside_a_large_one(self, mine: Segment, client: VaultClient, memory: Memory) -> None:
+        """There are more of them than a copy may have pieces, unless small ones are copied together."""
+        large, count = SMALL_RANGE_BYTES + 16, 17_000
+        ranges = np.array([(0, 0, large), *((large + 16 + 32 * n, large + 16 + 32 * n, 16) for n in range(count))])
+        content = np.frombuffer(memory.fill_random(mine.address, PAGE), np.uint8)
+        (backup,) = client.reserve(mine.gpu, [PAGE])
+        lent, _ = mine.lend()
+        client.wait([client.copy(lent, backup, ranges, to_host=True)])
+        memory.write(mine.address, bytes(PAGE))
+        client.wait([client.copy(lent, backup, ranges, to_host=False)])
+        take_back(client, [lent])
+        client.release([backup])
+        expected = np.zeros(PAGE, np.uint8)
+        for at, _, nbytes in ranges.tolist():
+            expected[at : at + nbytes] = content[at : at + nbytes]
+        assert memory.read(mine.address, PAGE) == expected.tobytes()
 
     def test_what_is_expendable_is_not_sealed(self, mine: Segment, client: VaultClient) -> None:
         backups = client.reserve_now(mine.gpu, [PAGE], expendable=True)
