@@ -512,10 +512,11 @@ class CuMemAllocator:
         Args:
             tags: what to wake; None: all memory without a plan of its own. Of that only `weights` and `kv_cache` can be
                 left asleep: every other tag wakes with the first.
-            restore: False: `release_backups` of these tags comes first (None: of `weights` and `kv_cache`).
+            restore: False: `release_backups` of these tags comes first (None: of `weights` and `kv_cache`). They have
+                gone even if the wake then fails.
             drop: with `restore=False`, as for `release_backups`.
-            retain_backups: whether the backups stay until the next sleep, which then copies only what changed. None: as
-                the settings say.
+            retain_backups: whether the backups stay until the next sleep, which then copies only what changed; all, if
+                the settings neither retain nor verify: then it has no digests. None: as the settings say.
 
         Raises:
             InvalidArgument: a tag that is neither `weights` nor `kv_cache` and was never used; `restore` or
