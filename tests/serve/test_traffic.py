@@ -67,14 +67,12 @@ class Tally:
     Attributes:
         odd: what else came, of `odd_clients`.
         switches_s: the longest sleep, wake and start that was seen.
-        most_kept_bytes: of KV cache, that sleepers have kept at one time.
     """
 
     outcomes: Counter[str] = field(default_factory=Counter)
     odd: int = 0
     longest_s: float = 0.0
     switches_s: dict[str, float] = field(default_factory=dict)
-    most_kept_bytes: int = 0
     wrong: list[str] = field(default_factory=list)
 
 
@@ -257,7 +255,6 @@ async def watch(port: int, pid: int, numbers: list[int], total: int, tally: Tall
         for switch in filter(None, (model["last_switch"] for model in status["models"])):
             tally.switches_s[switch["kind"]] = max(tally.switches_s.get(switch["kind"], 0.0), switch["seconds"])
         assert status["host"]["held_bytes"] <= status["host"]["budget_bytes"]
-        tally.most_kept_bytes = max(tally.most_kept_bytes, status["host"]["kept_bytes"])
         if len(numbers) < 0.9 * total:
             sizes.append(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"))
         await asyncio.sleep(0.1)
@@ -310,7 +307,6 @@ def check(folder: Path, total: int, faults: float) -> None:
     assert not executed["never"], "somebody asked from elsewhere"
     assert not tally.wrong, tally.wrong[:3]
     assert tally.outcomes.total() == total
-    assert tally.most_kept_bytes > 0
     assert "gives up the KV cache" in (folder / "front.log").read_text()
     assert max(sizes) - sizes[0] <= FLAT_BYTES
     if faults:

@@ -18,7 +18,7 @@ import yaml
 DEPLOY = pathlib.Path(__file__).parent.parent
 SEVERAL_MODELS = DEPLOY.parent.parent / "docs" / "several-models.md"
 # How long a front takes to end at most.
-(ENDS_WITHIN_S,) = map(int, re.findall(r"within (\d+) s\. If the front", SEVERAL_MODELS.read_text()))
+(ENDS_WITHIN_S,) = map(int, re.findall(r"within (\d+) s, or 5 s if it is killed", SEVERAL_MODELS.read_text()))
 OVERLAYS = sorted(path.name for path in (DEPLOY / "kubernetes" / "overlays").iterdir())
 
 
