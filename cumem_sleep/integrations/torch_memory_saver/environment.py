@@ -136,6 +136,6 @@ def changed(name: str, value: str) -> Iterator[None]:
         yield
     finally:
         if before is None:
-            del os.environ[name]
+            os.environ.pop(name, None)
         else:
             os.environ[name] = before
