@@ -149,7 +149,7 @@ class Regions:
             with_left: whether the report says what is left on the devices (`left_bytes`); the driver has to be asked.
 
         Raises:
-            InvalidArgument: a tag that no region ever had, or a flag that is not True or False.
+            InvalidArgument: a tag that was never used, or a flag that is not True or False.
             InvalidState, OutOfHostMemory, DriverError: as `CuMemAllocator.sleep`.
         """
         check_bool("with_left", with_left)
@@ -182,7 +182,7 @@ class Regions:
                 Otherwise a thread gives back more than 1 GiB of it after this has returned.
 
         Raises:
-            InvalidArgument: a tag that no region ever had, or a flag that is not True or False.
+            InvalidArgument: a tag that was never used, or a flag that is not True or False.
             OutOfDeviceMemory, OutOfHostMemory, BackupMismatch, CodecError, DriverError: as `CuMemAllocator.wake_up`.
         """
         check_bool("restore", restore)
