@@ -512,8 +512,8 @@ class CuMemAllocator:
         Args:
             tags: what to wake; None: all memory without a plan of its own. Of that only `weights` and `kv_cache` can be
                 left asleep: every other tag wakes with the first.
-            restore: False: `release_backups` of these tags comes first (None: of `weights` and `kv_cache`). They have
-                gone even if the wake then fails.
+            restore: False: these tags (None: `weights` and `kv_cache`) come back with undefined bytes, as after
+                `release_backups`; once all is awake, their backups go.
             drop: with `restore=False`, as for `release_backups`.
             retain_backups: whether the backups stay until the next sleep, which then copies only what changed; all, if
                 the settings neither retain nor verify: then it has no digests. None: as the settings say.
@@ -536,10 +536,8 @@ class CuMemAllocator:
                 check_bool("retain_backups", retain_backups)
             chosen = None if tags is None else self._used_tags.checked(tags)
             meant = woken(chosen)
-        if not restore:
-            self.release_backups(DEFERRABLE_TAGS if chosen is None else chosen, drop=drop)
-        with call:
-            work = wake, self._layer, call, meant, retain_backups
+            unwanted = None if restore else in_pools(set(DEFERRABLE_TAGS) if chosen is None else chosen)
+            work = wake, self._layer, call, meant, retain_backups, unwanted, self._declared(drop)
             return waking(self._operations, self._layer, meant, *work, call=call).run()
 
     # Preparing

@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 
 from . import _core
-from .backups.ranges import NOTHING_DECLARED
 from .core import preload
 from .core.driver import driver_path
 from .core.levels import SegmentGroup, by_plan, with_own_plan
@@ -15,7 +14,6 @@ from .core.operation import Call, CudaUse, Operation, Operations
 from .core.pools import entered
 from .core.tags import DEFAULT_TAG, UsedTags, checked_tag, tag_or_default
 from .errors import InvalidArgument, InvalidState, check_bool, check_integer
-from .operations.forget import forget
 from .operations.layer import Layer
 from .operations.look import usage
 from .operations.sleep import sleep
@@ -192,9 +190,7 @@ class Regions:
         meant = self._meant(tags)
 
         def work() -> WakeReport:
-            if not restore:
-                forget(self._layer, Call(), meant, NOTHING_DECLARED)
-            report = wake(self._layer, Call(), meant, retain_backups)
+            report = wake(self._layer, Call(), meant, retain_backups, None if restore else meant)
             if wait_for_release:
                 self._layer.store.room.settle()
             return report

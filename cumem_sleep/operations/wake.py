@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import chain
 
 from .. import _core
 from ..backups.backup import Backup
-from ..backups.ranges import Spans, aligned_inwards, spans_of, without
+from ..backups.ranges import NOTHING_DECLARED, Declared, Spans, aligned_inwards, spans_of, without
 from ..codec.workspace import Workspace, close_all
 from ..core.extents import Transfers
 from ..core.levels import SegmentGroup
@@ -89,6 +89,8 @@ def wake(
     call: Call,
     meant: SegmentGroup,
     retained: bool | None = None,
+    unwanted: SegmentGroup | None = None,
+    drop: Declared = NOTHING_DECLARED,
 ) -> WakeReport:
     """Wake the segments of `meant`, for which there is room (`check_device_memory`).
 
@@ -97,6 +99,8 @@ def wake(
 
     Args:
         retained: whether backups stay for the next sleep; None: as the settings say.
+        unwanted: of these nothing is restored, and their backups go when all is awake.
+        drop: of `unwanted`, what may be lost. A segment that holds anything else is restored.
 
     Raises:
         OutOfDeviceMemory, OutOfHostMemory, BackupMismatch, CodecError, DriverError, RankFailed: as
@@ -109,9 +113,8 @@ def wake(
         return WakeReport(seconds=timer.seconds, note="nothing to do, no memory of these tags is asleep")
     catalogue = layer.store.catalogue
     with _core.HeldSegments(sleeping) as segments:
-        restored, parts = _restored(layer, segments)
-        with_bytes = {segment.id for segment in restored}
-        dropped = [segment for segment in segments if segment.id not in with_bytes]
+        loses, to_load = _given_up(unwanted, drop)
+        restored, parts, dropped = _restored(layer, segments, loses)
         expected = _digests_at_sleep(layer, restored) if layer.settings.verify == "wake" else {}
         checked = [segment for segment in restored if segment.id in expected]
         mapping = _core.Ahead(1, {segment.id: [_core.map_task(segment)] for segment in restored[1:]})
@@ -129,14 +132,14 @@ def wake(
                     if workspaces or total_bytes(restored) > layer.tuning.engine_batch_bytes:
                         mapping.start()
                     if not all(workspace.has_memory for workspace in workspaces.values()):
-                        with timer("map"):  # before anything else can take this memory, if only for page tables
-                            for ahead, mine in ((mapping, restored), (mapping_dropped, dropped)):
-                                for segment in mine:
-                                    ahead.wait(segment.id)
+                        # Before anything else can take this memory, if only for page tables.
+                        _wait_for(timer, mapping, restored)
+                        _wait_for(timer, mapping_dropped, dropped)
                     with timer("copy"), ExitStack() as streams:
-                        begun_by_copies = digests if checked else None
                         copies = (
-                            _copies(layer, restored, transfers, streams, mapping, begun_by_copies, workspaces)
+                            _copies(
+                                layer, restored, transfers, streams, mapping, digests if checked else None, workspaces
+                            )
                             if transfers is not None
                             else []
                         )
@@ -150,16 +153,17 @@ def wake(
                             copies = [queue for queue in copies if queue]
                             if before < half <= begun:
                                 mapping_dropped.start()
-                with timer("map"):
-                    for segment in dropped:
-                        mapping_dropped.wait(segment.id)
+                _wait_for(timer, mapping_dropped, dropped)
                 if checked:
                     with timer("verify"):
                         digests.verify(checked, expected, catalogue.distrust)
-            _fill(layer, _lost(layer, dropped, parts, restored))
+            _fill(layer, _lost(layer, dropped, parts, restored, to_load))
+            if unwanted is not None:
+                catalogue.kept.give_up("the wake was not to restore")
             kept_bytes, not_kept = catalogue.kept.bring_back([*dropped, *parts], layer.prover, timer)
             call.agree(timer)
             _core.finish_wake(segments)
+            catalogue.forget(segment.id for segment in dropped if segment.id in loses)
             catalogue.retain(segments, retained=retained)
         except BaseException:
             _core.undo_wake(segments)  # leaves alone what finish_wake has woken
@@ -176,12 +180,29 @@ def wake(
     )
 
 
-def _restored(layer: Layer, segments: Sequence[_core.Segment]) -> tuple[list[_core.Segment], list[_core.Segment]]:
-    """Those that come back from backups, in the order of their copies; and those of them that do so in parts."""
+def _wait_for(timer: PhaseTimer, mapping: _core.Ahead, segments: Iterable[_core.Segment]) -> None:
+    with timer("map"):
+        for segment in segments:
+            mapping.wait(segment.id)
+
+
+def _given_up(unwanted: SegmentGroup | None, drop: Declared) -> tuple[set[int], dict[int, Spans]]:
+    """Which segments are not restored, by id; and of those that are, since they hold other things, what is loaded."""
+    segments = unwanted() if unwanted is not None else []
+    loses = {segment.id for segment in segments if drop.survives(segment) is None}
+    return loses, {segment.id: drop.may_go.get(segment.id, []) for segment in segments}
+
+
+def _restored(
+    layer: Layer, segments: Sequence[_core.Segment], loses: Container[int]
+) -> tuple[list[_core.Segment], list[_core.Segment], list[_core.Segment]]:
+    """Those that come back from backups, in the order of their copies; of them, those in parts; and the others."""
     catalogue = layer.store.catalogue
-    whole = [s for s in segments if s.sleep == _Sleep.BACKED_UP]
+    whole = [s for s in segments if s.sleep == _Sleep.BACKED_UP and s.id not in loses]
     parts = [s for s in segments if s.sleep == _Sleep.DROPPED and not s.keeps_bytes and catalogue.get(s)]
-    return sorted([*whole, *parts], key=lambda segment: catalogue.encoding_of(segment) is not None), parts
+    restored = sorted([*whole, *parts], key=lambda segment: catalogue.encoding_of(segment) is not None)
+    with_bytes = {segment.id for segment in restored}
+    return restored, parts, [segment for segment in segments if segment.id not in with_bytes]
 
 
 def _lost(
@@ -189,13 +210,15 @@ def _lost(
     dropped: Sequence[_core.Segment],
     parts: Sequence[_core.Segment],
     restored: Sequence[_core.Segment],
+    to_load: Mapping[int, Spans],
 ) -> list[tuple[_core.Segment, Spans]]:
-    """What comes back with undefined bytes, or counts as lost because new bytes are to be loaded there."""
+    """What comes back with undefined bytes, or counts as lost because new bytes are to be loaded there (`to_load`)."""
     catalogue = layer.store.catalogue
     tables = catalogue.tables_of(parts)
     lost = [(segment, [(0, segment.bytes)]) for segment in dropped if not segment.keeps_bytes]
     lost += [(segment, without([(0, segment.bytes)], spans_of(tables[segment.id]))) for segment in parts]
-    lost += [(segment, catalogue.given_up.get(segment.id, [])) for segment in restored]
+    for segment in restored:
+        lost += [(segment, spans.get(segment.id, [])) for spans in (catalogue.given_up, to_load)]
     return [(segment, spans) for segment, spans in lost if spans]
 
 

@@ -9,7 +9,7 @@ import pytest
 from support import AWAKE, BACKED_UP, DROPPED, PAGE, SIMULATED, Memory
 from waking import OldWeights, check_bytes, fill, states
 
-from cumem_sleep import CuMemAllocator, DriverError, InvalidArgument, InvalidState, _core, sim
+from cumem_sleep import CuMemAllocator, DriverError, InvalidArgument, InvalidState, OutOfDeviceMemory, _core, sim
 from cumem_sleep.core import preload
 from cumem_sleep.core.levels import DEFERRABLE_TAGS
 
@@ -129,7 +129,7 @@ def test_other_tags_are_refused(allocator: CuMemAllocator, tags: object) -> None
 
 
 @pytest.mark.parametrize("tags", [None, "weights"])
-def test_a_wake_that_does_not_restore_gives_them_up_first(old_weights: OldWeights, tags: str | None) -> None:
+def test_a_wake_that_does_not_restore_gives_them_up(old_weights: OldWeights, tags: str | None) -> None:
     allocator = old_weights.allocator
     with pytest.raises(InvalidArgument, match="restore=0"):
         allocator.wake_up(restore=0)  # type: ignore[arg-type]
@@ -140,6 +140,41 @@ def test_a_wake_that_does_not_restore_gives_them_up_first(old_weights: OldWeight
     check_bytes(old_weights.memory, old_weights.others)
     allocator.wake_up()
     old_weights.check_that_new_ones_survive()
+
+
+@pytest.mark.sim
+def test_a_wake_that_fails_gives_nothing_up(allocator: CuMemAllocator, memory: Memory) -> None:
+    weights = fill(allocator, memory, [PAGE] * 2)
+    with allocator.regions.use("reference", backup=True):
+        reference = allocator.malloc(PAGE)
+    content = memory.fill_random(reference, PAGE)
+    allocator.sleep()
+    allocator.regions.sleep()
+    wakes = (lambda: allocator.wake_up(restore=False)), (lambda: allocator.regions.wake(restore=False))
+    for wake in wakes:
+        sim.configure(device_bytes=1)
+        with pytest.raises(OutOfDeviceMemory):
+            wake()
+        sim.configure(device_bytes=64 * PAGE)
+        sim.fail("cuMemSetAccess")
+        with pytest.raises(DriverError, match="cuMemSetAccess"):
+            wake()
+        sim.reset()
+    assert allocator.wake_up().restored_bytes == 2 * PAGE
+    assert allocator.regions.wake().restored_bytes == PAGE
+    check_bytes(memory, weights)
+    assert memory.read(reference, PAGE) == content
+
+
+def test_what_was_kept_is_given_up_by_a_wake_that_does_not_restore(allocator: CuMemAllocator, memory: Memory) -> None:
+    """A cache that was computed with the old weights."""
+    fill(allocator, memory, [PAGE])
+    (cache,) = fill(allocator, memory, [PAGE], "kv_cache")
+    memory.close()
+    allocator.sleep(keep={cache: [(0, 4096)]})
+    assert allocator.wake_up("weights", restore=False).not_kept == ""
+    woken = allocator.wake_up()
+    assert (woken.kept_bytes, woken.not_kept) == (0, "the wake was not to restore")
 
 
 def test_tags_of_a_wake_that_does_not_restore_may_be_given_once_only(old_weights: OldWeights) -> None:
