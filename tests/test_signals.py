@@ -98,15 +98,19 @@ class TestRun:
         assert _core.OperationLock().run(wait) == "went on"
 
     def test_what_a_handler_raises_ends_the_wait(self, handler: Handler) -> None:
+        stopped: list[BaseException] = []  # the caller gets the handler's error whatever became of the wait
+
         def wait() -> None:
             signal_main()
             with pytest.raises(_core.OperationStopped) as raised:
                 until(_core.stop_if_asked)
+            stopped.append(raised.value)
             raise raised.value
 
         handler(raising(KeyboardInterrupt("first")))
         with pytest.raises(KeyboardInterrupt, match="first"):
             _core.OperationLock().run(wait)
+        assert len(stopped) == 1
         assert not issubclass(_core.OperationStopped, Exception), "code that tries something out would catch it"
 
     @pytest.mark.parametrize("threads", [nullcontext, threads_refused])
