@@ -220,7 +220,7 @@ def bearer(scope: Scope) -> list[bytes]:
     return [token.encode("latin-1")] if scheme.lower() == "bearer" else []
 
 
-def bears(scope: Scope, keys: list[str]) -> bool:
+def has_bearer_token(scope: Scope, keys: list[str]) -> bool:
     """Whether the request has one of the keys as its bearer token."""
     return any(secrets.compare_digest(token, key.encode()) for token in bearer(scope) for key in keys)
 

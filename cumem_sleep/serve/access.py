@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from enum import Enum
 
-from ..http.asgi import Scope, bearer, bears, header
+from ..http.asgi import Scope, bearer, has_bearer_token, header
 from ..http.model_paths import NEEDS_SERVER, RUNS_MODEL
 from . import hosts
 from .config import FrontConfig
@@ -128,11 +128,11 @@ class Access:
 
     def is_admin(self, scope: Scope) -> bool:
         """Whether a request bears the admin token."""
-        return bool(self._admin) and bears(scope, self._admin)
+        return bool(self._admin) and has_bearer_token(scope, self._admin)
 
     def has_key(self, scope: Scope) -> bool:
         """Whether a request bears an API key or the admin token, or there are no keys."""
-        return not self._keys or bears(scope, self._keys + self._admin)
+        return not self._keys or has_bearer_token(scope, self._keys + self._admin)
 
     def host_fault(self, scope: Scope) -> tuple[int, str] | None:
         """Why the host that a request asks is none of the front's: a status and the reason.

@@ -1,6 +1,6 @@
 """One front for each models.yaml: a second one would start the same servers on the same GPUs.
 
-The lock is a file beside it, or models.yaml itself where nothing can be written there. Supervisors of servers keep it
+The lock is a file beside it, or models.yaml itself where nothing can be written there. Reapers of servers keep it
 open: a front that is killed gives it up when the last of its servers has ended.
 """
 

@@ -34,12 +34,12 @@ from .masking import holds_any, masked
 
 logger = logging.getLogger("cumem_sleep.serve")
 
-STOP_WITHIN_S = 45.0  # what a supervisor has to end a server, before both are killed
+STOP_WITHIN_S = 45.0  # what a reaper has to end a server, before both are killed
 POLL_S = 0.05
 _SYSTEMDS = ("NOTIFY_SOCKET", "CREDENTIALS_DIRECTORY")
 _CONTROLS = ("VLLM_SERVER_DEV_MODE", "CUMEM_SLEEP_ADMIN", "CUMEM_SLEEP_ADMIN_TOKEN")
 _NOT_FOR_SERVERS = ("VLLM_API_KEY", "CUMEM_SLEEP_SERVE_TOKEN", *OF_FRONT, *_CONTROLS, *_SYSTEMDS)
-_SUPERVISOR = Path(__file__).with_name("supervisor.py")
+_REAPER = Path(__file__).with_name("reaper.py")
 _TAIL_BYTES = 64 << 10
 _ASKED = ('"GET /is_sleeping HTTP', '"GET /cumem_sleep/status HTTP')  # in its log, each time that this front asks
 _LISTENS = "0A"  # in /proc/net/tcp
@@ -64,7 +64,7 @@ class Surroundings:
     Attributes:
         secrets: of the front and of all its models; new ones may be added.
         leaves: what the front leaves if it is killed, to be removed then: its lock, or its folder; None for nothing.
-        lock: that supervisors keep until they end; None without one.
+        lock: that reapers keep until they end; None without one.
     """
 
     secrets: set[str] = field(default_factory=set)
@@ -92,7 +92,7 @@ class Server:
 
     @property
     def pid(self) -> int | None:
-        """Of the server's process, below its supervisor's; None without one."""
+        """Of the server's process, below its reaper's; None without one."""
         return self._pid if self._process is not None else None
 
     def pids(self) -> list[int]:
@@ -123,7 +123,7 @@ class Server:
             folders = (str(self._folder), str(self._around.leaves or ""))
             creating = asyncio.ensure_future(
                 asyncio.create_subprocess_exec(
-                    *(sys.executable, "-I", "-S", str(_SUPERVISOR), str(os.getpid()), *folders, *command),
+                    *(sys.executable, "-I", "-S", str(_REAPER), str(os.getpid()), *folders, *command),
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=asyncio.subprocess.PIPE,  # for the server's pid
                     stderr=log,
@@ -191,7 +191,7 @@ class Server:
             return from_url(f"http://{where}:{free.getsockname()[1]}", self.model.api_key, token)
 
     def _remove_folder(self) -> None:
-        """Its supervisor has done so, unless it was killed."""
+        """Its reaper has done so, unless it was killed."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _masked(self, text: str) -> str:
@@ -351,7 +351,7 @@ def _file_name(model: str) -> str:
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    """Have its supervisor end a server with all that it has started. If that is killed itself, the session is left."""
+    """Have its reaper end a server with all that it has started. If that is killed itself, the session is left."""
     if process.returncode is None:
         with suppress(ProcessLookupError):
             process.terminate()

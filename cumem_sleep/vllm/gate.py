@@ -29,8 +29,8 @@ from ..http.asgi import (
     TooMuchHeld,
     answer_websocket,
     bearer,
-    bears,
     deliver,
+    has_bearer_token,
     not_canonical,
     refusal,
     refuse_websocket,
@@ -211,7 +211,7 @@ class SleepGate:
             return await self._answer(scope, inbox, send, response(404, {"detail": "Not Found"}), "Not Found")
         token = self._settings.admin_token
         if token and self._needs_admin_token(scope, taken):
-            if not bears(scope, [token]):
+            if not has_bearer_token(scope, [token]):
                 unknown = "; the gate does not know this route" if taken.kind is RouteKind.UNKNOWN else ""
                 wrong = "the token is wrong: it is not the admin token"
                 wanted = f"{wrong if bearer(scope) else 'an admin token is needed'}{unknown}"
@@ -867,7 +867,7 @@ def _api_keys(scope: Scope) -> list[str]:
 def _has_api_key(scope: Scope) -> bool:
     """Whether a request may use the model: it has one of vLLM's keys, or vLLM has none."""
     keys = _api_keys(scope)
-    return not keys or bears(scope, keys)
+    return not keys or has_bearer_token(scope, keys)
 
 
 def _lacks_api_key(scope: Scope) -> bool:

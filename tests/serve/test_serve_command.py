@@ -223,13 +223,13 @@ def test_a_front_after_one_that_was_killed_waits_for_its_servers(tmp_path: Path)
     file = write(tmp_path / "models.yaml", one={"command": ["sh", "-c", stays]})
     front = Command(str(file), log=tmp_path / "log")
     front.says("one: sleep in")
-    supervisor = Path(f"/proc/{front.process.pid}/task/{front.process.pid}/children").read_text().split()[0]
+    reaper = Path(f"/proc/{front.process.pid}/task/{front.process.pid}/children").read_text().split()[0]
     front.process.kill()
     front.process.wait()
     (tmp_path / "polite").touch()
     with running(str(file), log=tmp_path / "log.2") as second:
         assert second.url
-        assert not alive(supervisor)
+        assert not alive(reaper)
     assert not list(tmp_path.glob(".*"))
 
 

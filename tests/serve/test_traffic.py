@@ -236,7 +236,7 @@ def started_for(folder: Path, words: str) -> bool:
 
 
 async def sabotage(pid: int, chance: random.Random, numbers: list[int]) -> None:
-    """Kill supervisors, shells and servers, at random."""
+    """Kill reapers, shells and servers, at random."""
     while numbers:
         await asyncio.sleep(chance.uniform(0.0, 2 * SABOTAGE_EVERY_S))
         if numbers and (found := below(pid)):

@@ -1,6 +1,6 @@
-"""Stands over one server: whoever is killed, the front or a supervisor, nothing that the server has started stays.
+"""Stands over one server: whoever is killed, the front or a reaper, nothing that the server has started stays.
 
-    python -I -S supervisor.py FRONT_PID FOLDER LEFT_BY_FRONT COMMAND...
+    python -I -S reaper.py FRONT_PID FOLDER LEFT_BY_FRONT COMMAND...
 
 A shell between the front and the server would not pass on that the front has died, and what leaves the server's
 process group would be lost. So this process adopts whatever loses its parent below it (PR_SET_CHILD_SUBREAPER), and
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
     work = partial(_over_server, os.getpid(), command, mask, folder, left_by_front)
     inner = _fork(work, signal.SIGCONT)
     os.dup2(2, 1)
-    status = _supervise(inner, front, TERM_WITHIN_S + ORPHANS_WITHIN_S)
+    status = _reap_all(inner, front, TERM_WITHIN_S + ORPHANS_WITHIN_S)
     shutil.rmtree(folder, ignore_errors=True)
     if os.getppid() != front:
         shutil.rmtree(left_by_front, ignore_errors=True)  # if it is a folder
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
 
 
 def _remove_lock(left_by_front: str) -> None:
-    """The last of the front and its supervisors finds it unlocked."""
+    """The last of the front and its reapers finds it unlocked."""
     for locked in _locked():
         os.close(locked)
     with suppress(OSError):
@@ -84,7 +84,7 @@ def _over_server(parent: int, command: list[str], mask: Collection[int], folder:
     with suppress(OSError):  # the front is gone
         os.write(1, b"%d\n" % server)
     os.dup2(2, 1)
-    status = _supervise(server, parent, TERM_WITHIN_S)
+    status = _reap_all(server, parent, TERM_WITHIN_S)
     shutil.rmtree(folder, ignore_errors=True)
     if os.getppid() != parent:
         _remove_lock(left_by_front)
@@ -104,7 +104,7 @@ def _become(command: list[str], mask: Collection[int]) -> NoReturn:
         os._exit(1)
 
 
-def _supervise(child: int, parent: int, within_s: float) -> int:
+def _reap_all(child: int, parent: int, within_s: float) -> int:
     """Wait for a child and then for all below this process; returns the child's wait status when nothing is left.
 
     Args:

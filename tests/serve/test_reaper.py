@@ -1,6 +1,6 @@
 """Servers end with their front, however they were started, and whoever is killed.
 
-Random commands: `SERVE_ENDS=100 pytest -m slow tests/serve/test_supervisor.py -k random`.
+Random commands: `SERVE_ENDS=100 pytest -m slow tests/serve/test_reaper.py -k random`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 from servers_of_tests import SIMULATED
 
-from cumem_sleep.serve import supervisor
+from cumem_sleep.serve import reaper
 
 ROUNDS = int(os.environ.get("SERVE_ENDS", "3"))
 WITHIN_S = 60.0  # on a busy machine; nothing here is waited for in vain
@@ -103,9 +103,9 @@ class Fronts:
                 parents += map(int, task.read_text().split())
         return sorted(found | set(parents[1:]))
 
-    def supervisors(self, front: subprocess.Popen[bytes]) -> list[int]:
+    def reapers(self, front: subprocess.Popen[bytes]) -> list[int]:
         """The outer one and the inner one."""
-        return [pid for pid in self.below(front) if b"supervisor.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        return [pid for pid in self.below(front) if b"reaper.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 @pytest.fixture
@@ -160,12 +160,12 @@ def test_all_that_a_server_started_ends_with_a_front_that_is_killed(fronts: Fron
 
 @pytest.mark.slow
 @pytest.mark.parametrize("which", [0, 1], ids=["outer", "inner"])
-def test_a_supervisor_that_is_killed_takes_its_server_along_and_the_front_starts_it_afresh(
+def test_a_reaper_that_is_killed_takes_its_server_along_and_the_front_starts_it_afresh(
     fronts: Fronts, which: int
 ) -> None:
     front = start(fronts, "a double fork into another session")
     below = fronts.below(front)
-    os.kill(fronts.supervisors(front)[which], signal.SIGKILL)
+    os.kill(fronts.reapers(front)[which], signal.SIGKILL)
     until(lambda: not any(map(lives, below)), f"{below} ended")
     said = fronts.folder / "front.log"
     until(lambda: said.read_text().count("one: start in") == 2, "its server started again")
@@ -178,9 +178,9 @@ def test_a_supervisor_that_is_killed_takes_its_server_along_and_the_front_starts
 def test_whoever_is_stopped_ends_with_the_front(fronts: Fronts, which: int, number: signal.Signals) -> None:
     front = start(fronts, "a session of its own")
     below = fronts.below(front)
-    supervisors = fronts.supervisors(front)
-    server = next(pid for pid in below if parent_of(pid) == supervisors[1])
-    os.kill([*supervisors, server][which], signal.SIGSTOP)
+    reapers = fronts.reapers(front)
+    server = next(pid for pid in below if parent_of(pid) == reapers[1])
+    os.kill([*reapers, server][which], signal.SIGSTOP)
     front.send_signal(number)
     told = time.monotonic()
     front.wait(WITHIN_S)
@@ -207,7 +207,7 @@ time.sleep(3600)
 
 @pytest.mark.slow
 def test_random_commands_end_with_random_fronts(fronts: Fronts) -> None:
-    """Shells, forks and sessions in any order; the front is killed or told to end, with or without supervisors."""
+    """Shells, forks and sessions in any order; the front is killed or told to end, with or without reapers."""
     for seed in range(ROUNDS):
         chance = random.Random(seed)
         command, helpers = fronts.server(), 0
@@ -224,9 +224,9 @@ def test_random_commands_end_with_random_fronts(fronts: Fronts) -> None:
         below = fronts.below(front)
         killed = chance.choice([[], [], [0], [1]])
         number = chance.choice([signal.SIGKILL, signal.SIGTERM])
-        supervisors = fronts.supervisors(front)
-        if supervisors and killed:
-            os.kill(supervisors[killed[0]], signal.SIGKILL)
+        reapers = fronts.reapers(front)
+        if reapers and killed:
+            os.kill(reapers[killed[0]], signal.SIGKILL)
         front.send_signal(number)
         front.wait(WITHIN_S)
         try:
@@ -237,7 +237,7 @@ def test_random_commands_end_with_random_fronts(fronts: Fronts) -> None:
 
 def test_it_ends_as_the_command_does() -> None:
     def run(*command: str) -> subprocess.CompletedProcess[bytes]:
-        started = [sys.executable, "-I", "-S", supervisor.__file__, str(os.getpid()), "", "", *command]
+        started = [sys.executable, "-I", "-S", reaper.__file__, str(os.getpid()), "", "", *command]
         return subprocess.run(started, capture_output=True, check=False)
 
     assert run("sh", "-c", "exit 7").returncode == 7
