@@ -18,10 +18,10 @@ import numpy.typing as npt
 from .. import _core, host_facts
 from ..core import commitment, log
 from ..core.commitment import Commitment, Growth, left_bytes
-from ..core.extents import Extent, Lane, PieceTable, Transfers
+from ..core.extents import Extent, Lane, PieceRows, Transfers, cut
 from ..core.pinned import node_of, pinned_table
 from ..core.tuning import Tuning
-from ..errors import InvalidState, OutOfHostMemory, format_bytes
+from ..errors import CumemSleepError, InvalidState, OutOfHostMemory, format_bytes
 from ..report import BackupPlace
 from ..settings import Settings
 from .tier import Footprint, HostLimit, NotYet, Tier, Turn, budget_limits
@@ -29,7 +29,7 @@ from .tier import Footprint, HostLimit, NotYet, Tier, Turn, budget_limits
 _MOST_PREFAULT_THREADS = 16
 _ROW_BYTES = 32  # of a piece in the table of a kernel
 _LEAST_ROWS = 512  # of such a table: it stays pinned from one operation to the next
-_PART_BYTES = 64 << 10  # of a piece, that one block of the kernel copies
+_PART_BYTES = 64 << 10  # of an extent: one block of the kernel copies no more at a time, so that all have work
 _HEAP_BYTES = 16 << 10  # more than the driver allocates when it registers a block
 _BETWEEN_LOOKS_S = 0.02  # at the limits, while pages are prefaulted: a look takes 0.2 ms
 
@@ -304,55 +304,43 @@ class HostLane(Lane):
             if not block.pinned:
                 block.pin(self.stream.device)
 
-    def write(self, extent: Extent, offset: int, address: int, nbytes: int) -> None:
-        """Begin to copy from the device."""
-        block = cast(_core.HostBlock, extent)
-        self._transfers.have_pinned(block, self.stream.device)
-        self.stream.to_host(block, offset, address, nbytes)
+    def begin(self, extent: Extent, rows: PieceRows, *, out: bool, by_kernel: bool = False) -> bool:
+        """Begin to copy."""
+        block, stream = cast(_core.HostBlock, extent), self.stream
+        if out:
+            self._transfers.have_pinned(block, stream.device)
+        else:
+            self.pin([extent])
+        if by_kernel and _core.device_info(stream.device).host_pointers:
+            try:
+                self._begin_by_kernel(block, rows, out)
+                return True
+            except CumemSleepError as error:
+                log.warning("the copy kernel failed, the copy engine takes over: %s", error)
+        for address, offset, nbytes in rows if isinstance(rows, tuple) else rows.tolist():
+            if out:
+                stream.to_host(block, offset, address, nbytes)
+            else:
+                stream.to_device(address, block, offset, nbytes)
+        return False
 
-    def read(self, address: int, extent: Extent, offset: int, nbytes: int, *, by_kernel: bool = False) -> None:
-        """Begin to copy to the device."""
-        self.pin([extent])
-        copy = self.stream.to_device_by_kernel if by_kernel else self.stream.to_device
-        copy(address, cast(_core.HostBlock, extent), offset, nbytes)
-
-    def write_pieces(self, extent: Extent, pieces: PieceTable) -> None:
-        """By a kernel, where it reaches host memory."""
-        self._transfers.have_pinned(cast(_core.HostBlock, extent), self.stream.device)
-        if not self._by_kernel(extent, pieces, to_host=True):
-            super().write_pieces(extent, pieces)
-
-    def read_pieces(self, extent: Extent, pieces: PieceTable) -> None:
-        """By a kernel, where it reaches host memory."""
-        self.pin([extent])
-        if not self._by_kernel(extent, pieces, to_host=False):
-            super().read_pieces(extent, pieces)
-
-    def _by_kernel(self, extent: Extent, pieces: PieceTable, *, to_host: bool) -> bool:
-        if not _core.device_info(self.stream.device).host_pointers:
-            return False
-        pieces = _cut(pieces)
+    def _begin_by_kernel(self, block: _core.HostBlock, rows: PieceRows, out: bool) -> None:
+        if isinstance(rows, tuple) and not out:
+            for address, offset, nbytes in rows:
+                self.stream.to_device_by_kernel(address, block, offset, nbytes)
+            return
+        ends = np.arange(_PART_BYTES, block.bytes + _PART_BYTES, _PART_BYTES)
+        _, pieces = cut(np.asarray(rows), ends)
         if self._table is None or self._used + len(pieces) > self._rows:
             self._used, self._rows = 0, max(len(pieces), _LEAST_ROWS)
             self._table = self._transfers.table(_ROW_BYTES * self._rows, self.stream.device)
-        block = cast(_core.HostBlock, extent)
-        self.stream.copy_pieces(self._table, self._used, block, pieces, to_host=to_host)
+        self.stream.copy_pieces(self._table, self._used, block, pieces, to_host=out)
         self._used += len(pieces)
-        return True
 
     def synchronize(self) -> None:
         """From then on the table can be used anew."""
         super().synchronize()
         self._used = 0
-
-
-def _cut(pieces: PieceTable) -> PieceTable:
-    """The same in parts, so that all blocks of a kernel have work where a piece is large."""
-    counts = -(-pieces[:, 2] // _PART_BYTES)
-    of = np.repeat(np.arange(len(pieces)), counts)
-    begin = (np.arange(len(of)) - (np.cumsum(counts) - counts)[of]) * _PART_BYTES
-    address, offset, nbytes = pieces[of].T
-    return np.column_stack((address + begin, offset + begin, np.minimum(nbytes - begin, _PART_BYTES)))
 
 
 class _Releasing:

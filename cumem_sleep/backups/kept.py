@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import _core
-from ..core.extents import Extent, PieceTable, RangeTable
+from ..core.extents import Extent, PieceTable, RangeTable, cut
 from ..core.segments import by_device, describe
 from ..digest.device import DeviceDigester, DigestRun
 from ..digest.reference import Digest
@@ -276,25 +276,23 @@ def _copy(kept: Sequence[_Kept], *, out: bool) -> None:
             lanes = [transfers.lane(streams.enter_context(_core.CopyStream(device))) for _ in range(_LANES)]
             if out:
                 transfers.expect(place.extents)
+            by_kernel = True
             for number, (extent, pieces) in enumerate(_by_extent(place, mine)):
                 lane = lanes[number % _LANES]
                 lane.synchronize()
-                (lane.write_pieces if out else lane.read_pieces)(extent, pieces)
+                by_kernel = lane.begin(extent, pieces, out=out, by_kernel=by_kernel)
             for lane in lanes:
                 lane.synchronize()
 
 
 def _by_extent(place: _Place, kept: Sequence[_Kept]) -> Iterator[tuple[Extent, PieceTable]]:
     """The pieces of each extent in order, each in one range."""
-    extent_bytes = place.extents[0].bytes
-    address, start, nbytes = np.concatenate([_rows(each) for each in sorted(kept, key=lambda each: each.first)]).T
-    counts = (start + nbytes - 1) // extent_bytes - start // extent_bytes + 1  # extents that a range lies in
-    of = np.repeat(np.arange(len(counts)), counts)
-    number = (start // extent_bytes)[of] + np.arange(len(of)) - (np.cumsum(counts) - counts)[of]
-    begin = np.maximum(start[of], number * extent_bytes)
-    end = np.minimum((start + nbytes)[of], (number + 1) * extent_bytes)
-    pieces = np.column_stack(((address - start)[of] + begin, begin - number * extent_bytes, end - begin))
-    for some in np.split(np.arange(len(of)), np.flatnonzero(np.diff(number)) + 1):
+    sizes = np.array([extent.bytes for extent in place.extents])
+    ends = np.cumsum(sizes)
+    rows = np.concatenate([_rows(each) for each in sorted(kept, key=lambda each: each.first)])
+    number, pieces = cut(rows, ends)
+    pieces[:, 1] -= (ends - sizes)[number]
+    for some in np.split(np.arange(len(number)), np.flatnonzero(np.diff(number)) + 1):
         yield place.extents[number[some[0]]], pieces[some[0] : some[-1] + 1]
 
 

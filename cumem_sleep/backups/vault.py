@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from .. import _core
 from ..core import log
-from ..core.extents import Extent, Lane, PieceTable, Transfers
+from ..core.extents import Extent, Lane, PieceRows, PieceTable, Transfers
 from ..core.pinned import pinned_block
 from ..errors import CumemSleepError, OutOfHostMemory, VaultError, VaultLost, VaultUnavailable
 from ..report import BackupPlace
@@ -583,19 +583,26 @@ class VaultLane(Lane):
         """The bytes there, for the CPU."""
         return self._transfers.tier.content(extent, offset, nbytes)
 
-    def write(self, extent: Extent, offset: int, address: int, nbytes: int) -> None:
-        """Begin to copy from the device, when what runs on the stream has ended."""
-        self.write_pieces(extent, np.array([(address, offset, nbytes)]))
+    def begin(self, extent: Extent, rows: PieceRows, *, out: bool, by_kernel: bool = False) -> bool:  # noqa: ARG002
+        """Begin to copy, when what runs on the stream has ended.
 
-    def read(self, address: int, extent: Extent, offset: int, nbytes: int, *, by_kernel: bool = False) -> None:  # noqa: ARG002
-        """Begin to copy to the device, when what runs on the stream has ended."""
+        Raises:
+            VaultError: the vault is gone, or has evicted what was expendable; it was lent nothing.
+        """
         (mine,) = _mine([extent])
+        if out:
+            self._copy(self._transfers.tier.client(), mine, np.array(rows), filled=False)
+            return False
         client = self._transfers.reader(mine)
+        if not mine.needed:
+            _look(mine, client)
         if client is not None:
-            self._copy(client, mine, np.array([(address, offset, nbytes)]), filled=True)
-            return
+            self._copy(client, mine, np.array(rows), filled=True)
+            return False
         self._transfers.tier.hear()
-        self._read_itself(_OwnRead(address, mine, offset, nbytes, mine.backup.extents))
+        for address, offset, nbytes in np.array(rows).tolist():
+            self._read_itself(_OwnRead(address, mine, offset, nbytes, mine.backup.extents))
+        return False
 
     def _read_itself(self, read: _OwnRead) -> None:
         if read.extent.slabs.moves:
@@ -618,29 +625,6 @@ class VaultLane(Lane):
             read_into(extent.descriptor(slab), memoryview(block)[:size], start + at, extent.slabs.folders[slab])
             self.stream.to_device(address + at, block, 0, size)
         self.stream.synchronize()
-
-    def write_pieces(self, extent: Extent, pieces: PieceTable) -> None:
-        """Begin to copy them from the device, when what runs on the stream has ended."""
-        self._copy(self._transfers.tier.client(), cast(VaultExtent, extent), pieces, filled=False)
-
-    def read_pieces(self, extent: Extent, pieces: PieceTable) -> None:
-        """Begin to copy them to the device, when what runs on the stream has ended.
-
-        Raises:
-            VaultError: the vault is gone, or has evicted them; it was lent nothing.
-        """
-        (mine,) = _mine([extent])
-        client = self._transfers.reader(mine)
-        if client is None:
-            raise VaultError("the vault that kept this has ended, or does not answer")
-        try:
-            evicted = client.mark([mine.backup], needed=False)
-        except VaultLost as lost:
-            raise VaultError(f"the vault that kept this is lost: {lost}") from None
-        if evicted:
-            mine.is_lost = True
-            raise VaultError("the vault needed the memory for backups")
-        self._copy(client, mine, pieces, filled=True)
 
     def _copy(self, client: VaultClient, extent: VaultExtent, pieces: PieceTable, *, filled: bool) -> None:
         """Let the vault copy: from the device's memory, or to it if that is to be `filled`."""
@@ -679,6 +663,19 @@ class VaultLane(Lane):
         """Wait for all of it."""
         self.join()
         super().synchronize()
+
+
+def _look(extent: VaultExtent, client: VaultClient | None) -> None:
+    """The vault has not evicted it yet. Raises VaultError: it has, or does not answer."""
+    if client is None:
+        raise VaultError("the vault that kept this has ended, or does not answer")
+    try:
+        evicted = client.mark([extent.backup], needed=False)
+    except VaultLost as lost:
+        raise VaultError(f"the vault that kept this is lost: {lost}") from None
+    if evicted:
+        extent.is_lost = True
+        raise VaultError("the vault needed the memory for backups")
 
 
 def _mine(extents: Iterable[Extent]) -> list[VaultExtent]:

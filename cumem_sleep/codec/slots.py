@@ -84,7 +84,7 @@ class Slot:
         batch, self._uncopied = self._uncopied, None
         if batch is not None:
             for piece in batch.pieces(self.chunks_address):
-                self.opened_lane.write(piece.extent, piece.offset, piece.address, piece.bytes)
+                self.opened_lane.begin(piece.extent, piece.rows, out=True)
 
     def decode(self, batch: ChunkBatch, sources: Integers, targets: Integers | None = None) -> None:
         """Begin to decode a batch.

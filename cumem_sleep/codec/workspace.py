@@ -167,7 +167,7 @@ class Workspace:
         lane, targets = source.use(transfers), target.chunks_address + CHUNK_BYTES * np.arange(len(run))
         for batch in self.batches([run]):  # encoded, what does not compress is larger, and may not fit at once
             for piece in batch.pieces(source.chunks_address):
-                lane.read(piece.address, piece.extent, piece.offset, piece.bytes)
+                lane.begin(piece.extent, piece.rows, out=False)
             source.synchronize()
             target.decode(batch, source.chunks_address + batch.starts, targets[: len(batch)])
             target.finish()

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 Ranges = tuple[tuple[int, int], ...]  # of one segment: (offset, bytes), multiples of 16, in order; () is all of it
 RangeTable = npt.NDArray[np.int64]  # of one segment: rows of offset and bytes, multiples of 16, in order
 PieceTable = npt.NDArray[np.int64]  # rows of a device address, an offset in one extent, and bytes, multiples of 16
+PieceRows = PieceTable | tuple[tuple[int, int, int], ...]  # a tuple where they are few
 
 
 class Extent(Protocol):
@@ -54,45 +55,26 @@ class Lane(ABC):
     def pin(self, extents: Iterable[Extent]) -> None:  # noqa: B027
         """Let kernels reach these by their address; without `kernels_reach` it does nothing.
 
-        What was written through a lane is pinned already, unless the tier has unpinned it since. `read` needs no call.
+        What was written through a lane is pinned already, unless the tier has unpinned it since. `begin` needs no call.
 
         Raises:
             DriverError, OutOfHostMemory: refused.
         """
 
     @abstractmethod
-    def write(self, extent: Extent, offset: int, address: int, nbytes: int) -> None:
-        """Begin to copy `nbytes` at the device's `address` to `offset` in `extent`.
-
-        Raises:
-            DriverError, OutOfHostMemory: refused; nothing was begun.
-        """
-
-    @abstractmethod
-    def read(self, address: int, extent: Extent, offset: int, nbytes: int, *, by_kernel: bool = False) -> None:
-        """Begin to copy `nbytes` at `offset` in `extent` to the device's `address`.
+    def begin(self, extent: Extent, rows: PieceRows, *, out: bool, by_kernel: bool = False) -> bool:
+        """Begin to copy `rows` from the device to `extent` (`out`), or from there to the device.
 
         Args:
-            by_kernel: by a kernel of this process instead of the copy engine; only if `kernels_reach`. Both addresses
-                are multiples of 16.
+            by_kernel: by a kernel of this process, where it reaches the extent; where it fails, the copy engine takes
+                over. A table is one launch.
+
+        Returns:
+            Whether a kernel copies them.
 
         Raises:
-            DriverError, OutOfHostMemory: refused; nothing was begun.
+            DriverError, OutOfHostMemory: refused; not all was begun.
         """
-
-    def write_pieces(self, extent: Extent, pieces: PieceTable) -> None:
-        """Begin to copy all of `pieces` from the device to `extent`.
-
-        Raises:
-            DriverError, OutOfHostMemory: not all was begun.
-        """
-        for address, offset, nbytes in pieces.tolist():
-            self.write(extent, offset, address, nbytes)
-
-    def read_pieces(self, extent: Extent, pieces: PieceTable) -> None:
-        """Begin to copy all of `pieces` from `extent` to the device; raises as `write_pieces`."""
-        for address, offset, nbytes in pieces.tolist():
-            self.read(address, extent, offset, nbytes)
 
     def join(self) -> None:  # noqa: B027
         """Make kernels launched on the stream from here on see the bytes of all copies that were begun before.
@@ -164,3 +146,20 @@ class Piece:
         """The first `nbytes` bytes, and the rest."""
         rest = Piece(self.extent, self.offset + nbytes, self.address + nbytes, self.bytes - nbytes)
         return Piece(self.extent, self.offset, self.address, nbytes), rest
+
+    @property
+    def rows(self) -> tuple[tuple[int, int, int]]:
+        """For `Lane.begin`."""
+        return ((self.address, self.offset, self.bytes),)
+
+
+def cut(rows: PieceTable, ends: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], PieceTable]:
+    """The same rows, cut where their offsets pass one of `ends`, which ascend; and the number of the part of each."""
+    address, offset, nbytes = rows.T
+    first = np.searchsorted(ends, offset, "right")
+    counts = np.searchsorted(ends, offset + nbytes - 1, "right") - first + 1  # parts that a row lies in
+    of = np.repeat(np.arange(len(rows)), counts)
+    part = first[of] + np.arange(len(of)) - (np.cumsum(counts) - counts)[of]
+    begin = np.maximum(offset[of], np.concatenate(([0], ends))[part])
+    end = np.minimum((offset + nbytes)[of], ends[part])
+    return part, np.column_stack(((address - offset)[of] + begin, begin, end - begin))

@@ -261,7 +261,7 @@ class Preparation:
             # On leaving the stream, no copy is in flight.
             with backup.tier.transfers() as transfers, _core.CopyStream(backup.segment.device) as stream:
                 lane = transfers.lane(stream)
-                lane.write(piece.extent, piece.offset, piece.address, piece.bytes)
+                lane.begin(piece.extent, piece.rows, out=True)
                 lane.synchronize()
             digests.add_copy(backup.segment, piece, lane)
         self._pace(piece.bytes)

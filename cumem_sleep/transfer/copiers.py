@@ -18,7 +18,7 @@ from ..core import log
 from ..core.extents import Lane, Piece
 from ..core.pinned import pinned_block
 from ..core.tuning import Tuning
-from ..errors import CumemSleepError, DriverError
+from ..errors import CumemSleepError
 from .engine_or_kernel import BestRate, Pace
 
 _TIMES_TIMED = 3
@@ -27,14 +27,8 @@ _TIMES_TIMED = 3
 def read_pieces(pace: Pace, lane: Lane, pieces: Iterable[Piece], *, by_engine: bool) -> None:
     """Begin to copy these to the device, as `pace` chose; their extents are pinned (`Lane.pin`)."""
     for piece in pieces:
-        if not by_engine:
-            try:
-                lane.read(piece.address, piece.extent, piece.offset, piece.bytes, by_kernel=True)
-                continue
-            except DriverError as error:
-                log.warning("the copy kernel failed, the copy engine takes over: %s", error)
-                pace.best, by_engine = None, True
-        lane.read(piece.address, piece.extent, piece.offset, piece.bytes)
+        if not lane.begin(piece.extent, piece.rows, out=False, by_kernel=not by_engine) and not by_engine:
+            pace.best, by_engine = None, True
 
 
 def load_kernel(device: int) -> bool:

@@ -139,7 +139,7 @@ class TransferOut(Transfer):
         on_lane.pieces += batch.pieces
         on_lane.segments += batch.segments
         for piece in batch.pieces:
-            lane.write(piece.extent, piece.offset, piece.address, piece.bytes)
+            lane.begin(piece.extent, piece.rows, out=True)
         return batch.bytes
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from ..core.extents import cut
 from ..errors import InvalidArgument
 from .ledger import SlabRange
 from .protocol import Table
@@ -34,20 +35,10 @@ def check_table(ranges: Table, lent_bytes: int, backup_bytes: int) -> None:
 
 def table_pieces(ranges: Table, extents: Sequence[SlabRange]) -> Iterator[tuple[int, Table]]:
     """The slab of each piece, and its rows: of an offset in lent memory, one in the slab, and bytes."""
-    at, offset, nbytes = ranges.T
-    whole = np.array(extents)
-    counts = -(-whole[:, 2] // SMALL_RANGE_BYTES)  # parts of an extent
-    slab, start, size = np.repeat(whole, counts, axis=0).T
-    skipped = (np.arange(len(slab)) - np.repeat(np.cumsum(counts) - counts, counts)) * SMALL_RANGE_BYTES
-    start, size = start + skipped, np.minimum(SMALL_RANGE_BYTES, size - skipped)
+    slab, start, size = np.array(extents).T
     ends = np.cumsum(size)
-    first = np.searchsorted(ends, offset, "right")
-    counts = np.searchsorted(ends, offset + nbytes - 1, "right") - first + 1  # parts that a range lies in
-    of = np.repeat(np.arange(len(ranges)), counts)
-    part = first[of] + np.arange(len(of)) - (np.cumsum(counts) - counts)[of]
-    begin = np.maximum(offset[of], (ends - size)[part])
-    end = np.minimum((offset + nbytes)[of], ends[part])
-    rows = np.column_stack(((at - offset)[of] + begin, (start - ends + size)[part] + begin, end - begin))
+    part, rows = cut(ranges, ends)
+    rows[:, 1] += (start - ends + size)[part]
     order = np.argsort(slab[part], kind="stable")
     rows, slabs = rows[order], slab[part][order]
     changes = np.diff(slabs) != 0

@@ -45,6 +45,10 @@ Ranges = npt.NDArray[np.int64]
 MakeAllocator = Callable[..., CuMemAllocator]
 
 
+def refuse_kernel(*_: object) -> None:
+    raise DriverError("cuLaunchKernel", "CUDA_ERROR_UNKNOWN")
+
+
 class NoArray:
     """As a tensor that NumPy cannot look at."""
 
@@ -62,7 +66,7 @@ def small_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
 def by_kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether kernels reach pinned host memory by its address."""
     if not request.param:
-        monkeypatch.setattr(HostLane, "_by_kernel", lambda *_, **__: False)
+        monkeypatch.setattr(HostLane, "_begin_by_kernel", refuse_kernel)
     return bool(request.param)
 
 
@@ -306,7 +310,7 @@ class TestPinnedAhead:
     @pytest.fixture(autouse=True)
     def by_engine(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """A kernel's table is pinned as well; and, to verify, what the CPU digests."""
-        monkeypatch.setattr(HostLane, "_by_kernel", lambda *_, **__: False)
+        monkeypatch.setattr(HostLane, "_begin_by_kernel", refuse_kernel)
 
     @pytest.mark.parametrize("devices", [1, 2])
     def test_the_first_sleep_pins_nothing(self, make_allocator: MakeAllocator, devices: int) -> None:

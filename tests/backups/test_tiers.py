@@ -17,7 +17,7 @@ sys.path.append(str(pathlib.Path(__file__).parents[1] / "vault"))
 
 from running import RunningVault, eventually
 
-from cumem_sleep import CuMemAllocator, OutOfHostMemory, Settings, _core, host_facts, sim
+from cumem_sleep import CuMemAllocator, DriverError, OutOfHostMemory, Settings, _core, host_facts, sim
 from cumem_sleep.backups.backup import Backup, extent_sizes
 from cumem_sleep.backups.catalogue import Catalogue
 from cumem_sleep.backups.host import HostTier
@@ -120,7 +120,7 @@ def lane_of(tier: Tier) -> Iterator[Lane]:
 
 def write(tier: Tier, extent: Extent, address: int, nbytes: int) -> None:
     with lane_of(tier) as lane:
-        lane.write(extent, 0, address, nbytes)
+        lane.begin(extent, ((address, 0, nbytes),), out=True)
         lane.synchronize()
 
 
@@ -196,16 +196,16 @@ class TestCopies:
         with tier.transfers() as transfers, _core.CopyStream(0) as stream:
             transfers.expect(extents)
             lane = transfers.lane(stream)
-            lane.write(extents[0], 0, address, PAGE)
+            lane.begin(extents[0], ((address, 0, PAGE),), out=True)
             for start in range(0, 3 * PAGE, PAGE // 2):
-                lane.write(extents[1], start, address + PAGE + start, PAGE // 2)
+                lane.begin(extents[1], ((address + PAGE + start, start, PAGE // 2),), out=True)
             lane.synchronize()
             assert lane.content(extents[1], 16, PAGE).tobytes() == content[PAGE + 16 : 2 * PAGE + 16]
         assert tier.content(extents[1], 16, PAGE).tobytes() == content[PAGE + 16 : 2 * PAGE + 16]
         target = allocator.malloc(4 * PAGE, "weights")
         with lane_of(tier) as lane:
-            lane.read(target, extents[0], 0, PAGE)
-            lane.read(target + PAGE, extents[1], 0, 3 * PAGE)
+            lane.begin(extents[0], ((target, 0, PAGE),), out=False)
+            lane.begin(extents[1], ((target + PAGE, 0, 3 * PAGE),), out=False)
             lane.synchronize()
         assert memory.read(target, 4 * PAGE) == content
         tier.release(extents)
@@ -222,13 +222,13 @@ class TestCopies:
         ):
             lanes = [transfers.lane(first), transfers.lane(second)]
             for number, extent in enumerate(extents):
-                lanes[number % 2].write(extent, 0, address + number * PAGE, PAGE)
+                lanes[number % 2].begin(extent, ((address + number * PAGE, 0, PAGE),), out=True)
             for lane in lanes:
                 lane.synchronize()
         target = allocator.malloc(4 * PAGE, "weights")
         with lane_of(tier) as lane:
             for number, extent in enumerate(extents):
-                lane.read(target + number * PAGE, extent, 0, PAGE)
+                lane.begin(extent, ((target + number * PAGE, 0, PAGE),), out=False)
             lane.synchronize()
         assert memory.read(target, 4 * PAGE) == content
         tier.release(extents)
@@ -240,7 +240,7 @@ class TestCopies:
         write(tier, extents[0], scratch.address, PAGE)
         memory.write(scratch.address, bytes(PAGE))
         with lane_of(tier) as lane:
-            lane.read(scratch.address, extents[0], 0, PAGE)
+            lane.begin(extents[0], ((scratch.address, 0, PAGE),), out=False)
             lane.join()
             lane.synchronize()
         assert memory.read(scratch.address, PAGE) == content
@@ -258,6 +258,47 @@ class TestCopies:
                 assert held.tobytes() == content[:PAGE]
         tier.release(extents)
 
+    @pytest.mark.parametrize("fails", [False, True])
+    def test_rows_of_an_extent_by_a_kernel_where_it_can(
+        self,
+        tier: Tier,
+        memory: Memory,
+        segment: tuple[int, bytes],
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+        fails: bool,
+    ) -> None:
+        """Large rows and small ones; a few, or a table of them."""
+        address, content = segment
+        extents = reserve(tier, 2 * PAGE)
+        sizes = [PAGE - 48, 16, 32, (64 << 10) + 16, 48]
+        offsets = [sum(sizes[:number]) for number in range(len(sizes))]
+        places = enumerate(zip(offsets, sizes, strict=True))
+        rows = [(address + offset + 16 * number, offset, size) for number, (offset, size) in places]
+
+        def refuse(*_: object, **__: object) -> None:
+            raise DriverError("cuLaunchKernel", "CUDA_ERROR_UNKNOWN")
+
+        for name in ("copy_pieces", "to_device_by_kernel") if fails else ():
+            monkeypatch.setattr(_core.CopyStream, name, refuse)
+        for some in (np.array(rows), tuple(rows)):
+            with lane_of(tier) as lane:
+                by_kernel = lane.begin(extents[0], some, out=True, by_kernel=True)
+                lane.synchronize()
+                assert by_kernel is (lane.kernels_reach and not fails)
+                packed = b"".join(content[at - address : at - address + size] for at, _, size in rows)
+                assert lane.content(extents[0], 0, len(packed)).tobytes() == packed
+                memory.write(address, bytes(4 * PAGE))
+                by_kernel = lane.begin(extents[0], some, out=False, by_kernel=by_kernel)
+                lane.synchronize()
+                assert by_kernel is (lane.kernels_reach and not fails)
+            for at, _, size in rows:
+                assert memory.read(at, size) == content[at - address : at - address + size]
+            memory.write(address, content)
+        warnings = [record.message for record in caplog.records if "the copy engine takes over" in record.message]
+        assert len(warnings) == (2 if fails and not isinstance(tier, VaultTier) else 0)
+        tier.release(extents)
+
     def test_what_is_unpinned_keeps_its_bytes_and_can_be_copied(
         self, tier: Tier, allocator: CuMemAllocator, memory: Memory, segment: tuple[int, bytes]
     ) -> None:
@@ -272,12 +313,12 @@ class TestCopies:
         ]
         target = allocator.malloc(2 * PAGE, "weights")
         with lane_of(tier) as lane:
-            lane.read(target, extents[0], 0, PAGE)
+            lane.begin(extents[0], ((target, 0, PAGE),), out=False)
             lane.pin(extents[1:2])
             if lane.kernels_reach:
                 assert extents[1].pinned  # type: ignore[attr-defined]
                 assert not extents[2].pinned  # type: ignore[attr-defined]
-            lane.read(target + PAGE, extents[1], 0, PAGE)
+            lane.begin(extents[1], ((target + PAGE, 0, PAGE),), out=False)
             lane.synchronize()
         write(tier, extents[2], address, PAGE)
         assert memory.read(target, 2 * PAGE) == content[: 2 * PAGE]
@@ -342,7 +383,7 @@ class TestSharing:
         tier.release(extents)
         target = allocator.malloc(PAGE, "weights")
         with lane_of(tier) as lane:
-            lane.read(target, found[0], 0, PAGE)
+            lane.begin(found[0], ((target, 0, PAGE),), out=False)
             lane.synchronize()
         assert memory.read(target, PAGE) == data[:PAGE]
         tier.release(found)

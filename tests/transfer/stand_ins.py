@@ -8,6 +8,7 @@ from typing import Any
 
 from cumem_sleep import DriverError
 from cumem_sleep.backups.backup import Backup
+from cumem_sleep.core.extents import PieceRows
 from cumem_sleep.transfer.transfer import Transfer
 
 
@@ -72,6 +73,7 @@ class FakeStream:
         self.number = number
         self.log = log
         self.fails_at: int | None = None
+        self.has_kernel = True
 
     @property
     def stream(self) -> FakeStream:
@@ -84,14 +86,13 @@ class FakeStream:
                 extent.pinned = True
                 self.log.events.append(("pinned", extent.bytes))
 
-    def read(self, address: int, extent: object, offset: int, nbytes: int, *, by_kernel: bool = False) -> None:
-        if self.fails_at == address >> 32:
-            raise DriverError("cuMemcpyHtoDAsync", "CUDA_ERROR_UNKNOWN", "", "")
-        self.log.events.append(("kernel" if by_kernel else "engine", address >> 32))
-        self.log.in_flight.setdefault(self.number, []).append(address >> 32)
-
-    def write(self, extent: object, offset: int, address: int, nbytes: int) -> None:
-        self.read(address, extent, offset, nbytes)
+    def begin(self, extent: object, rows: PieceRows, *, out: bool, by_kernel: bool = False) -> bool:
+        for address, _, _ in rows:
+            if self.fails_at == address >> 32:
+                raise DriverError("cuMemcpyHtoDAsync", "CUDA_ERROR_UNKNOWN", "", "")
+            self.log.events.append(("kernel" if by_kernel and self.has_kernel else "engine", address >> 32))
+            self.log.in_flight.setdefault(self.number, []).append(address >> 32)
+        return by_kernel and self.has_kernel
 
     def synchronize(self) -> None:
         self.log.events += [("done", batch) for batch in self.log.in_flight.pop(self.number, [])]

@@ -377,11 +377,9 @@ class TestTables:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(range_table, "PIECE_ROWS", 16)
             patch.setattr(range_table, "_PIECE_BYTES", 1 << 20)
-            patch.setattr(range_table, "SMALL_RANGE_BYTES", 1 << 18)
             for slab, rows in table_pieces(ranges, extents):
                 assert len(rows) <= 16
-                assert rows[:, 2].sum() <= (1 << 20) + (1 << 18)
-                assert rows[:, 2].max() <= 1 << 18
+                assert rows[:, 2].sum() <= (1 << 20) + ranges[:, 2].max()
                 for lent_at, offset, nbytes in rows.tolist():
                     for byte in range(0, nbytes, 16):
                         assert lent_at + byte not in found
