@@ -5,7 +5,8 @@
 # The suite, and the memory layer alone (seconds on an H200 in brackets; those marked ~ are estimates):
 #   tests [410]  vault_tests [15] belongs to it;  sanitizer [240]
 #   tests_1_of_2+tests_2_of_2 two_gpu_tests [~250]  the same on two GPUs at once; so for any number
-#   beside [50 a turn; $TURNS (2)]  level_3 [25]
+#   beside [~300; $BESIDE_WAYS, as own_again]  level_3 [25]
+#   level_3_of_ranks [~120, two GPUs; NCCL's library from .gpu/5/libnccl.so.2.xz, if it is there]
 #   vault [~300; with vLLM and .gpu/saver beside, if they are there]  vault_small [~80]
 #   links [~240, several GPUs; $LINKS_OPTIONS, as --compress]
 #   saver_tests [~240]
@@ -226,14 +227,13 @@ part() {
         limited 200 python3 -m cumem_sleep bench --level 3 --weights 30GiB --kv 30GiB --json >"$out/bench_level_3.json"
         ;;
     beside)
-        local turn site failed=0
-        # Today's bench and that of an earlier commit, in turns: one machine, one hour.
+        local site failed=0
+        # One machine, one hour, memory used before: a 32B model of today's and of an earlier commit, by today's script.
         python3 -m pip install --no-index --no-deps -q --upgrade --target /tmp/base_site .gpu/base/*.whl || return 1
-        for ((turn = 1; turn <= ${TURNS:-2}; turn++)); do
-            for site in base_site site; do
-                PYTHONPATH=/tmp/$site timeout 60 python3 -m cumem_sleep bench --rounds 1 --weights 16GiB --kv 12GiB \
-                    --json >"$out/bench_$site.$turn.json" || failed=1
-            done
+        python3 -c 'import record; record.touch_host_memory(150 << 30)'
+        for site in base_site site; do
+            PYTHONPATH=/tmp/$site:$PWD/benchmarks measure 200 vault "beside_$site" --deadline "$(left 190)" \
+                --ways "${BESIDE_WAYS:-own_again,vault,compressed}" || failed=1
         done
         return "$failed"
         ;;
@@ -250,6 +250,13 @@ part() {
         ;;
     saver_tests) saver_tests ;;
     sglang) (with_sglang) ;;
+    level_3_of_ranks)
+        local nccl=()
+        if [ -f .gpu/5/libnccl.so.2.xz ]; then
+            xz -dc .gpu/5/libnccl.so.2.xz >/tmp/libnccl.so.2 && nccl=(--nccl /tmp/libnccl.so.2)
+        fi
+        measure 400 checkpoint_ranks checkpoint_ranks "${nccl[@]}"
+        ;;
     scenarios) with_vllm && measure 400 vllm_scenarios vllm_scenarios --jobs 6 ;;
     ranks)
         with_vllm && measure 560 vllm_scenarios vllm_scenarios --gpus 2 --jobs "${SCENARIO_JOBS:-3}" \
