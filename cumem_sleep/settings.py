@@ -10,12 +10,13 @@ import ipaddress
 import os
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from decimal import Decimal
 from enum import Enum
 from typing import Any, TypeVar
 
-from .errors import MOST_BYTES, InvalidArgument, InvalidArgumentType, check_integer, shown
+from .errors import MOST_BYTES, InvalidArgument, InvalidArgumentType, shown
 
 PREFIX = "CUMEM_SLEEP_"
 
@@ -23,8 +24,10 @@ _UNITS = {"": 1, "B": 1}
 for _power, _letter in enumerate("KMGT", start=1):
     _UNITS[f"{_letter}IB"] = 1024**_power
     _UNITS[f"{_letter}B"] = 1000**_power
-_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+_FLAGS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+_SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _DAY_S = 24 * 3600
+MOST_SOCKET_BYTES = 107  # of its path: unix(7)
 
 
 class Reader(Enum):
@@ -53,66 +56,48 @@ class Variable:
     text: str
 
 
-# Kinds of values. `name` is that of a field or of a variable, as errors are to say
-
-
-def parse_bytes(name: str, text: str) -> int:
-    """`"30GiB"`, `"500 MB"` or `"1073741824"` in bytes.
-
-    Raises:
-        InvalidArgument: not a number of bytes; the message starts with `name`.
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
-    if not match or match[2].upper() not in _UNITS:
-        raise InvalidArgument(f"{name}={text!r}: expected a number of bytes, such as 1073741824, 30GiB or 500MB")
-    nbytes = int(Decimal(match[1]) * _UNITS[match[2].upper()])
-    check_integer(name, nbytes, minimum=0)
-    return nbytes
-
-
-def parse_bool(name: str, text: str) -> bool:
-    """`"1"`, `"true"`, `"yes"`, `"on"`, and their opposites.
-
-    Raises:
-        InvalidArgument: none of these; the message starts with `name`.
-    """
-    if text.lower() in _TRUE:
-        return True
-    if text.lower() in _FALSE:
-        return False
-    raise InvalidArgument(f"{name}={text!r}: expected one of {', '.join(_TRUE + _FALSE)}")
+# Kinds of values: of a field, and of the texts that variables and models.yaml have for them
 
 
 @dataclass(frozen=True)
 class SettingKind:
-    """What a setting may be: as a value of a field, and as the text of a variable.
+    """What a setting may be.
 
     Attributes:
         types: of a value.
         expected: what is allowed, in words.
         allows: whether a value of these types is allowed.
-        parse: the value that a text stands for; called with the variable's name, and raises ValueError.
-        is_optional: whether None is allowed.
+        parse: the value that a text stands for; raises ValueError or KeyError.
+        written: what a text may be, where `expected` does not say it.
         is_secret: no message shows it. An empty one is refused: it would leave open what somebody wanted to protect.
     """
 
     types: tuple[type, ...]
     expected: str
     allows: Callable[[Any], bool]
-    parse: Callable[[str, str], Any] = lambda _name, text: text
-    is_optional: bool = False
+    parse: Callable[[str], Any] = str
+    written: str = ""
     is_secret: bool = False
 
-    def check(self, name: str, value: object, said: str = "") -> None:
+    def __call__(self, value: object) -> Any:
+        """What a value of a variable or a file stands for: it may be a text, with a unit for instance.
+
+        Raises:
+            ValueError: not allowed; says what is.
+        """
+        with suppress(ValueError, KeyError):
+            found = self.parse(value) if isinstance(value, str) else value
+            if self._has_type(found) and self.allows(found):
+                return found
+        raise ValueError(self.written or self.expected)
+
+    def check(self, name: str, value: object) -> None:
         """
         Raises:
-            InvalidArgument: not allowed; the message names the setting, the value (or what is `said` of it), and what
-                is expected.
+            InvalidArgument: not allowed; the message names the setting, the value, and what is expected.
         """
-        if value is None and self.is_optional:
-            return
-        given = name if self.is_secret else f"{name}={said or shown(value)}"
-        if not isinstance(value, self.types) or (isinstance(value, bool) and bool not in self.types):
+        given = name if self.is_secret else f"{name}={shown(value)}"
+        if not self._has_type(value):
             raise InvalidArgumentType(f"{given}: expected {self.expected}")
         if not self.allows(value):
             raise InvalidArgument(f"{given}: expected {self.expected}")
@@ -124,41 +109,60 @@ class SettingKind:
             InvalidArgument: as `check`.
         """
         try:
-            value = self.parse(name, text)
-        except InvalidArgument:
-            raise
-        except ValueError:
-            raise InvalidArgument(f"{name}={text!r}: expected {self.expected}") from None
-        self.check(name, value, repr(text))
-        return value
+            return self(text)
+        except ValueError as error:
+            given = name if self.is_secret else f"{name}={text!r}"
+            raise InvalidArgument(f"{given}: expected {error}") from None
+
+    def _has_type(self, value: object) -> bool:
+        return isinstance(value, self.types) and (not isinstance(value, bool) or bool in self.types)
 
 
-def _one_of(*words: str) -> SettingKind:
+def one_of(*words: str) -> SettingKind:
+    """One of these words."""
     return SettingKind((str,), f"one of {', '.join(words)}", words.__contains__)
 
 
-def _whole(least: int, most: int, what: str = "a whole number", *, is_optional: bool = False) -> SettingKind:
+def whole(least: int, most: int, what: str = "a whole number") -> SettingKind:
+    """A whole number."""
     expected = f"{what} from {least} to {most}" if most < MOST_BYTES else f"{what} of at least {least}"
-    return SettingKind((int,), expected, lambda value: least <= value <= most, lambda _, text: int(text), is_optional)
+    return SettingKind((int,), expected, lambda value: least <= value <= most, int)
 
 
-def _bytes(*, is_optional: bool = False) -> SettingKind:
-    return replace(_whole(0, MOST_BYTES, is_optional=is_optional), parse=parse_bytes)
+def seconds(least: float, most: int = _DAY_S) -> SettingKind:
+    """A time."""
+    expected = f"seconds from {least} to {most}"
+    written = f"{expected}, or as 500ms, 60s or 1h30m"
+    return SettingKind((int, float), expected, lambda value: least <= value <= most, _parse_seconds, written)
 
 
-def _seconds(least: float, *, is_optional: bool = False) -> SettingKind:
-    expected = f"seconds from {least} to {_DAY_S}"
-    return SettingKind(
-        (int, float), expected, lambda value: least <= value <= _DAY_S, lambda _, text: float(text), is_optional
-    )
+def _parse_seconds(text: str) -> float:
+    if not re.fullmatch(r"(\d+(\.\d+)?\s*(ms|s|m|h|d)\s*)+", text):
+        return float(text)
+    return sum(float(number) * _SECONDS[unit] for number, unit in re.findall(r"(\d+(?:\.\d+)?)\s*([a-z]+)", text))
 
 
-_FLAG = SettingKind((bool,), "True or False", lambda _: True, parse_bool)
+def _parse_bytes(text: str) -> int:
+    ((number, unit),) = re.findall(r"\A(\d+(?:\.\d+)?)\s*([A-Za-z]*)\Z", text.strip())
+    return int(Decimal(number) * _UNITS[unit.upper()])
+
+
+FLAG = SettingKind(
+    (bool,), "True or False", lambda _: True, lambda text: _FLAGS[text.lower()], f"one of {', '.join(_FLAGS)}"
+)
+BYTES = replace(whole(0, MOST_BYTES), parse=_parse_bytes, written="a number of bytes, as 1073741824, 30GiB or 500MB")
+TOKEN = SettingKind(  # what HTTP's headers take
+    (str,),
+    "printable ASCII without spaces, at least one character (unset: no token)",
+    lambda token: token != "" and all("!" <= letter <= "~" for letter in token),
+    is_secret=True,
+)
 _BYTES_OR_AUTO = SettingKind(
     (int, str),
-    f"auto, or {_bytes().expected}",
-    lambda value: value == "auto" or (isinstance(value, int) and 0 <= value <= MOST_BYTES),
-    lambda name, text: text if text == "auto" else parse_bytes(name, text),
+    f"auto, or {BYTES.expected}",
+    lambda value: value == "auto" or (isinstance(value, int) and BYTES.allows(value)),
+    lambda text: text if text == "auto" else _parse_bytes(text),
+    f"auto, or {BYTES.written}",
 )
 _VAULT_PLACE = SettingKind(
     (str,),
@@ -169,20 +173,18 @@ _METHODS = SettingKind(
     (tuple,),
     "a tuple of method names (in a variable, names are separated by commas)",
     lambda methods: all(isinstance(method, str) and method.isidentifier() for method in methods),
-    lambda _, text: tuple(method.strip() for method in text.split(",")),
+    lambda text: tuple(method.strip() for method in text.split(",")),
 )
-_TOKEN = SettingKind(  # what HTTP's headers take
-    (str,),
-    "printable ASCII without spaces, at least one character (unset: no token)",
-    lambda token: token != "" and all("!" <= letter <= "~" for letter in token),
-    is_optional=True,
-    is_secret=True,
-)
+
+
+def is_socket(path: str) -> bool:
+    """Whether a Unix socket can have this path: unix(7)."""
+    return path.startswith("/") and "\0" not in path and len(os.fsencode(path)) <= MOST_SOCKET_BYTES
 
 
 def _is_address(address: str) -> bool:
-    if address.startswith("unix:/"):
-        return "\0" not in address and len(os.fsencode(address)) - len("unix:") <= 107
+    if address.startswith("unix:"):
+        return is_socket(address.removeprefix("unix:"))
     host, _, port = address.rpartition(":")
     try:
         ipaddress.ip_address(host[1:-1] if host.startswith("[") and host.endswith("]") else host)
@@ -193,9 +195,8 @@ def _is_address(address: str) -> bool:
 
 _ADDRESS = SettingKind(
     (str,),
-    "unix:/PATH of at most 107 bytes, or an IP address and port as 127.0.0.1:9001",
+    f"unix:/PATH of at most {MOST_SOCKET_BYTES} bytes, or an IP address and port as 127.0.0.1:9001",
     _is_address,
-    is_optional=True,
 )
 
 
@@ -204,19 +205,21 @@ _ADDRESS = SettingKind(
 _Fields = TypeVar("_Fields", bound="_FromEnvironment")
 
 
-def _setting(kind: SettingKind, default: Any, text: str, said: str = "") -> Any:
+def setting(kind: Callable[[object], Any], default: Any, text: str, said: str = "") -> Any:
     """A field.
 
     Args:
+        kind: what a value stands for, as a `SettingKind`.
         text: what it does, in Markdown: the page's own words, which `--help` and docstrings share.
         said: how the page writes the default.
     """
     metadata = {"kind": kind, "text": text, "said": said or _said(default)}
-    return field(default=default, metadata=metadata, repr=not kind.is_secret)
+    how: dict[str, Any] = {"default_factory": dict} if default == {} else {"default": default}
+    return field(**how, metadata=metadata, repr=not getattr(kind, "is_secret", False))
 
 
 def _said(default: object) -> str:
-    if default is None or default == ():
+    if default in (None, (), {}):
         return "none"
     return f"`{int(default)}`" if isinstance(default, bool) else f"`{default}`"
 
@@ -231,7 +234,8 @@ class _FromEnvironment:
 
     def __post_init__(self) -> None:
         for each in fields(self):  # type: ignore[arg-type]
-            each.metadata["kind"].check(each.name, getattr(self, each.name))
+            if (value := getattr(self, each.name)) is not None or each.default is not None:
+                each.metadata["kind"].check(each.name, value)
 
     @classmethod
     def from_environment(cls: type[_Fields], environment: Mapping[str, str] | None = None) -> _Fields:
@@ -247,10 +251,8 @@ class _FromEnvironment:
         for each in fields(cls):  # type: ignore[arg-type]
             variable, kind = PREFIX + each.name.upper(), each.metadata["kind"]
             text = environment.get(variable, "")
-            if kind.is_secret and variable in environment:
-                values[each.name] = kind.read(variable, text)
-            elif text.strip():
-                values[each.name] = kind.read(variable, text.strip())
+            if text.strip() or (kind.is_secret and variable in environment):
+                values[each.name] = kind.read(variable, text if kind.is_secret else text.strip())
         return cls(**values)
 
     def summary(self) -> str:
@@ -274,73 +276,71 @@ def _documented(cls: type[_Fields]) -> type[_Fields]:
 class Settings(_FromEnvironment):
     """How the layer behaves. Immutable; `Settings.from_environment()` is what the allocator uses by default."""
 
-    driver: str = _setting(
-        _one_of("cuda", "sim"),
+    driver: str = setting(
+        one_of("cuda", "sim"),
         "cuda",
         "`cuda`: libcuda. `sim`: the simulated driver, which needs no GPU, and whose times mean nothing.",
     )
-    host_budget_bytes: int | None = _setting(
-        _bytes(is_optional=True),
-        None,
-        "The most pinned host memory that backups may take: `30GiB`, `500MB`, `1073741824`.",
+    host_budget_bytes: int | None = setting(
+        BYTES, None, "The most pinned host memory that backups may take: `30GiB`, `500MB`, `1073741824`."
     )
-    retain_backups: bool = _setting(
-        _FLAG, True, "`0`: every wake releases the host memory, and every sleep copies everything."
+    retain_backups: bool = setting(
+        FLAG, True, "`0`: every wake releases the host memory, and every sleep copies everything."
     )
-    verify: str = _setting(
-        _one_of("off", "wake"), "wake", "`wake`: check the digest of every restored segment. `off`: trust the copies."
+    verify: str = setting(
+        one_of("off", "wake"), "wake", "`wake`: check the digest of every restored segment. `off`: trust the copies."
     )
-    poison: bool = _setting(
-        _FLAG,
+    poison: bool = setting(
+        FLAG,
         False,
         "`1`: fill dropped memory with NaN (0xFF) at the wake, except `kv_cache`, so that missing reloads show up.",
     )
-    prefault_threads: int | None = _setting(
-        _whole(1, 1024, is_optional=True),
+    prefault_threads: int | None = setting(
+        whole(1, 1024),
         None,
         "Threads that prefault new host memory ahead of the copies, up to 1024.",
         "¾ of the cores, at most 16",
     )
-    prepare: bool = _setting(
-        _FLAG, False, "`1`: start `prepare()` whenever a memory pool is left; in vLLM, after its warm-up."
+    prepare: bool = setting(
+        FLAG, False, "`1`: start `prepare()` whenever a memory pool is left; in vLLM, after its warm-up."
     )
-    prepare_bytes_per_second: int = _setting(
-        _bytes(),
+    prepare_bytes_per_second: int = setting(
+        BYTES,
         5_000_000_000,
         "The most that `prepare()` copies per second while the model runs; `0`: no limit.",
         "`5GB`",
     )
-    compress: str = _setting(
-        _one_of("off", "auto"),
+    compress: str = setting(
+        one_of("off", "auto"),
         "off",
         "`auto`: compress backups, without loss, where it pays off. `off`: store the bytes as they are.",
     )
-    vault: str = _setting(
+    vault: str = setting(
         _VAULT_PLACE,
         "off",
         "Where backups are stored. `off`: in pinned memory of the process. `auto`: in [the vault](vault.md) if one"
         " answers at its default socket, otherwise as `off`. A path: in the vault with that socket.",
     )
-    keep_kv_bytes: int | str = _setting(
+    keep_kv_bytes: int | str = setting(
         _BYTES_OR_AUTO,
         0,
         "In vLLM 0.26 and 0.33: how many bytes of each worker's KV cache"
         " [survive a sleep](vllm.md#a-kv-cache-that-survives) at level 1 or 3. `auto`: what host memory has left.",
     )
-    agreement_timeout_s: float = _setting(
-        _seconds(0.1),
+    agreement_timeout_s: float = setting(
+        seconds(0.1),
         60.0,
         "Where several ranks sleep and wake together: how many seconds a rank that is ready waits for the others"
         " before all undo their half.",
     )
-    deep_after_s: float | None = _setting(
-        _seconds(0.1, is_optional=True),
+    deep_after_s: float | None = setting(
+        seconds(0.1),
         None,
         "After how many seconds a process that sleeps at level 1 or 2 goes on to"
         " [level 3](how-it-works.md#level-3) by itself.",
     )
-    resume_wait_s: float = _setting(
-        _seconds(0),
+    resume_wait_s: float = setting(
+        seconds(0),
         10.0,
         "How many seconds `resume` of [torch_memory_saver's interface](torch-memory-saver.md) waits for device memory"
         " that others are just releasing, before it raises.",
@@ -353,63 +353,63 @@ class Settings(_FromEnvironment):
 class GateSettings(_FromEnvironment):
     """How the gate answers for a sleeping model. Immutable; `CUMEM_SLEEP_<FIELD>` in the environment."""
 
-    on_request: str = _setting(
-        _one_of("reject", "wait", "wake"),
+    on_request: str = setting(
+        one_of("reject", "wait", "wake"),
         "reject",
         "What happens to a request while the model sleeps. `reject`: it gets 503. `wait`: it is held until somebody"
         " wakes the model. `wake`: it wakes the model.",
     )
-    request_deadline_s: float = _setting(
-        _seconds(0),
+    request_deadline_s: float = setting(
+        seconds(0),
         60.0,
         "How long `wait` and `wake` hold a request before its 503, and how long a sleep waits for running requests,"
         " in seconds.",
         "`60`",
     )
-    retry_after_s: int = _setting(
-        _whole(1, _DAY_S, "a whole number of seconds"),
+    retry_after_s: int = setting(
+        whole(1, _DAY_S, "a whole number of seconds"),
         5,
         "The `Retry-After` of the 503, and the pause after a failed wake, in whole seconds.",
     )
-    health: str = _setting(
-        _one_of("auto", "ok", "unavailable"),
+    health: str = setting(
+        one_of("auto", "ok", "unavailable"),
         "auto",
         "`/health` and `/ping` while the model sleeps. `auto`: 200 with `wait` and `wake` (503 while wakes fail), 503"
         " with `reject`. `ok`: 200. `unavailable`: 503.",
     )
-    admin_token: str | None = _setting(
-        _TOKEN,
+    admin_token: str | None = setting(
+        TOKEN,
         None,
         "With it, [whatever changes the server's state](vllm-routes.md) (sleep, wake, pause, reload, weight updates,"
         " adapters, …) needs `Authorization: Bearer <token>`; otherwise it gets 401.",
     )
-    idle_s: float | None = _setting(
-        _seconds(1, is_optional=True),
+    idle_s: float | None = setting(
+        seconds(1),
         None,
         "After how many seconds without a request the model sleeps by itself; with `wait` or `wake` alone. The sleep"
         " begins at most 0.25 s later, if the engine answers at once.",
     )
-    idle_level: int = _setting(
-        _whole(1, 2), 1, "The level of that sleep; `CUMEM_SLEEP_DEEP_AFTER_S` takes it to level 3 later."
+    idle_level: int = setting(
+        whole(1, 2), 1, "The level of that sleep; `CUMEM_SLEEP_DEEP_AFTER_S` takes it to level 3 later."
     )
-    idle_awake_s: float = _setting(
-        _seconds(0),
+    idle_awake_s: float = setting(
+        seconds(0),
         0.0,
         "How long a model that was woken stays awake at least, in seconds, if that is longer than"
         " `CUMEM_SLEEP_IDLE_S`.",
         "`0`",
     )
-    admin: str | None = _setting(
+    admin: str | None = setting(
         _ADDRESS,
         None,
         "Where the gate alone listens for [the paths of a sleep](vllm.md#security), so that the public port answers"
         " 404: `unix:/PATH`, which only this user can open, or `127.0.0.1:9001`, which needs the token.",
     )
-    max_held_requests: int = _setting(
-        _whole(0, MOST_BYTES), 4096, "How many requests `wait` and `wake` hold at once. Beyond that they get 503."
+    max_held_requests: int = setting(
+        whole(0, MOST_BYTES), 4096, "How many requests `wait` and `wake` hold at once. Beyond that they get 503."
     )
-    max_held_bytes: int = _setting(_bytes(), 256 << 20, "How many bytes their bodies may have in total.", "`256MiB`")
-    loading_methods: tuple[str, ...] = _setting(
+    max_held_bytes: int = setting(BYTES, 256 << 20, "How many bytes their bodies may have in total.", "`256MiB`")
+    loading_methods: tuple[str, ...] = setting(
         _METHODS,
         (),
         "A trainer's own worker methods that load all weights when `/collective_rpc` calls them, separated by commas.",

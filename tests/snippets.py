@@ -164,7 +164,7 @@ def skip_unless_it_can_run(snippet: Snippet) -> None:
     """Skip, where packages are missing that the package itself can do without."""
     whole = snippet.setup + snippet.text
     if "cumem-sleep serve" in whole or "vllm" in whole:
-        for module in ("pydantic", "yaml", "uvicorn"):
+        for module in ("yaml", "uvicorn"):
             pytest.importorskip(module, reason="needs the packages of serve: pip install '.[serve]'")
     if "torch" in whole and snippet.language == "python" and "import torch" in whole:
         pytest.importorskip("torch")

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from cumem_sleep import InvalidArgument, InvalidArgumentType, Settings
-from cumem_sleep.settings import PREFIX, parse_bytes
+from cumem_sleep.settings import BYTES, PREFIX, seconds
 
 
 def test_defaults() -> None:
@@ -104,14 +104,22 @@ def test_of_a_huge_number_only_the_size_is_told(field: str) -> None:
         Settings.from_environment({PREFIX + field.upper(): "9" * 5000})
 
 
+def test_seconds() -> None:
+    of = {"0.5": 0.5, "90": 90.0, "500ms": 0.5, "1h30m": 5400.0, "1m 2.5s": 62.5, "1e3": 1000.0}
+    assert {text: seconds(0).read("x", text) for text in of} == of
+    for text in ("", "1x", "m", "-1s", "2d", "1h-", "nan", "inf"):
+        with pytest.raises(InvalidArgument, match=f"^limit={re.escape(repr(text))}: expected seconds from 0 to 86400"):
+            seconds(0).read("limit", text)
+
+
 def test_bytes() -> None:
     of = {"0": 0, "512B": 512, "1KiB": 1024, "500MB": 500_000_000, "30gib": 30 << 30, "1.5 GiB": 3 << 29}
     of |= {" 7 MB ": 7_000_000, "0.1GB": 100_000_000, "2TiB": 2 << 40, "9007199254740993": 9007199254740993}
     of |= {"123456789.123456789GB": 123456789123456789}
-    assert {text: parse_bytes("x", text) for text in of} == of
+    assert {text: BYTES.read("x", text) for text in of} == of
     for text in ("", "GiB", "1 2", "1,5GiB", "-1", "1.GiB", ".5GiB", "1KK", "1Gi", "1PB", "NaN"):
         with pytest.raises(InvalidArgument, match=f"^limit={re.escape(repr(text))}"):
-            parse_bytes("limit", text)
+            BYTES.read("limit", text)
 
 
 def test_the_summary_names_what_is_not_as_it_is_by_default() -> None:

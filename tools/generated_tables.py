@@ -1,6 +1,6 @@
 """Writes the tables of settings and metrics into the docs from the package's, and docs/support.md's from evidence.
 
-python tools/generated_tables.py            # after a change to settings.py, metrics.py or tools/support_matrix.py
+python tools/generated_tables.py            # after a change to settings, keys, metrics or tools/support_matrix.py
 python tools/generated_tables.py --check    # are the pages up to date?
 """
 
@@ -9,11 +9,14 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import support_matrix
 
 from cumem_sleep import metrics
+from cumem_sleep.serve.config import KEYS
 from cumem_sleep.settings import Reader
 from cumem_sleep.tools.help_texts import settings_tables
 
@@ -26,15 +29,23 @@ def pages() -> Iterator[tuple[Path, Mapping[str, str]]]:
     of_contributors = Reader.BUILD_AND_TESTS.value
     yield ROOT / "CONTRIBUTING.md", {of_contributors: settings.pop(of_contributors)}
     yield ROOT / "docs" / "settings.md", settings
+    headings = zip(("Keys", "Of the front:", "Of a model:"), map(keys_table, KEYS.values()), strict=True)
+    yield ROOT / "docs" / "several-models.md", dict(headings)
     yield ROOT / "docs" / "metrics.md", metrics.tables()
     yield ROOT / "docs" / "support.md", support_matrix.tables()
+
+
+def keys_table(section: type[Any]) -> str:
+    """The keys of a part of models.yaml."""
+    rows = (f"| `{row.name}` | {row.metadata['said']} | {row.metadata['text']} |\n" for row in fields(section))
+    return "| key | default | |\n|---|---|---|\n" + "".join(rows)
 
 
 def with_tables(page: str, tables: Mapping[str, str]) -> str:
     """The page, with the table of each section as it should be."""
     for heading, table in tables.items():
         page, found = re.subn(
-            rf"(?s)(^## {heading}\n.*?)^\|.*?\|\n(?=\n|\Z)", lambda m, t=table: m[1] + t, page, flags=re.M
+            rf"(?s)(^(?:## )?{heading}\n.*?)^\|.*?\|\n(?=\n|\Z)", lambda m, t=table: m[1] + t, page, flags=re.M
         )
         if found != 1:
             raise SystemExit(f"no section {heading!r} with a table")

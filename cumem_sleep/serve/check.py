@@ -25,7 +25,7 @@ def problems(config: Config) -> Iterator[str]:
 
 
 def _of_model(model: ModelConfig, gpus: set[int]) -> Iterator[str]:
-    if gpus or "gpus" in model.model_fields_set:
+    if gpus or model.gpus is not ModelConfig.gpus:  # the default, which nobody wrote, may be of no use
         for gpu in model.gpus:
             if gpu not in gpus:
                 there = f"there are {', '.join(map(str, sorted(gpus)))}" if gpus else "this machine shows none"

@@ -4,25 +4,33 @@ from __future__ import annotations
 
 import difflib
 import errno
-import math
 import os
 import re
 import shlex
 import stat
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import httpx
 import yaml
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from ..errors import InvalidArgument
-from ..settings import parse_bytes
+from ..errors import MOST_BYTES
+from ..settings import (
+    BYTES,
+    MOST_SOCKET_BYTES,
+    TOKEN,
+    SettingKind,
+    is_socket,
+    one_of,
+    seconds,
+    setting,
+    whole,
+)
 from . import hosts
 from .address import Address
 from .engines import ENGINES, started_by
@@ -31,20 +39,18 @@ from .engines.vllm import VllmEngine
 from .masking import masked
 from .policy import STOP, Spec
 
-ALLOWED_DURATION = "seconds, or a number with ms, s, m, h or d, such as 500ms, 60s or 1h30m"
-ALLOWED_SIZE = "bytes, or a number with KiB, MiB, GiB, TiB, KB, MB, GB or TB, such as 200GiB"
-_DURATION = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-MOST_S = 3650 * 86400.0
-MOST_BYTES = 1 << 60
 MOST_FILE_BYTES = 1 << 20
 MOST_NODES = 100_000  # lists, mappings and values; a file of a few lines can name more, by aliases of aliases
 MOST_BITS = 64  # of a whole number: Python prints none of many thousands
 _YAML_TAG = "tag:yaml.org,2002:"
 MOST_SHOWN = 100  # letters of a value that is wrong
 MOST_HEALTH_LETTERS = 2000
-MOST_SOCKET_BYTES = 107  # of its path: unix(7)
 OF_FRONT = ("CUMEM_SLEEP_IDLE_S", "CUMEM_SLEEP_ON_REQUEST", "CUMEM_SLEEP_DEEP_AFTER_S")  # no server decides for itself
 _NOT_SHOWN = ("api_keys", "api_key", "admin_token", "env", "front", "models")  # keys that have secrets in their values
+DURATION = seconds(0, 3650 * 86400)
+_SHARE = SettingKind((int, float), "a number above 0, and at most 1", lambda share: 0 < share <= 1, float)
+_Section = TypeVar("_Section")
+Parse = Callable[[object], Any]
 _CLOSE = 0.6  # from here on, two names of keys are taken for slips of each other
 _IN_NAME = "[A-Za-z0-9._:@+-]"
 _ANY_NAME = rf"[A-Za-z0-9]{_IN_NAME}*(/\.*[A-Za-z0-9_:@+-]{_IN_NAME}*)*"  # a path with it is canonical
@@ -62,37 +68,7 @@ class Fault:
     says: str
 
 
-# Values with units
-
-
-def parse_duration(value: object) -> float:
-    """`"1h30m"`, `"500ms"` or 60 in seconds.
-
-    Raises:
-        ValueError: not a duration.
-    """
-    seconds = -1.0
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        seconds = float(min(value, MOST_S + 1))
-    elif isinstance(value, str) and re.fullmatch(r"(\d+(\.\d+)?\s*(ms|s|m|h|d)\s*)+", value.strip()):
-        parts = re.findall(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h|d)", value)
-        seconds = sum(float(number) * _DURATION[unit] for number, unit in parts)
-    if 0 <= seconds <= MOST_S:
-        return seconds
-    raise ValueError(f"{ALLOWED_DURATION}, and at most 3650d")
-
-
-def parse_size(value: object) -> int:
-    """`"200GiB"` or 1073741824 in bytes, as `CUMEM_SLEEP_…` has them.
-
-    Raises:
-        ValueError: not a size.
-    """
-    with suppress(InvalidArgument):
-        nbytes = parse_bytes("size", value) if isinstance(value, str) else value
-        if isinstance(nbytes, int) and not isinstance(nbytes, bool) and 0 <= nbytes <= MOST_BYTES:
-            return nbytes
-    raise ValueError(ALLOWED_SIZE)
+# Values
 
 
 def parse_depth(value: object) -> int:
@@ -113,7 +89,7 @@ def _idle(value: object) -> object:
         return ()
     if not isinstance(value, Mapping):
         raise ValueError("never, or depths with durations, such as {1: 60s, stop: 2h}")
-    steps = sorted((parse_duration(after), parse_depth(depth)) for depth, after in value.items())
+    steps = sorted((DURATION(after), parse_depth(depth)) for depth, after in value.items())
     if [depth for _, depth in steps] != sorted(depth for _, depth in steps) or len({s for s, _ in steps}) < len(steps):
         raise ValueError("a deeper sleep after a longer time, such as {1: 60s, 3: 10m, stop: 2h}")
     return tuple(steps)
@@ -126,12 +102,6 @@ def _levels(value: object) -> object:
     if len(set(depths)) < len(depths):
         raise ValueError("each level once")
     return depths
-
-
-def _engine(value: object) -> object:
-    if isinstance(value, str) and value in ENGINES:
-        return value
-    raise ValueError(_any_of(ENGINES))
 
 
 def _health(value: object) -> object:
@@ -168,19 +138,32 @@ def _command(value: object) -> object:
     return words
 
 
-def _env(value: dict[str, str]) -> dict[str, str]:
-    for name, text in value.items():
+def _env(value: object) -> dict[str, str]:
+    found = _all_of(value, lambda _name: _text)
+    for name, text in found.items():
         if name in OF_FRONT:
             raise ValueError(f"no {name}: when its server sleeps and wakes is for this front to choose, by idle")
         if not name or "=" in name or not _can_be_passed(name + text):
             shown = repr(_cut(name.partition("=")[0]))
             raise ValueError(f"names without = and values, all without NUL and halves of letters: not {shown}")
+    return found
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise ValueError("a string, in quotes if it looks like something else")
     return value
 
 
-def _logs(value: Path) -> Path:
-    if not _can_be_passed(str(value)):
+def _logs(value: object) -> Path:
+    if not isinstance(value, str) or not _can_be_passed(value):
         raise ValueError("a path without NUL and halves of letters")
+    return Path(value)
+
+
+def _name(value: object) -> str:
+    if not isinstance(value, str) or not re.fullmatch(_ANY_NAME, value):
+        raise ValueError("a name of letters, digits and . _ : / @ + -, such as Qwen/Qwen3-8B")
     return value
 
 
@@ -205,10 +188,8 @@ def _secret(value: object) -> object:
             raise ValueError(f"a secret that can be read: the environment variable {where} is not set") from None
         except (OSError, ValueError, RuntimeError) as error:  # no such file, not UTF-8, no path, no such user
             raise ValueError(f"a secret that can be read: {type(error).__name__}: {error}") from None
-    if not isinstance(value, str) or not value:
-        raise ValueError("a non-empty string, {env: NAME} or {file: PATH}")
-    if not value.isascii() or not value.isprintable() or " " in value:
-        raise ValueError("printable ASCII characters without spaces")
+    if not isinstance(value, str) or not TOKEN.allows(value):
+        raise ValueError("printable ASCII without spaces, {env: NAME} or {file: PATH}")
     return value
 
 
@@ -244,7 +225,7 @@ def _url(value: object) -> object:
         with suppress(ValueError, httpx.InvalidURL):  # of a port, a name or an address that is none
             where = urlsplit(value)
             if where.scheme == "unix":
-                is_one = len(value.removeprefix("unix:").encode()) <= MOST_SOCKET_BYTES
+                is_one = is_socket(value.removeprefix("unix:"))
             else:
                 is_one = where.port != 0 and bool(httpx.URL(value).host.encode("idna"))
             if is_one:
@@ -252,58 +233,120 @@ def _url(value: object) -> object:
     raise ValueError(f"http://HOST:PORT, https://HOST:PORT or unix:/PATH of at most {MOST_SOCKET_BYTES} bytes")
 
 
-HostName = Annotated[str, BeforeValidator(parse_host)]
-Duration = Annotated[float, BeforeValidator(parse_duration)]
-Size = Annotated[int, BeforeValidator(parse_size)]
-Secret = Annotated[str, BeforeValidator(_secret)]
-AllowedHost = Annotated[str, BeforeValidator(hosts.parse_allowed)]
-Name = Annotated[str, Field(pattern=f"^{_ANY_NAME}$")]
+# Lists, mappings and sections
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, hide_input_in_errors=True)
+class Faulty(ValueError):
+    """Several things are wrong with a value, each at its place in it."""
+
+    def __init__(self, faults: list[Fault]) -> None:
+        super().__init__()
+        self.faults = faults
 
 
-class ModelConfig(_Strict):
-    """One model. `docs/several-models.md` has every key.
+def _each(values: Iterable[tuple[Any, object]], kind_of: Callable[[Any], Parse]) -> dict[Any, Any]:
+    """What each of some values stands for, by its place.
 
-    Attributes:
-        command: what starts its server; the arguments that this front needs are added.
-        engine: what its server is, where its command does not say so.
-        health: a path that a server without sleep mode answers with success when it is ready.
-        url: a server that somebody else started, instead of a command.
-        api_key: that the server itself wants.
-        env: more environment variables of the server.
-        gpus: that it uses while awake.
-        share: of the memory of each; with less than 1 others may be awake beside it.
-        idle: seconds without a request, and the depth that it then sleeps at.
-        levels: the depths that it may sleep at when others need its GPUs, the preferred one first.
-        keep: seconds after a wake in which others do not push it out.
-        drain: seconds that running requests have to end when it is pushed out.
-        wait: seconds that a request waits for it at most.
-        host_memory: bytes that its backups take at level 1; asked of the server, or estimated, without it.
-        at_start: whether it is started with the front, and stays awake then.
-        start_timeout, switch_timeout: seconds after which a start, or a sleep or wake, has failed.
+    Raises:
+        Faulty.
     """
+    found: dict[Any, Any] = {}
+    faults: list[Fault] = []
+    for place, value in values:
+        try:
+            found[place] = kind_of(place)(value)
+        except Faulty as error:
+            faults += [replace(each, path=(place, *each.path)) for each in error.faults]
+        except ValueError as error:
+            faults.append(Fault((place,), f"expected {error}"))
+    if faults:
+        raise Faulty(faults)
+    return found
 
-    command: Annotated[tuple[str, ...] | None, BeforeValidator(_command)] = None
-    engine: Annotated[str | None, BeforeValidator(_engine)] = None
-    health: Annotated[str | None, BeforeValidator(_health)] = None
-    url: Annotated[str | None, BeforeValidator(_url)] = None
-    api_key: Secret | None = None
-    env: Annotated[dict[str, str], AfterValidator(_env)] = {}
-    gpus: Annotated[tuple[int, ...], BeforeValidator(_gpus)] = (0,)
-    share: Annotated[float, Field(gt=0, le=1, strict=False)] = 1.0
-    idle: Annotated[tuple[tuple[float, int], ...] | None, BeforeValidator(_idle)] = None
-    levels: Annotated[tuple[int, ...] | None, BeforeValidator(_levels)] = None
-    keep: Duration = 0.0
-    drain: Duration = 60.0
-    wait: Duration = 300.0
-    aliases: list[Name] = []
-    host_memory: Size | None = None
-    at_start: Literal["awake", "asleep", "stopped"] = "asleep"
-    start_timeout: Duration = 600.0
-    switch_timeout: Duration = 120.0
+
+def _list_of(kind: Parse) -> Parse:
+    def read(value: object) -> tuple[Any, ...]:
+        if not isinstance(value, list):
+            raise ValueError("a list")
+        return tuple(_each(enumerate(value), lambda _place: kind).values())
+
+    return read
+
+
+def _all_of(value: object, kind_of: Callable[[Any], Parse]) -> dict[Any, Any]:
+    if not isinstance(value, Mapping):
+        raise ValueError("keys with values, not a list or a single value")
+    return _each(value.items(), kind_of)
+
+
+def section(cls: type[_Section]) -> Callable[[object], _Section]:
+    """What reads the keys of a dataclass. Without a value a key has its default.
+
+    Raises, when it is called:
+        ValueError, Faulty.
+    """
+    kinds: dict[object, Parse] = {each.name: each.metadata["kind"] for each in fields(cls)}  # type: ignore[arg-type]
+
+    def kind_of(key: object) -> Parse:
+        if key not in kinds:
+            close = difflib.get_close_matches(str(key), map(str, kinds), 1, _CLOSE)
+            hint = f"did you mean {close[0]}? " if close else ""
+            raise Faulty([Fault((), f"unknown key: {hint}expected one of {', '.join(map(str, kinds))}")])
+        return lambda value: None if value is None else kinds[key](value)
+
+    return lambda value: cls(**{key: found for key, found in _all_of(value, kind_of).items() if found is not None})
+
+
+# The tables
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """One model: its keys, with what they do."""
+
+    command: tuple[str, ...] | None = setting(
+        _command, None, "Starts its server. It is split into words, without other shell syntax."
+    )
+    engine: str | None = setting(
+        one_of(*ENGINES), None, "[What its server is](#engines): `vllm`, `sglang` or `command`.", "by its command"
+    )
+    health: str | None = setting(
+        _health, None, "With `engine: command`: the path that answers 200 when the server is ready.", "`/health`"
+    )
+    url: str | None = setting(
+        _url, None, "Or a running server: `http://HOST:PORT`, `https://HOST:PORT` or `unix:/PATH`."
+    )
+    api_key: str | None = setting(_secret, None, "The API key that this server requires; also its gate's token.")
+    env: Mapping[str, str] = setting(_env, {}, "More environment variables of the server.")
+    gpus: tuple[int, ...] = setting(
+        _gpus, (0,), "Its GPUs, as `nvidia-smi` or the front's own `CUDA_VISIBLE_DEVICES` count them.", "`[0]`"
+    )
+    share: float = setting(_SHARE, 1, "How much of each it takes. Models that add up to 1 may be awake together.")
+    idle: tuple[tuple[float, int], ...] | None = setting(
+        _idle, None, "How deep, 1 to 3 or `stop`, after how long without a request; or `never`.", "`{1: 5m}`, or stop"
+    )
+    levels: tuple[int, ...] | None = setting(
+        _levels,
+        None,
+        "How deep it may sleep to make room: the first that host memory allows.",
+        "`[1, 2, stop]`, or less",
+    )
+    keep: float = setting(DURATION, 0, "The least time awake before it may be evicted.")
+    drain: float = setting(
+        DURATION, 60, "How long running requests may take when it is evicted, before they end with an error.", "`60s`"
+    )
+    wait: float = setting(DURATION, 300, "How long a request waits for it at most.", "`5m`")
+    aliases: tuple[str, ...] = setting(_list_of(_name), (), "Other names of it.")
+    host_memory: int | None = setting(
+        BYTES, None, "What it needs at level 1. Without the plugin: the memory of its GPUs.", "asked of the server"
+    )
+    at_start: str = setting(
+        one_of("asleep", "awake", "stopped"),
+        "asleep",
+        "`asleep` or `awake`: started with the front. `stopped`, and `engine: command`: by its first request.",
+    )
+    start_timeout: float = setting(DURATION, 600, "When a start counts as failed.", "`10m`")
+    switch_timeout: float = setting(DURATION, 120, "When a sleep or a wake counts as failed.", "`2m`")
 
     @property
     def owned(self) -> bool:
@@ -349,43 +392,41 @@ class ModelConfig(_Strict):
         )
 
 
-class FrontConfig(_Strict):
-    """The front's own settings.
+@dataclass(frozen=True)
+class FrontConfig:
+    """The front's own keys."""
 
-    Attributes:
-        host, port: where it listens.
-        allowed_hosts: by which names it may be asked, beside `host`, those of the loopback interface, and the address
-            that a client reached; `*` for any. With `api_keys` any, unless some are set.
-        api_keys: of clients; without any, everybody may ask.
-        admin_token: for everything that changes state; without one, admin paths answer 403 always.
-        max_waiting: requests that may wait at a time, over all models.
-        max_head_bytes: of a body, in which its `model` has to come (`max_head`).
-        max_held_bytes: of the bodies of all requests that wait (`max_held`).
-    """
-
-    model_config = ConfigDict(populate_by_name=True)
-    host: HostName = "127.0.0.1"
-    port: Annotated[int, Field(ge=0, le=65535)] = 8000
-    allowed_hosts: list[AllowedHost] = []
-    api_keys: list[Secret] = []
-    admin_token: Secret | None = None
-    max_waiting: Annotated[int, Field(ge=1)] = 2000
-    max_head_bytes: Annotated[Size, Field(alias="max_head")] = 64 << 20
-    max_held_bytes: Annotated[Size, Field(alias="max_held")] = 1 << 30
+    host: str = setting(parse_host, "127.0.0.1", "Where it listens. `--host` overrides it.")
+    port: int = setting(whole(0, 65535), 8000, "Its port. `--port` overrides it.")
+    allowed_hosts: tuple[str, ...] = setting(
+        _list_of(hosts.parse_allowed), (), "[Names](#security) by which clients may ask, without a port; `*` for any."
+    )
+    api_keys: tuple[str, ...] = setting(_list_of(_secret), (), "The keys of clients. Without any, anyone may ask.")
+    admin_token: str | None = setting(_secret, None, "For all that changes state. Without one, that gets 403.")
+    max_waiting: int = setting(whole(1, MOST_BYTES), 2000, "How many requests may wait, over all models.")
+    max_head: int = setting(BYTES, 64 << 20, "Bytes of a body that may come before its `model`.", "`64MiB`")
+    max_held: int = setting(BYTES, 1 << 30, "Bytes of the bodies of all requests that wait.", "`1GiB`")
 
 
-class Config(_Strict):
-    """Everything.
+def _models(value: object) -> dict[str, ModelConfig]:
+    return _all_of(value, _model_of)
 
-    Attributes:
-        host_memory: what sleepers may hold, those in the vault aside; without it, what the system says that it has.
-        logs: folder of the servers' logs.
-    """
 
-    front: FrontConfig = FrontConfig()
-    host_memory: Size | None = None
-    logs: Annotated[Annotated[Path, AfterValidator(_logs)] | None, Field(strict=False)] = None
-    models: Annotated[dict[Name, ModelConfig], Field(min_length=1)]
+def _model_of(name: object) -> Parse:
+    _name(name)
+    return section(ModelConfig)
+
+
+@dataclass(frozen=True)
+class Config:
+    """All of models.yaml."""
+
+    models: Mapping[str, ModelConfig] = setting(_models, {}, "The models, by name.", "required")
+    front: FrontConfig = setting(section(FrontConfig), FrontConfig(), "The keys of the front.", "as below")
+    host_memory: int | None = setting(
+        BYTES, None, "What sleepers may hold, beside those [in the vault](#with-the-vault).", "what is free, less 2 GiB"
+    )
+    logs: Path | None = setting(_logs, None, "The folder of servers' logs.", "`~/.local/state/cumem-sleep/serve`")
 
     def secrets(self) -> set[str]:
         """All keys and tokens in it."""
@@ -396,6 +437,9 @@ class Config(_Strict):
         """Each name and alias, with the model's name."""
         own = {name: name for name in self.models}
         return {alias: name for name, model in self.models.items() for alias in model.aliases} | own
+
+
+KEYS = {"": Config, "front.": FrontConfig, "models.NAME.": ModelConfig}
 
 
 def load(path: Path) -> Config:
@@ -428,10 +472,12 @@ def parse(text: str, file: str = "models.yaml") -> Config:
     faults = document.faults
     if not faults:
         try:
-            config = Config.model_validate(data)
+            config = section(Config)(data)
             faults = list(_contradictions(config))
-        except ValidationError as error:
-            faults = [_fault(each) for each in error.errors(include_url=False)]
+        except Faulty as error:
+            faults = error.faults
+        except ValueError as error:
+            faults = [Fault((), f"expected {error}")]
     if faults:
         raise ConfigError("\n".join(document.says(fault) for fault in faults))
     return config
@@ -487,23 +533,9 @@ class _Document:
         while path not in self._lines:
             path = path[:-1]
         key = _key(fault.path) or "the file"
-        text = self._texts.get(fault.path)
-        shown = "" if _may_hold_secrets(fault.path) else repr(text) if text is not None else self._in_short(fault.path)
-        value = f": {_cut(masked(shown))}" if shown else ""
+        is_shown = fault.path in self._texts and not _may_hold_secrets(fault.path)
+        value = f": {_cut(masked(repr(self._texts[fault.path])))}" if is_shown else ""
         return f"{self._file}:{self._lines[path]}: {key}{value}: {fault.says}"
-
-    def _in_short(self, path: tuple[str | int, ...]) -> str:
-        """The list or mapping that a key has, on one line; "" if it has keys of its own."""
-        found = self.data
-        for each in path:
-            try:
-                found = found[each]  # type: ignore[index]
-            except (KeyError, IndexError, TypeError):
-                return ""
-        if not _has_no_keys(found):
-            return ""
-        text = yaml.safe_dump(found, default_flow_style=True, sort_keys=False, allow_unicode=True, width=math.inf)
-        return str(text).strip()
 
     def _mapping(self, node: yaml.Node, path: tuple[str | int, ...]) -> dict[object, object]:
         found: dict[object, object] = {}
@@ -544,47 +576,7 @@ def _yaml_fault(file: str, error: yaml.YAMLError) -> str:
     return f"{file}: not YAML: {error}"
 
 
-_NO_KEYS = "expected keys with values, not a list or a single value"
-# What pydantic finds, in our words; {} is for what it says of the limit.
-_WORDS = {
-    "too_short": "expected at least one",
-    "missing": "is missing",
-    "string_pattern_mismatch": "expected a name of letters, digits and . _ : / @ + -, such as Qwen/Qwen3-8B",
-    "dict_type": _NO_KEYS,
-    "model_type": _NO_KEYS,
-    "list_type": "expected a list",
-    "string_type": "expected a string, in quotes if it looks like something else",
-    "int_type": "expected a whole number",
-    "float_type": "expected a number",
-    "float_parsing": "expected a number",
-    "path_type": "expected a path",
-    "greater_than": "expected more than {gt:g}",
-    "greater_than_equal": "expected at least {ge:g}",
-    "less_than_equal": "expected at most {le:g}",
-}
-
-
-def _fault(error: Any) -> Fault:
-    """What pydantic found, in our words."""
-    kind, path = error["type"], tuple(each for each in error["loc"] if each != "[key]")
-    limits = error.get("ctx", {})
-    if kind == "extra_forbidden":
-        return Fault(path, _unknown_key(path))
-    if kind == "literal_error":
-        return Fault(path, f"expected {limits['expected'].replace(chr(39), '')}")
-    if kind == "value_error":
-        return Fault(path, f"expected {limits['error']}")
-    return Fault(path, _WORDS[kind].format_map(limits) if kind in _WORDS else error["msg"])
-
-
-def _unknown_key(path: tuple[str | int, ...]) -> str:
-    known = _keys(_owner(path)[0])
-    close = difflib.get_close_matches(str(path[-1]), known, 1, _CLOSE)
-    hint = f"did you mean {close[0]}? " if close else ""
-    return f"unknown key: {hint}expected one of {', '.join(known)}"
-
-
-def _owner(path: tuple[str | int, ...]) -> tuple[type[BaseModel], int]:
+def _owner(path: tuple[str | int, ...]) -> tuple[type[Any], int]:
     """Whose keys a path goes through last, and where in the path such a key is."""
     if path[:1] == ("front",) and len(path) > 1:
         return FrontConfig, 1
@@ -599,13 +591,6 @@ def _may_hold_secrets(path: tuple[str | int, ...]) -> bool:
     return not path or path[at] not in _keys(owner) or path[at] in _NOT_SHOWN
 
 
-def _has_no_keys(value: object) -> bool:
-    """Whether no words are keys in it, which may be slips, but for those of `idle`."""
-    if isinstance(value, dict):
-        return all(type(key) is int or key == "stop" for key in value) and all(map(_has_no_keys, value.values()))
-    return not isinstance(value, list) or all(map(_has_no_keys, value))
-
-
 def _key(path: tuple[str | int, ...]) -> str:
     """A key for people, up to where a value may follow it in the same word. Names of models have more in them."""
     words = [str(each) for each in path]
@@ -616,12 +601,14 @@ def _key(path: tuple[str | int, ...]) -> str:
     )
 
 
-def _keys(owner: type[BaseModel]) -> list[str]:
-    return [field.alias or name for name, field in owner.model_fields.items()]
+def _keys(owner: type[Any]) -> list[str]:
+    return [each.name for each in fields(owner)]
 
 
 def _contradictions(config: Config) -> Iterator[Fault]:
     """What is wrong although each value is allowed."""
+    if not config.models:
+        yield Fault(("models",), "expected at least one")
     admin_token, keys = config.front.admin_token, (model.api_key for model in config.models.values())
     if admin_token is not None and admin_token in (*config.front.api_keys, *keys):
         yield Fault(("front", "admin_token"), "is an API key, too: expected a token that only operators have")

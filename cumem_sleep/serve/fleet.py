@@ -17,7 +17,7 @@ import os
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
@@ -202,7 +202,7 @@ class Fleet:
         old = self.config
         if old.front != config.front or old.logs != config.logs:
             says.append("front and logs are read at the start alone: restart to change them")
-            config = config.model_copy(update={"front": old.front, "logs": old.logs})
+            config = replace(config, front=old.front, logs=old.logs)
         for name in config.models.keys() - old.models.keys():
             says.append(f"{name} was added")
         for name in old.models.keys() - config.models.keys():

@@ -38,8 +38,8 @@ class Front:
     def __init__(self, fleet: Fleet) -> None:
         settings = fleet.config.front
         self._access = Access(settings)
-        held = HeldRequests(settings.max_held_bytes)
-        self._ways = Ways(fleet, self._access, held, Connections(), settings.max_head_bytes)
+        held = HeldRequests(settings.max_held)
+        self._ways = Ways(fleet, self._access, held, Connections(), settings.max_head)
         self._answers = Answers(fleet, self._access)
         self._sweeper: asyncio.Task[None] | None = None
 

@@ -176,7 +176,7 @@ def _help(options: argparse.Namespace) -> int:
     if options.topic is None:
         parser(_build()).print_help()
     else:
-        print(help_texts.environment(tests=True))
+        print(help_texts.keys() if options.topic == "models.yaml" else help_texts.environment(tests=True))
     return EXIT_OK
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from dataclasses import fields
 
 from ..settings import VARIABLES, plain
 
@@ -169,8 +170,8 @@ SERVE_DESCRIPTION = """\
 Several models behind one OpenAI-compatible port. It starts their servers, puts idle
 models to sleep, and wakes a model when a request comes for it.
 
-models.yaml says which models there are; docs/several-models.md has every key. SIGHUP, or a
-change of the file, reloads what can be. It ends with SIGTERM or Ctrl-C, and its servers too."""
+models.yaml says which models there are; `cumem-sleep help models.yaml` explains every key.
+SIGHUP, or a change of the file, reloads what can be. It ends with SIGTERM or Ctrl-C, and its servers too."""
 
 SERVE_EPILOG = """\
 examples:
@@ -191,16 +192,29 @@ def environment(*, tests: bool = False) -> str:
     Args:
         tests: also those of the test suite.
     """
-    lines = []
-    for variable in VARIABLES.values():
-        if tests or "_TEST_" not in variable.name:
-            default = "" if variable.default == "none" else f" (default: {variable.default.strip('`')})"
-            text = plain(variable.text).replace("`", "").rstrip(".") + default
-            lines += [
-                f"  {variable.name}",
-                *textwrap.wrap(text, 100, initial_indent="      ", subsequent_indent="      "),
-            ]
-    return "\n".join(lines)
+    rows = (each for each in VARIABLES.values() if tests or "_TEST_" not in each.name)
+    return "\n".join(_described(row.name, row.default, row.text) for row in rows)
+
+
+def keys() -> str:
+    """Every key of models.yaml, likewise.
+
+    Raises:
+        ImportError: packages of `serve` are missing.
+    """
+    from ..serve.config import KEYS
+
+    return "\n".join(
+        _described(prefix + each.name, each.metadata["said"], each.metadata["text"])
+        for prefix, section in KEYS.items()
+        for each in fields(section)
+    )
+
+
+def _described(name: str, default: str, text: str) -> str:
+    words = plain(text).replace("`", "").rstrip(".") + ("" if default == "none" else f" (default: {default})")
+    lines = textwrap.wrap(words.replace("`", ""), 100, initial_indent="      ", subsequent_indent="      ")
+    return "\n".join((f"  {name}", *lines))
 
 
 def settings_tables() -> dict[str, str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ..errors import InvalidArgument
-from ..settings import parse_bytes
+from ..settings import BYTES
 from . import help_texts
 
 _LONGEST_PAUSE_S = 3600
@@ -50,7 +50,7 @@ def parser(version: str) -> argparse.ArgumentParser:
     shim = _add(commands, "shim", "print the folder of a package that puts this layer in another's place", json=True)
     shim.add_argument("package", choices=["torch_memory_saver"], help="whose interface it has")
     topic = _add(commands, "help", "explain a topic, as the settings")
-    topic.add_argument("topic", nargs="?", choices=["settings"], help="without one: as --help")
+    topic.add_argument("topic", nargs="?", choices=["settings", "models.yaml"], help="without one: as --help")
     _add_vault(commands)
     _add_serve(commands)
     _add_clients(commands)
@@ -173,7 +173,7 @@ def _add_clients(commands: Any) -> None:
 
 def _size(text: str) -> int:
     try:
-        nbytes = parse_bytes("size", text)
+        nbytes = int(BYTES.read("size", text))
     except InvalidArgument as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     if nbytes < 1:

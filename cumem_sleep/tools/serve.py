@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack, closing, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import SplitResult, urlsplit
@@ -183,7 +184,7 @@ def _with_options(config: Config, options: argparse.Namespace) -> Config:
             parse_host(given["host"])
         except ValueError as error:
             raise InvalidArgument(f"--host {given['host']!r}: expected {error}") from None
-    return config.model_copy(update={"front": config.front.model_copy(update=given)})
+    return replace(config, front=replace(config.front, **given))
 
 
 def _run(work: Any) -> None:

@@ -19,7 +19,7 @@ from ..allocator import CuMemAllocator
 from ..core.levels import is_checkpoint
 from ..errors import CumemSleepError, InvalidState
 from ..for_plugin import note_communicators, prepare_after_warm_up, warming_up
-from ..settings import PREFIX, Settings, parse_bool
+from ..settings import FLAG, PREFIX, Settings
 from . import (
     communicators,
     compatibility,
@@ -101,7 +101,7 @@ def check_variables(environment: Mapping[str, str]) -> None:
         InvalidArgument: one of them has a bad value.
     """
     for variable in (DISABLE, compatibility.UNTESTED):
-        parse_bool(variable, environment.get(variable, "").strip() or "0")
+        FLAG.read(variable, environment.get(variable, "").strip() or "0")
 
 
 def _refusal() -> str | None:
@@ -116,7 +116,7 @@ def _refusal() -> str | None:
 def _is_set(variable: str) -> bool:
     """Whether it is true. A bad value counts as not set: `check_engine_arguments` reports it where it matters."""
     try:
-        return parse_bool(variable, os.environ.get(variable, "").strip() or "0")
+        return bool(FLAG.read(variable, os.environ.get(variable, "").strip() or "0"))
     except CumemSleepError:
         return False
 

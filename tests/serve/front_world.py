@@ -48,7 +48,7 @@ class StubFleet:
 
     def __init__(self, *names: str, aliases: dict[str, str] | None = None, **settings: Any) -> None:
         front = {"host": "127.0.0.1", "allowed_hosts": ["front"], "api_keys": [], "admin_token": None}
-        front |= {"max_head_bytes": 64 << 20, "max_held_bytes": 1 << 30, **settings}
+        front |= {"max_head": 64 << 20, "max_held": 1 << 30, **settings}
         self.config: Any = SimpleNamespace(front=SimpleNamespace(**front), models=dict.fromkeys(names))
         self.aliases = aliases or {}
         self.servers: dict[str, Address] = {}

@@ -14,7 +14,7 @@ from cumem_sleep.http.asgi import not_canonical
 from cumem_sleep.serve import servers
 from cumem_sleep.serve.access import place_of
 from cumem_sleep.serve.address import from_url
-from cumem_sleep.serve.config import ConfigError, ModelConfig, load, parse
+from cumem_sleep.serve.config import ConfigError, ModelConfig, load, parse, section
 from cumem_sleep.serve.engines import ENGINES
 from cumem_sleep.serve.engines.vllm import has_gate
 from cumem_sleep.serve.policy import STOP
@@ -45,7 +45,7 @@ def test_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file.write_text(EXAMPLE.replace("TOKEN", str(tmp_path / "token")))
     config = load(file)
     assert config.host_memory == 200 << 30
-    assert (config.front.port, config.front.api_keys, config.front.admin_token) == (8080, ["one", "two"], "secret")
+    assert (config.front.port, config.front.api_keys, config.front.admin_token) == (8080, ("one", "two"), "secret")
     large, small, theirs = config.models.values()
     assert large.command == ("vllm", "serve", "Qwen/Qwen3-14B", "--gpu-memory-utilization", "0.9")
     assert large.idle == ((60.0, 1), (600.0, 3), (7200.0, STOP))
@@ -70,22 +70,22 @@ def test_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         (
             "{command: vllm serve x, keep: 30x}",
-            "models.a.keep: '30x': expected seconds, or a number with ms, s, m, h or d",
+            "models.a.keep: '30x': expected seconds from 0 to 315360000, or as 500ms, 60s or 1h30m",
         ),
-        ("{command: vllm serve x, gpus: [0, 0]}", "models.a.gpus: [0, 0]: expected each GPU once"),
-        ("{command: vllm serve x, gpus: [one]}", "models.a.gpus: [one]: expected a list of GPU numbers from 0"),
-        ("{command: vllm serve x, share: 1.5}", "models.a.share: '1.5': expected at most 1"),
-        ("{command: vllm serve x, idle: {4: 1s}}", "models.a.idle: {4: 1s}: expected 1, 2, 3 or stop"),
+        ("{command: vllm serve x, gpus: [0, 0]}", "models.a.gpus: expected each GPU once"),
+        ("{command: vllm serve x, gpus: [one]}", "models.a.gpus: expected a list of GPU numbers from 0"),
+        ("{command: vllm serve x, share: 1.5}", "models.a.share: '1.5': expected a number above 0, and at most 1"),
+        ("{command: vllm serve x, idle: {4: 1s}}", "models.a.idle: expected 1, 2, 3 or stop"),
         (
             "{command: vllm serve x, idle: {1: 2h, stop: 1m}}",
-            "models.a.idle: {1: 2h, stop: 1m}: expected a deeper sleep after a longer time",
+            "models.a.idle: expected a deeper sleep after a longer time",
         ),
         ("{command: vllm serve x, idle: 60s}", "models.a.idle: '60s': expected never, or depths with durations"),
-        ("{command: vllm serve x, levels: [1, 1]}", "models.a.levels: [1, 1]: expected each level once"),
-        ("{command: vllm serve x, at_start: yes}", "models.a.at_start: 'yes': expected awake, asleep or stopped"),
+        ("{command: vllm serve x, levels: [1, 1]}", "models.a.levels: expected each level once"),
+        ("{command: vllm serve x, at_start: yes}", "models.a.at_start: 'yes': expected one of asleep, awake, stopped"),
         (
             "{command: vllm serve x, host_memory: 3XB}",
-            "models.a.host_memory: '3XB': expected bytes, or a number with KiB",
+            "models.a.host_memory: '3XB': expected a number of bytes, as",
         ),
         ('{command: "vllm \'serve"}', "expected a command with valid shell quoting (No closing quotation)"),
         ("{command: vllm serve x, url: 'http://h:1'}", "models.a: expected either command or url, not both"),
@@ -93,7 +93,7 @@ def test_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("{url: 'h:1'}", "models.a.url: 'h:1': expected http://HOST:PORT"),
         (
             "{url: 'http://h:1', idle: {stop: 1h}}",
-            "models.a.idle: {stop: 1h}: a server by url cannot be stopped from here",
+            "models.a.idle: a server by url cannot be stopped from here",
         ),
         ("{url: 'http://h:1', env: {A: b}}", "models.a.env: is only for servers with a command"),
         ("{command: vllm serve x, aliases: [a]}", "models.a.aliases.0: 'a': is taken by its own name or alias"),
@@ -115,7 +115,7 @@ def test_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             "write --uds {socket}, or --host 127.0.0.1 --port {por",
         ),
         ("{engine: vllm, command: python -m my_server}", "does not say where it listens: put {port} or {socket} where"),
-        ("{engine: triton, command: 'x {port}'}", "models.a.engine: 'triton': expected vllm, sglang or command"),
+        ("{engine: triton, command: 'x {port}'}", "models.a.engine: 'triton': expected one of vllm, sglang, command"),
         ("{command: 'sglang serve --model-path {socket}'}", "sglang has no Unix socket: leave {socket} out"),
         ("{command: sglang serve --model-path m --port 80}", "--port is for this front to choose"),
         ("{command: sglang serve --model-path m --host 0.0.0.0}", "--host 0.0.0.0 would open the server"),
@@ -136,19 +136,18 @@ def test_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             "{command: 'python -m vllm.entrypoints.openai.api_server --model x --port 80'}",
             "--port is for this front to choose",
         ),
-        ("{command: vllm serve x, share: much}", "models.a.share: 'much': expected a number"),
+        ("{command: vllm serve x, share: much}", "models.a.share: 'much': expected a number above"),
         ("{command: vllm serve x, aliases: one}", "models.a.aliases: 'one': expected a list"),
         (
             "{command: vllm serve x, env: {CUMEM_SLEEP_IDLE_S: '60'}}",
             "models.a.env: expected no CUMEM_SLEEP_IDLE_S: when",
         ),
         ("{command: vllm serve x, env: {A: 1}}", "models.a.env.A: expected a string, in quotes if it looks"),
-        ("{command: vllm serve x, levels: [@]}".replace("@", "1, " * 40), f"models.a.levels: [{'1, ' * 33}…: expected"),
         ("7", "models.a: expected keys with values, not a list"),
         ("{command: vllm serve x, gpus: [0x@]}".replace("@", "f" * 5000), "…: expected a number of at most 64 bits"),
         ('{command: "vllm serve \\0"}', "models.a.command: 'vllm serve \\x00': expected a program and its words, with"),
         ('{command: [vllm, serve, "\\ud800"]}', "expected a program and its words, without NUL and halves of letters"),
-        ('{command: ["", "{port}"]}', "models.a.command: ['', '{port}']: expected a program"),
+        ('{command: ["", "{port}"]}', "models.a.command: expected a program"),
         ("{command: vllm serve x, env: {A=B: x}}", "models.a.env: expected names without = and values, all without"),
         ('{command: vllm serve x, env: {"": x}}', "halves of letters: not ''"),
         ('{command: vllm serve x, env: {A: "\\0SECRET"}}', "halves of letters: not 'A'"),
@@ -171,7 +170,7 @@ def test_what_is_wrong_with_a_model_is_named_with_its_line(model: str, says: str
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("", "the.yaml:1: models: is missing"),
+        ("", "the.yaml:1: models: expected at least one"),
         ("models: {}", "the.yaml:1: models: expected at least one"),
         ("models:\n  a: [", "the.yaml:2: not YAML: expected the node content"),
         (
@@ -186,14 +185,17 @@ def test_what_is_wrong_with_a_model_is_named_with_its_line(model: str, says: str
             "models:\n  a: {command: vllm serve x}\n  b: {command: vllm serve x, aliases: [a]}",
             "the.yaml:3: models.b.aliases.0: 'a': is taken by",
         ),
-        ("models: {a: {command: vllm serve x}}\nhost_memory: lots", "the.yaml:2: host_memory: 'lots': expected bytes"),
+        (
+            "models: {a: {command: vllm serve x}}\nhost_memory: lots",
+            "the.yaml:2: host_memory: 'lots': expected a number of bytes",
+        ),
         (
             "models: {a: {command: vllm serve x}}\nfront: {prot: 1}",
             "the.yaml:2: front.prot: unknown key: did you mean port?",
         ),
         (
             "models: {a: {command: vllm serve x}}\nfront: {port: 99999}",
-            "the.yaml:2: front.port: '99999': expected at most 65535",
+            "the.yaml:2: front.port: '99999': expected a whole number from 0 to 65535",
         ),
         (
             "models: {a: {command: vllm serve x}}\nfront: {allowed_hosts: ['a:80']}",
@@ -361,17 +363,17 @@ def test_what_the_documentation_shows_is_right(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_vllm_is_told_where_to_listen_what_it_is_called_and_to_have_sleep_mode() -> None:
-    model = ModelConfig.model_validate({"command": "vllm serve Qwen/Qwen3-8B", "aliases": ["gpt"]})
+    model = section(ModelConfig)({"command": "vllm serve Qwen/Qwen3-8B", "aliases": ["gpt"]})
     words = servers.command_line("qwen", model, from_url("unix:/run/q.sock", None))
     assert words[3:] == ["--uds", "/run/q.sock", "--enable-sleep-mode", "--served-model-name", "qwen", "gpt"]
 
 
 def test_what_a_command_says_itself_is_left_as_it_is() -> None:
     command = "/opt/bin/vllm serve m --enable-sleep-mode --served-model=mine --host 127.0.0.1 --port {port}"
-    model = ModelConfig.model_validate({"command": command})
+    model = section(ModelConfig)({"command": command})
     words = servers.command_line("qwen", model, from_url("http://127.0.0.1:8123", None))
     assert words == command.replace("{port}", "8123").split()
-    other = ModelConfig.model_validate({"command": "my-server --socket {socket}"})
+    other = section(ModelConfig)({"command": "my-server --socket {socket}"})
     assert servers.command_line("x", other, from_url("unix:/s", None)) == ["my-server", "--socket", "/s"]
 
 
@@ -415,7 +417,7 @@ def test_a_vllm_in_a_text_for_a_shell_may_say_itself_where_it_listens() -> None:
 
 
 def test_a_server_gets_its_gpus_and_no_secret_of_the_front() -> None:
-    model = ModelConfig.model_validate({"command": "x", "gpus": [1, 2], "env": {"A": "b", "CUMEM_SLEEP_PREPARE": "0"}})
+    model = section(ModelConfig)({"command": "x", "gpus": [1, 2], "env": {"A": "b", "CUMEM_SLEEP_PREPARE": "0"}})
     inherited = {"CUDA_VISIBLE_DEVICES": "4,5,7", "VLLM_API_KEY": "k", "CUMEM_SLEEP_SERVE_TOKEN": "t", "HOME": "/h"}
     found = servers.environment(model, inherited)
     assert found["CUDA_VISIBLE_DEVICES"] == "5,7"
@@ -428,19 +430,19 @@ def test_a_server_gets_its_gpus_and_no_secret_of_the_front() -> None:
 
 def test_a_server_does_not_sleep_or_wake_by_settings_of_the_front() -> None:
     of_front = {"CUMEM_SLEEP_IDLE_S": "60", "CUMEM_SLEEP_ON_REQUEST": "wake", "CUMEM_SLEEP_DEEP_AFTER_S": "60"}
-    found = servers.environment(ModelConfig.model_validate({"command": "x"}), {**of_front, "HOME": "/h"})
+    found = servers.environment(section(ModelConfig)({"command": "x"}), {**of_front, "HOME": "/h"})
     assert found["HOME"] == "/h"
     assert not of_front.keys() & found.keys()
 
 
 def test_a_server_with_the_gate_needs_no_development_mode() -> None:
     inherited = {"VLLM_SERVER_DEV_MODE": "1", "CUMEM_SLEEP_ADMIN": "unix:/x", "CUMEM_SLEEP_ADMIN_TOKEN": "of others"}
-    model = ModelConfig.model_validate({"command": "x"})
+    model = section(ModelConfig)({"command": "x"})
     found = servers.environment(model, inherited, token="t")
     assert found["CUMEM_SLEEP_ADMIN_TOKEN"] == "t"
     assert not {"VLLM_SERVER_DEV_MODE", "CUMEM_SLEEP_ADMIN"} & found.keys()
     own = {"VLLM_SERVER_DEV_MODE": "1", "CUMEM_SLEEP_ADMIN_TOKEN": "another"}
-    found = servers.environment(ModelConfig.model_validate({"command": "x", "env": own}), {}, token="t")
+    found = servers.environment(section(ModelConfig)({"command": "x", "env": own}), {}, token="t")
     assert (found["VLLM_SERVER_DEV_MODE"], found["CUMEM_SLEEP_ADMIN_TOKEN"]) == ("1", "t")
 
 
@@ -495,7 +497,7 @@ def test_a_vllm_may_be_where_the_front_is(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_vllm_has_the_gate_once(given: str) -> None:
     command = f"vllm serve m {given}".split()
     assert has_gate(command, {"PATH": "/nowhere"}) == bool(given)
-    model = ModelConfig.model_validate({"command": command})
+    model = section(ModelConfig)({"command": command})
     address = from_url("unix:/s", None)
     words = servers.command_line("m", model, address, "t")
     assert " ".join(words).count("cumem_sleep.vllm.SleepGate") == 1
@@ -523,12 +525,12 @@ def test_a_command_says_which_engine_it_starts(command: str, engine: str) -> Non
 
 
 def test_an_sglang_listens_here_and_keeps_its_weights_when_it_releases_them() -> None:
-    model = ModelConfig.model_validate({"command": "sglang serve --model-path m", "aliases": ["gpt"]})
+    model = section(ModelConfig)({"command": "sglang serve --model-path m", "aliases": ["gpt"]})
     words = servers.command_line("qwen", model, from_url("http://127.0.0.1:8123", None))
     added = "--host 127.0.0.1 --port 8123 --served-model-name qwen --enable-memory-saver --enable-weights-cpu-backup"
     assert words == [*["sglang", "serve", "--model-path", "m"], *added.split()]
     whole = {"command": " ".join(words)}
-    assert servers.command_line("q", ModelConfig.model_validate(whole), from_url("http://127.0.0.1:1", None)) == words
+    assert servers.command_line("q", section(ModelConfig)(whole), from_url("http://127.0.0.1:1", None)) == words
 
 
 @pytest.mark.parametrize("program", ["sglang serve", "python -m sglang.launch_server"])
@@ -537,7 +539,7 @@ def test_an_sglang_gets_this_layer_where_this_package_is_installed(tmp_path: Pat
     for name in ("sglang", "python"):
         (tmp_path / "bin" / name).touch(mode=0o755)
     env = {"PATH": f"{tmp_path}/bin", "PYTHONPATH": "/mine"}
-    model = ModelConfig.model_validate({"command": f"{program} --model-path m", "env": env})
+    model = section(ModelConfig)({"command": f"{program} --model-path m", "env": env})
     assert servers.environment(model, {})["PYTHONPATH"] == "/mine"
     packages = tmp_path / "lib/python3.12/site-packages"
     (packages / "cumem_sleep-0.1.0.dist-info").mkdir(parents=True)
@@ -572,8 +574,6 @@ def test_who_has_no_home_may_still_name_a_folder_of_logs(state: str, monkeypatch
 
 def test_files_of_different_models_differ() -> None:
     names = ["a/b", "a_b", "a" * 60, "a" * 61, "ok"]
-    files = {
-        servers.Server(name, ModelConfig.model_validate({"command": "x"}), Path("/l"), Path("/s")).log for name in names
-    }
+    files = {servers.Server(name, section(ModelConfig)({"command": "x"}), Path("/l"), Path("/s")).log for name in names}
     assert len(files) == len(names)
     assert all(len(file.name) < 60 for file in files)

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -427,7 +428,7 @@ def test_backups_that_are_prepared_need_no_more_host_memory(tmp_path: Path, monk
         nonlocal available
         with_layer = command("a", f"--weights-bytes {60 << 30} --prepared-bytes {60 << 30}")
         models = {"a": {"command": with_layer, "host_memory": None, "at_start": "awake"}}
-        async with running(config(tmp_path, **models).model_copy(update={"host_memory": None})) as fleet:
+        async with running(replace(config(tmp_path, **models), host_memory=None)) as fleet:
             await fleet.wake("a")
             available = 40 << 30
             await fleet.reload(fleet.config)
@@ -463,7 +464,7 @@ def test_sleeps_that_overlap_do_not_count_on_the_same_host_memory(
             name: {**common, "command": command(name, "--sleep-seconds 0.5"), "gpus": [gpu]}
             for gpu, name in enumerate(("a", "b"))
         }
-        async with running(config(tmp_path, **models).model_copy(update={"host_memory": 200 << 30})) as fleet:
+        async with running(replace(config(tmp_path, **models), host_memory=200 << 30)) as fleet:
             await asyncio.gather(*map(fleet.wake, models))
             await asyncio.gather(*map(fleet.sleep, models))
             assert sorted(model.level or 0 for model in fleet.status().models) == levels
@@ -519,7 +520,7 @@ def test_kept_kv_cache_leaves_before_a_model_sleeps_deeper(
 
     async def scenario() -> None:
         models = {"a": keeper("a", *(["--fail-resets 1"] if fails else [])), **{name: keeper(name) for name in "bcd"}}
-        whole = config(tmp_path, **models).model_copy(update={"host_memory": 36 * GIB})
+        whole = replace(config(tmp_path, **models), host_memory=36 * GIB)
         async with running(whole) as fleet:
             await wake_in_turns(fleet, "a", "b", "c")
             status = fleet.status()
@@ -732,7 +733,7 @@ def test_a_server_that_woke_on_its_way_to_a_deeper_sleep_is_not_taken_for_asleep
 
     async def scenario() -> None:
         models = {"a": keeper("a"), "b": {**keeper("b"), "levels": [2, "stop"]}}
-        whole = config(tmp_path, **models).model_copy(update={"host_memory": 100 * GIB})
+        whole = replace(config(tmp_path, **models), host_memory=100 * GIB)
         async with running(whole) as fleet:
             await wake_in_turns(fleet, "a", "b")
             await fleet.sleep("b", 2)

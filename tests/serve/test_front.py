@@ -244,7 +244,7 @@ def test_the_only_model_need_not_be_named() -> None:
 
 def test_a_model_that_comes_too_late_in_the_body() -> None:
     async def scenario() -> None:
-        async with a_world(max_head_bytes=1 << 20) as world:
+        async with a_world(max_head=1 << 20) as world:
             server = await world.server("one")
             late = b'{"prompt": "' + b"x" * (3 << 20) + b'", "model": "one"}'
             answer = await world.ask(post("/v1/completions", late))
@@ -624,7 +624,7 @@ def test_of_many_long_bodies_as_many_are_held_as_may_be(nbytes: int, fit: int) -
     """The first MiB, in which a model is looked for, is held elsewhere than the rest."""
 
     async def scenario() -> None:
-        async with a_world(max_held_bytes=20 << 20) as world:
+        async with a_world(max_held=20 << 20) as world:
             server = await world.server("one")
             world.fleet.held = asyncio.Event()
             body = b'{"model": "one", "prompt": "' + b"x" * nbytes + b'"}'

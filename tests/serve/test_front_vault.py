@@ -9,7 +9,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Collection, Coroutine, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -170,7 +170,7 @@ def test_what_the_vault_has_yet_to_take_is_not_for_others(tmp_path: Path, monkey
         models: dict[str, Any] = {"a": {}, "b": {"env": {"CUMEM_SLEEP_VAULT": "auto"}}}
         models |= {"c": {"env": {"CUMEM_SLEEP_VAULT": "off"}}, "d": {"url": "http://127.0.0.1:1"}}
         stopped = {name: {**each, "at_start": "stopped"} for name, each in models.items()}
-        parsed = config(tmp_path, **stopped).model_copy(update={"host_memory": None})
+        parsed = replace(config(tmp_path, **stopped), host_memory=None)
         async with running(parsed, look_at_vaults=look) as fleet:
             assert fleet.status().host.budget_bytes == (256 - 150 - 2) * GIB
             assert asked == [{"auto", "/run/of-all"}]

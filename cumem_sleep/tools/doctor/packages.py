@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ...core.torch_pools import OLDEST_TORCH
 from ...errors import CumemSleepError
-from ...settings import PREFIX, Settings, parse_bool
+from ...settings import FLAG, PREFIX, Settings
 from ...vllm import compatibility, plugin
 from ..machine import TRITON_DISTRIBUTIONS, Machine
 from .report import Check, CheckStatus
@@ -103,7 +103,7 @@ def vllm(machine: Machine) -> Check:
 def _is_on(machine: Machine, variable: str) -> bool:
     """Bad values count as off: the check of the settings reports them."""
     try:
-        return parse_bool(variable, machine.environment.get(variable, "").strip() or "0")
+        return bool(FLAG.read(variable, machine.environment.get(variable, "").strip() or "0"))
     except CumemSleepError:
         return False
 
