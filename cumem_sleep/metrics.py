@@ -138,7 +138,6 @@ FRONT = _table(
 VAULT = _table(
     ("vault_memory_bytes", "", "gauge", "What the vault may hold."),
     ("vault_pinned_bytes", "", "gauge", "What it has taken and pinned."),
-    ("vault_adopted_bytes", "", "gauge", "What it has adopted from another vault."),
     ("vault_free_bytes", "", "gauge", "Pinned, and no backup in it."),
     ("vault_left_bytes", "", "gauge", "Room for further backups: free, evictable, or yet to be pinned."),
     ("vault_asleep_bytes", "", "gauge", "Backups of segments that sleep."),

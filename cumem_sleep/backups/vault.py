@@ -1,6 +1,6 @@
 """The tier of the host: the vault keeps the bytes and copies them, and processes that sleep pin nothing.
 
-While no vault answers, what it kept is read from its slabs by this process; a new vault adopts it without a copy.
+What a vault that has ended has kept, and while none answers, is read from its slabs by this process.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from ..vault.client import (
     NO_MORE_FILES,
     LentMemory,
     Sealed,
-    Shown,
     SlabTable,
     VaultBackup,
     VaultClient,
@@ -53,7 +52,7 @@ class VaultExtent:
         sealed: what it holds; others may share it, so it is not written again. None: not known yet.
         needed: the vault may not evict it.
         is_lost: it went with the vault that kept it, or that vault has given it away.
-        is_in_the_way: a vault that spills has adopted it, and can neither spill it nor evict it.
+        is_distrusted: it holds other bytes than it was sealed with.
     """
 
     gpu: str
@@ -62,17 +61,12 @@ class VaultExtent:
     sealed: Key | None = None
     needed: bool = True
     is_lost: bool = False
-    is_in_the_way: bool = False
+    is_distrusted: bool = False
     bytes: int = field(init=False)
     address: int = 0  # no kernel reaches it
 
     def __post_init__(self) -> None:
         self.bytes = self.backup.nbytes
-
-    @property
-    def is_in_files(self) -> bool:
-        """No other vault adopts these: this process reads them when the vault has ended, if it has all descriptors."""
-        return any(is_file(extent.slab) or extent.slab not in self.slabs.by_number for extent in self.backup.extents)
 
     def descriptor(self, slab: int) -> int:
         """Of that slab, for reading. Raises VaultLost: this process can open no more files, or could not be sent it."""
@@ -206,7 +200,7 @@ class VaultTier(Tier):
             self.check(extent, client)
             if extent.sealed is None:
                 # Only bytes that are stored as they are may be shared: the same bytes can be encoded in several ways,
-                # and not everybody can decode them. Under a name of its own, another vault can adopt a backup still.
+                # and not everybody can decode them. Under a name of its own, a backup can be spilled still.
                 encoding = f"private {uuid.uuid4()}" if content.is_encoded else ""
                 extent.sealed = Key(str(content.digest), content.bytes, encoding)
                 described.append(Sealed(extent.backup, extent.sealed))
@@ -220,15 +214,15 @@ class VaultTier(Tier):
             for extent in _mine(extents)
             if extent.needed is not needed
         ]
-        # Of what was not needed nobody knows whether the vault has evicted it before it was lost.
-        doubtful = {place for place, extent in changing if needed or extent.is_lost}
-        for (
-            _,
-            extent,
-        ) in changing:  # whatever becomes of the question: of what is not needed, the vault may evict it now
-            extent.needed = extent.needed and needed
         client = self._client
-        if client is None or client.lost is not None:
+        lost = client.lost if client is not None else None
+        # Of what was not needed nobody knows whether the vault has evicted it before it was lost. What a vault that has
+        # ended kept for who does not need it, no other one has.
+        is_over = lost is not None and not lost.may_go_on
+        doubtful = {place for place, extent in changing if needed or extent.is_lost or is_over}
+        for _, extent in changing:  # whatever becomes of the question: what is not needed, the vault may evict now
+            extent.needed = extent.needed and needed
+        if client is None or lost is not None:
             return sorted(doubtful)
         known = [extent for _, extent in changing if not extent.is_lost]
         try:
@@ -237,18 +231,12 @@ class VaultTier(Tier):
             return sorted(doubtful)
         for extent in known:
             extent.needed = needed
-        return sorted(
-            {
-                place
-                for place, extent in changing
-                if extent.is_lost or extent.backup in gone or (extent.is_in_the_way and not needed)
-            }
-        )
+        return sorted({place for place, extent in changing if extent.is_lost or extent.backup in gone})
 
     def distrust(self, backups: Sequence[Sequence[Extent]]) -> None:  # noqa: D102
         mine = [extent for extents in backups for extent in _mine(extents)]
-        for extent in mine:  # to be told to the next vault, too
-            extent.slabs.distrusted.add(extent.backup.number)
+        for extent in mine:  # a vault that is silent is told when it goes on
+            extent.is_distrusted = True
         if self._client is not None:
             with suppress(VaultError):
                 self._client.distrust([extent.backup for extent in mine if self._keeps(extent)])
@@ -257,12 +245,11 @@ class VaultTier(Tier):
         mine = _mine(extents)
         for extent in mine:
             self._extents.pop(id(extent), None)
-        tables = {id(extent.slabs) for extent in self._extents.values()} if self._left else set()
-        for client in [client for client in self._left if id(client.slabs) not in tables]:
+        for client in [*self._left, *([] if self._client is None else [self._client])]:
+            client.release([extent.backup for extent in mine if extent.slabs is client.slabs])
+        for client in [client for client in self._left if not client.slabs.by_number]:
             self._left.remove(client)
             client.close()
-        if self._client is not None:
-            self._client.release([extent.backup for extent in mine if self._keeps(extent)])
 
     def content(self, extent: Extent, offset: int, nbytes: int) -> npt.NDArray[np.uint8]:  # noqa: D102
         (mine,) = _mine([extent])
@@ -374,7 +361,7 @@ class VaultTier(Tier):
         self.taken_back([*self._loans])
         for extent in kept:
             extent.is_lost = extent.backup in gone
-        client.distrust([extent.backup for extent in kept if extent.backup.number in client.slabs.distrusted])
+        client.distrust([extent.backup for extent in kept if extent.is_distrusted])
         retained = [extent for extent in kept if not extent.needed and not extent.is_lost]
         evicted = client.mark([extent.backup for extent in retained], needed=False)  # that may not have been heard
         for extent in retained:
@@ -382,18 +369,17 @@ class VaultTier(Tier):
         log.info("the vault at %s answers again: it keeps all backups that there were", client.path)
 
     def _leave(self, before: VaultClient, client: VaultClient) -> None:
-        """The vault has ended, and another one serves its socket."""
-        try:
-            if before.lost is not None and before.lost.may_go_on:
-                raise before.lost.with_traceback(None)
-            self._show_all(client)
-        except BaseException:
+        """The vault has ended, and another one, which has nothing of what it kept, serves its socket."""
+        if before.lost is not None and before.lost.may_go_on:
             client.close()
-            raise
+            raise before.lost.with_traceback(None)
+        self.hear()
         self.taken_back([*self._loans])
-        self._left.append(before)  # its slabs are read as long as backups lie there that were not adopted
+        for extent in self._extents.values():
+            extent.is_lost = True
+        self._left.append(before)  # its slabs are read as long as backups lie there
         self._client = client
-        log.info("another vault has taken over at %s: it keeps all backups that there were", client.path)
+        log.info("another vault serves %s: what the one before kept is read by this process itself", client.path)
 
     def reader(self) -> VaultClient | None:
         """The connection for reading backups back; None where this process has to do it itself."""
@@ -420,22 +406,6 @@ class VaultTier(Tier):
         """
         if extent.slabs is not client.slabs or extent.is_lost:
             raise VaultLost("the vault was replaced by another in the middle of this: call again")
-
-    def _show_all(self, client: VaultClient) -> None:
-        """Let this vault adopt what the one before has left behind: all that was complete, and could not be evicted."""
-        self.hear()
-        there = [extent for extent in self._extents.values() if extent.backup.extents]
-        kept = [e for e in there if e.sealed is not None and e.needed and not e.is_in_files]
-        adopted: list[tuple[VaultExtent, VaultBackup]] = []
-        for gpu in sorted({extent.gpu for extent in kept}):
-            mine = [extent for extent in kept if extent.gpu == gpu]
-            shown = [Shown(extent.backup, extent.sealed, extent.slabs) for extent in mine if extent.sealed]
-            adopted += zip(mine, client.show(gpu, shown), strict=True)
-        for extent, backup in adopted:  # not before all have succeeded
-            extent.backup, extent.slabs = backup, client.slabs
-            extent.is_in_the_way = bool(client.slabs.moves)
-        for extent in self._extents.values():
-            extent.is_lost = extent.slabs is not client.slabs
 
 
 class VaultTransfers(Transfers):

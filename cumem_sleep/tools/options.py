@@ -128,8 +128,8 @@ def _add_vault(commands: Any) -> None:
     command.add_argument("--spill-size", type=_size, metavar="SIZE", help=text)
     text = "spill in the background so that this much memory is free, or can be at once (default: 0)"
     command.add_argument("--spill-free", type=_size, metavar="SIZE", help=text)
-    text = "when it is told to end while others sleep: hand-over (default): end; they wake from its memory themselves,"
-    text += " and the next vault adopts it. wait: end when they have woken; a second signal ends it"
+    text = "when it is told to end while others sleep: hand-over (default): end; they wake from its memory"
+    text += " themselves. wait: end when they have woken; a second signal ends it"
     command.add_argument("--at-exit", choices=("hand-over", "wait"), default="hand-over", help=text)
     subcommands = command.add_subparsers(title="commands", metavar="COMMAND")
     status = _add(subcommands, "status", "what it holds, and for whom", "vault status")

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ..serve.config import Config
     from ..serve.status import VaultStatus
 
-_OF_VAULTS = ("memory", "pinned", "adopted", "touched", "asleep", "left", "spilled", "files_free", "files_read")
+_OF_VAULTS = ("memory", "pinned", "touched", "asleep", "left", "spilled", "files_free", "files_read")
 _LOOK_WITHIN_S = 30.0
 _ASK_WITHIN_S = 1800.0  # a model that is to be woken may have to be started
 _MOST_ANSWER_BYTES = 64 << 20
@@ -116,7 +116,7 @@ def look_at_vaults(sockets: Collection[str]) -> VaultStatus | None:
     if not found:
         return None
     total = {name: sum(facts[f"{name}_bytes"] for facts in found) for name in _OF_VAULTS}
-    to_come = total["memory"] - total["pinned"] - total["adopted"] - total["touched"]
+    to_come = total["memory"] - total["pinned"] - total["touched"]
     left = total["left"] + total["files_free"]
     spilled = {each["pid"]: each["spilled_bytes"] for facts in found for each in facts["clients"] if each["pid"]}
     read_s = sum(facts["files_read_bytes"] / facts["files_read_gbps"] for facts in found if facts["files_read_gbps"])

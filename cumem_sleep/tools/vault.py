@@ -166,9 +166,8 @@ class VaultReport:
         """One line."""
         facts = self.facts
         taken = f"{format_bytes(facts['pinned_bytes'])} of {format_bytes(facts['memory_bytes'])} pinned"
-        adopted = f", {format_bytes(facts['adopted_bytes'])} adopted" if facts["adopted_bytes"] else ""
         mark = "simulated: " if self.simulated else ""
-        return f"{mark}vault of pid {facts['pid']} at {facts['socket']}: {taken}{adopted}"
+        return f"{mark}vault of pid {facts['pid']} at {facts['socket']}: {taken}"
 
     def tables(self) -> list[Table]:
         """Memory, GPUs, clients."""

@@ -25,9 +25,7 @@ from .protocol import Channel, Nonsense, NoRoomForDescriptors, OtherVersion, Tab
 DEADLINE_S = 5.0  # of silence: the vault says every second that it is at work
 NO_MORE_FILES = "this process can open no more files: raise the limit of its open files (ulimit -n)"
 _BRIEFLY_S = 1.0  # how long a question of no consequence waits for its answer
-_SHOWN_AT_ONCE = 10_000  # extents
-_HAND_OUT = ("reserve", "find", "show")  # backups
-_TAKE_LONG = ("reserve", "show")  # as long as memory is still being taken
+_HAND_OUT = ("reserve", "find")  # backups
 _LOOK_INTERVAL_S = 0.02
 
 _Item = TypeVar("_Item")
@@ -61,14 +59,6 @@ class Sealed(NamedTuple):
     key: Key
 
 
-class Shown(NamedTuple):
-    """A backup that another vault has left behind: its extents lie in `slabs`, by their numbers there."""
-
-    backup: VaultBackup
-    key: Key
-    slabs: SlabTable
-
-
 @dataclass(eq=False)
 class LentMemory:
     """Physical memory of this process that the vault may map, until `VaultClient.begin_to_take_back`."""
@@ -86,14 +76,12 @@ class SlabTable:
         by_number: the descriptor of each, which is the table's to close, and the size of the slab in bytes.
         folders: of those that are files, by their numbers.
         backups: that lie in them, by their numbers, as long as somebody has them.
-        distrusted: the numbers of those that hold other bytes than they were sealed with.
     """
 
     def __init__(self) -> None:
         self.by_number: dict[int, tuple[int, int]] = {}
         self.folders: dict[int, Path] = {}
         self.backups: weakref.WeakValueDictionary[int, VaultBackup] = weakref.WeakValueDictionary()
-        self.distrusted: set[int] = set()
         self.moves: list[MoveReader] = []  # of this connection, if its vault spills, after those before it
         self._backups: Counter[int] = Counter()
 
@@ -460,21 +448,6 @@ class VaultClient:
                     self._closed_slabs += [slab for slab in closed if slab not in self.slabs.by_number]
                 self._unclaimed, closed = self._unclaimed[protocol.MAX_BACKUPS :], []
 
-    @_in_turn
-    def show(self, gpu: str, shown: Sequence[Shown]) -> list[VaultBackup]:
-        """Let this vault adopt what another one has left behind, without a copy: all, or none.
-
-        The slabs become unwritable for everybody, so the other vault must have ended.
-
-        Raises:
-            VaultError: it has not.
-            OutOfHostMemory: with these this vault would have more than it may.
-        """
-        with self._all_or_none() as adopted:
-            for part in _shown_at_once(shown):
-                adopted.extend(self._show(gpu, part))
-            return adopted
-
     @contextmanager
     def _all_or_none(self) -> Iterator[list[Any]]:
         """The backups that the list has by then go back if what is inside fails."""
@@ -485,28 +458,6 @@ class VaultClient:
             if handed_out:
                 self.release([each for each in handed_out if each is not None])
             raise
-
-    def _show(self, gpu: str, shown: Sequence[Shown]) -> list[VaultBackup]:
-        places = _places(shown)
-        at = {place: number for number, place in enumerate(places)}
-        backups = [
-            {
-                **_described(each.key),
-                "bytes": each.backup.nbytes,
-                "extents": [(at[each.slabs, slab], offset, nbytes) for slab, offset, nbytes in each.backup.extents],
-                "distrusted": each.backup.number in each.slabs.distrusted,
-            }
-            for each in shown
-        ]
-        descriptors: list[int] = []
-        try:
-            for table, slab in places:
-                descriptors.append(os.dup(table.by_number[slab][0]))
-        except OSError:
-            protocol.close_all(descriptors)
-            raise VaultError(NO_MORE_FILES) from None
-        facts = self._ask("show", descriptors, gpu=gpu, backups=backups)["backups"]
-        return [self._backup(each) for each in self._readable(facts)]
 
     # Copies
 
@@ -585,12 +536,10 @@ class VaultClient:
     # How it is said
 
     @_in_turn
-    def _ask(
-        self, verb: str, descriptors: Sequence[int] = (), look: Callable[[], None] | None = None, **facts: Any
-    ) -> dict[str, Any]:
-        request = self._begin(verb, descriptors, **facts)
+    def _ask(self, verb: str, look: Callable[[], None] | None = None, **facts: Any) -> dict[str, Any]:
+        request = self._begin(verb, **facts)
         try:
-            return self._answer_to(request, look or (self._look if verb in _TAKE_LONG else None))
+            return self._answer_to(request, look or (self._look if verb == "reserve" else None))
         except CumemSleepError:
             raise
         except NoRoomForDescriptors:
@@ -714,8 +663,6 @@ class VaultClient:
             if message.descriptors_lost:
                 self._lose(NO_MORE_FILES)
             self.slabs.moves += [MoveReader(descriptor) for descriptor in message.descriptors]
-        elif "distrusted" in body:
-            self.slabs.distrusted.update(body["distrusted"])
         elif "cut" in body:
             self._lose(f"the vault has cut this process off: {body['cut']}", may_go_on=True)
         elif body.get("id") in self._given_up:
@@ -748,8 +695,6 @@ class VaultClient:
 
     def _fill(self, backup: VaultBackup, facts: dict[str, Any]) -> None:
         backup.nbytes = facts["bytes"]
-        if facts["distrusted"]:
-            self.slabs.distrusted.add(backup.number)
         self.slabs.put(backup, tuple(SlabRange(*extent) for extent in facts["extents"]))
 
 
@@ -761,28 +706,6 @@ def _parts(items: Sequence[_Item]) -> list[Sequence[_Item]]:
 
 def _numbers(backups: Iterable[VaultBackup]) -> list[int]:
     return [each.number for each in backups]
-
-
-def _shown_at_once(shown: Sequence[Shown]) -> Iterator[list[Shown]]:
-    """In parts that one message can carry. That is more than one backup can need: no vault has so many slabs."""
-    part: list[Shown] = []
-    places: set[tuple[SlabTable, int]] = set()
-    extents = 0
-    for each in shown:
-        places.update(_places([each]))
-        extents += len(each.backup.extents)
-        is_full = len(part) == protocol.MAX_BACKUPS or extents > _SHOWN_AT_ONCE
-        if part and (is_full or len(places) > protocol.MAX_DESCRIPTORS):
-            yield part
-            part, places, extents = [], set(_places([each])), len(each.backup.extents)
-        part.append(each)
-    if part:
-        yield part
-
-
-def _places(shown: Sequence[Shown]) -> list[tuple[SlabTable, int]]:
-    """The slabs that these backups lie in, each once."""
-    return list(dict.fromkeys((each.slabs, extent.slab) for each in shown for extent in each.backup.extents))
 
 
 def _described(key: Key) -> dict[str, Any]:

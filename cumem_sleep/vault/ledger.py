@@ -3,12 +3,9 @@
 Memory comes in slabs. An *entry* is a backup: extents of slabs, shared by the *holds* of their owners, one for each
 segment. A hold is needed (its segment sleeps, or is about to) or retained (its segment is awake). What nobody needs may
 be evicted, least recently used first, and before it what is *expendable*: nothing is evicted for that, and it is zeroed
-before others get its memory. A slab that another vault has left behind is *adopted*: it has the entries that
-its owners show, and nothing new is written there. Nor is it spilled: its owners hold it, and the kernel takes nothing
-out of a sealed one, so nobody would gain memory before they wake.
+before others get its memory.
 
-Where there is room in files, sealed entries may lie there, too, or there only. What may be done to an entry that is not
-adopted:
+Where there is room in files, sealed entries may lie there, too, or there only. What may be done to an entry:
 
 | | in memory, not sealed | in memory, sealed | in memory and in files | in files |
 |---|---|---|---|---|
@@ -89,7 +86,6 @@ class Entry:
         copies: how many copies to and from the extents are under way: until they end nobody else gets the extents.
         counts: for each group that has any: how many holds, and how many that are needed. A copy counts in that of all.
         owners: how many owners its holds have.
-        slabs: in which it lies.
         spilled: where it lies in the files, or is to lie once it is written.
         is_in_files: it lies there, and all its owners know.
         used: when it was last marked, or came into its queue; a number that grows with each time.
@@ -100,14 +96,12 @@ class Entry:
     taken_bytes: int
     extents: list[SlabRange] = field(default_factory=list)
     key: Key | None = None
-    is_adopted: bool = False
     is_expendable: bool = False
     is_distrusted: bool = False
     holds: set[Hold] = field(default_factory=set)
     copies: int = 0
     counts: dict[_Group, tuple[int, int]] = field(default_factory=dict)
     owners: int = 0
-    slabs: set[int] = field(default_factory=set)
     spilled: list[SlabRange] = field(default_factory=list)
     is_in_files: bool = False
     used: int = 0
@@ -163,14 +157,6 @@ class HeldBytes(NamedTuple):
     awake_bytes: int = 0
     shared_bytes: int = 0
     spilled_bytes: int = 0
-
-
-@dataclass
-class _Slab:
-    nbytes: int
-    node: int
-    is_adopted: bool
-    entries: set[Entry] = field(default_factory=set)  # that lie there, or partly
 
 
 class _FreeRuns:
@@ -237,10 +223,10 @@ class Ledger:
         freed: Callable[[Sequence[SlabRange]], None] = lambda _: None,
     ) -> None:
         self._zero, self._freed = zero, freed
-        self._slabs: dict[int, _Slab] = {}
+        self._nodes: dict[int, int] = {}  # of the slabs, by their numbers
         self._runs: dict[int, _FreeRuns] = {}  # by NUMA node
         self._entries: set[Entry] = set()
-        self._expendable, self._evictable = _Queue(), _Queue()  # in slabs of our own
+        self._expendable, self._evictable = _Queue(), _Queue()  # in memory
         self._droppable, self._spillable = _Queue(), _Queue()  # likewise; needed
         self._unsealed = _Queue()  # likewise; they may be spilled once they are sealed
         self._evictable_in_files = _Queue()  # and nowhere else
@@ -249,68 +235,22 @@ class Ledger:
         self._holds: dict[Hashable, dict[int, Hold]] = {}  # by owner
         self._held: dict[_Group, list[int]] = {}  # bytes, as in `HeldBytes`
         self._by_key: dict[Key, Entry] = {}  # but those that are distrusted
-        self._adopted: dict[tuple[Key, tuple[SlabRange, ...]], Entry] = {}  # by what they hold, and where
         self._last_number = self._clock = 0
         self.claims: Counter[Hashable] = Counter()  # bytes that are set aside for what an owner reserves next
         self.free_bytes = 0
         self.free_file_bytes = file_bytes // UNIT_BYTES * UNIT_BYTES
         if self.free_file_bytes:
             self._files.give_back(FILES, 0, self.free_file_bytes)
-        self.own_bytes = 0  # the size of all slabs but adopted ones
-        self.adopted_bytes = 0  # the size of these
+        self.slab_bytes = 0  # the size of all slabs
         self.evicted_bytes = 0
         self.saved_bytes = 0  # what is not held a second time because it is shared
 
-    # Slabs
-
     def add_slab(self, slab: int, nbytes: int, node: int = -1) -> None:
         """Add memory for new backups, on that NUMA node."""
-        self._slabs[slab] = _Slab(nbytes, node, is_adopted=False)
+        self._nodes[slab] = node
         self._runs.setdefault(node, _FreeRuns()).give_back(slab, 0, nbytes)
-        self.own_bytes += nbytes
+        self.slab_bytes += nbytes
         self.free_bytes += nbytes
-
-    def add_adopted_slab(self, slab: int, nbytes: int) -> None:
-        """Add memory that already has backups in it: `show` says which."""
-        self._slabs[slab] = _Slab(nbytes, -1, is_adopted=True)
-        self.adopted_bytes += nbytes
-
-    def remove_slab(self, slab: int) -> None:
-        """Forget a slab that has no entries."""
-        gone = self._slabs.pop(slab)
-        if gone.is_adopted:
-            self.adopted_bytes -= gone.nbytes
-        else:
-            self._runs[gone.node].remove(slab, 0)
-            self.own_bytes -= gone.nbytes
-            self.free_bytes -= gone.nbytes
-
-    def empty_adopted_slabs(self) -> list[int]:
-        """Those that have no entries any more."""
-        return [number for number, slab in self._slabs.items() if slab.is_adopted and not slab.entries]
-
-    def to_empty(self, nbytes: int) -> list[int]:
-        """Slabs of our own, of at least `nbytes`, in which nothing has to stay; none if there is too little of that."""
-        candidates = [
-            number
-            for number, slab in self._slabs.items()
-            if not slab.is_adopted and all(entry.is_given_up or self._may_go(entry) for entry in slab.entries)
-        ]
-        candidates.sort(key=lambda number: max((entry.used for entry in self._slabs[number].entries), default=0))
-        sizes = accumulate(self._slabs[number].nbytes for number in candidates)
-        count, size = next(((at, size) for at, size in enumerate(sizes, 1) if size >= nbytes), (0, 0))
-        return candidates[:count] if nbytes > 0 and size <= self.available_bytes() else []
-
-    def empty(self, slabs: Iterable[int]) -> bool:
-        """Evict what lies in these slabs; returns whether they are empty, or have yet to be zeroed."""
-        for entry in [entry for number in slabs for entry in self._slabs[number].entries]:
-            if self._may_go(entry):  # it may lie in several of them
-                self._evict(entry)
-        return not any(self._slabs[number].entries for number in slabs)
-
-    def _may_go(self, entry: Entry) -> bool:
-        """Evicted, or dropped from memory."""
-        return entry.queue in (self._expendable, self._evictable, self._droppable)
 
     # Entries
 
@@ -357,57 +297,18 @@ class Ledger:
         entry = self._by_key.get(key)
         return None if entry is None else self._new_hold(entry, owner, gpu)
 
-    def show(
-        self,
-        owner: Hashable,
-        gpu: str,
-        key: Key,
-        nbytes: int,
-        extents: Sequence[SlabRange],
-        is_distrusted: bool = False,
-    ) -> Hold:
-        """A new hold on an entry that lies in adopted slabs, or on another one of the same bytes; the owner needs it.
-
-        Args:
-            is_distrusted: as `distrust` says; another one has other bytes then.
-
-        Raises:
-            InvalidArgument: the extents do not lie in adopted slabs, or have too few bytes.
-        """
-        place = key, tuple(extents)
-        found = self._adopted.get(place) or (None if is_distrusted else self._by_key.get(key))
-        if found is not None:
-            return self._new_hold(found, owner, gpu)
-        for slab, offset, size in extents:
-            known = self._slabs.get(slab)
-            if known is None or not known.is_adopted or size < 1 or offset + size > known.nbytes:
-                raise InvalidArgument(f"extent {slab}:{offset}+{size}: it does not lie in an adopted slab")
-        if not 0 < nbytes <= sum(extent.nbytes for extent in extents):
-            raise InvalidArgument(f"extents of {sum(e.nbytes for e in extents)} bytes cannot hold {nbytes} bytes")
-        entry = Entry(nbytes, sum(extent.nbytes for extent in extents), list(extents), key, is_adopted=True)
-        entry.is_distrusted = is_distrusted
-        self._add(entry)
-        self._adopted[place] = entry
-        if not is_distrusted:
-            self._by_key[key] = entry
-        return self._new_hold(entry, owner, gpu)
-
-    def distrust(self, owner: Hashable, numbers: Iterable[int]) -> list[Entry]:
+    def distrust(self, owner: Hashable, numbers: Iterable[int]) -> None:
         """These hold other bytes than their keys say: nobody finds them from now on, and who can do without has them
         no more. Those that the owner does not have, or that are not sealed, are passed over.
-
-        Returns:
-            Those that were trusted before.
         """
         held = [hold.entry for number in numbers if (hold := self.find_hold(owner, number))]
-        entries = [entry for entry in dict.fromkeys(held) if entry.key is not None and not entry.is_distrusted]
-        for entry in entries:
-            assert entry.key is not None
+        for entry in dict.fromkeys(held):
+            if entry.key is None or entry.is_distrusted:
+                continue
             entry.is_distrusted = True
             del self._by_key[entry.key]
             for hold in [hold for hold in entry.holds if not hold.needed]:
                 self._leave(hold)
-        return entries
 
     def seal(self, owner: Hashable, number: int, key: Key) -> Hold:
         """Note that the entry has the bytes of this key: from now on it may be shared, and nobody writes to it.
@@ -596,18 +497,17 @@ class Ledger:
         for each in dropped:
             self._evict(each)
         extents = self._extents(entry.taken_bytes, -1)
-        self._lie(entry, extents)
         self.begin_copy(entry)
         return extents
 
     def end_read_ahead(self, entry: Entry, extents: list[SlabRange], *, is_read: bool) -> None:
         """The copy is not under way any more. If it `is_read`, it is in memory, too."""
         if is_read:
-            entry.extents, entry.slabs = extents, {extent.slab for extent in extents}
+            entry.extents = extents
             for group in entry.counts:
                 self._held[group][3] -= entry.taken_bytes
         else:
-            self._give_back(entry, extents)
+            self._give_back(extents)
         self.end_copy(entry)
 
     def _retained_in_files(self) -> Iterator[Entry]:
@@ -719,7 +619,7 @@ class Ledger:
 
     def _queue_for(self, entry: Entry) -> _Queue | None:
         """As the table above says."""
-        if entry.is_adopted or not entry.counts:
+        if not entry.counts:
             return None
         if not entry.needed:
             if entry.is_expendable:
@@ -744,7 +644,7 @@ class Ledger:
         """A new entry, in the smallest free run that is large enough, or in the largest ones until it is enough."""
         entry = Entry(nbytes, _rounded(nbytes), is_expendable=expendable)
         entry.extents = self._extents(entry.taken_bytes, node)
-        self._add(entry)
+        self._entries.add(entry)
         return entry
 
     def _extents(self, nbytes: int, node: int) -> list[SlabRange]:
@@ -757,17 +657,6 @@ class Ledger:
         self.free_bytes -= nbytes
         return extents
 
-    def _add(self, entry: Entry) -> None:
-        entry.slabs = self._lie(entry, entry.extents)
-        self._entries.add(entry)
-
-    def _lie(self, entry: Entry, extents: Iterable[SlabRange]) -> set[int]:
-        """It has something in these slabs from here on."""
-        slabs = {extent.slab for extent in extents}
-        for slab in slabs:
-            self._slabs[slab].entries.add(entry)
-        return slabs
-
     def _take(self, nbytes: int, node: int) -> SlabRange:
         """Of one free run, at most so much."""
         fits = [(at != node, size, at) for at, runs in self._runs.items() if (size := runs.smallest(nbytes))]
@@ -777,8 +666,8 @@ class Ledger:
     def _evict(self, entry: Entry) -> None:
         """Drop it from memory, if it is in files, too; otherwise whoever had it finds it gone."""
         if entry.is_in_files and entry.extents:
-            self._free_memory(entry)
-            entry.extents, entry.slabs, entry._ends = [], set(), []
+            self._give_back(entry.extents)
+            entry.extents, entry._ends = [], []
             for group in entry.counts:
                 self._held[group][3] += entry.taken_bytes
             self._queue(entry)
@@ -791,25 +680,14 @@ class Ledger:
         self._entries.remove(entry)
         if entry.key is not None and not entry.is_distrusted:
             del self._by_key[entry.key]
-        if entry.key is not None and entry.is_adopted:
-            del self._adopted[entry.key, tuple(entry.extents)]
-        self._free_memory(entry)
+        self._give_back(entry.extents)
         self._free_in_files(entry)
 
-    def _free_memory(self, entry: Entry) -> None:
-        if not entry.is_adopted:
-            self._give_back(entry, entry.extents)
-            return
-        for slab in entry.slabs:
-            self._slabs[slab].entries.remove(entry)
-
-    def _give_back(self, entry: Entry, extents: Iterable[SlabRange]) -> None:
-        """Nobody has this memory of the entry any more."""
-        for number, offset, nbytes in extents:
-            slab = self._slabs[number]
-            slab.entries.discard(entry)
-            self._runs[slab.node].give_back(number, offset, nbytes)
-            self.free_bytes += nbytes
+    def _give_back(self, extents: Iterable[SlabRange]) -> None:
+        """Nobody has this memory any more."""
+        for extent in extents:
+            self._runs[self._nodes[extent.slab]].give_back(*extent)
+            self.free_bytes += extent.nbytes
 
     def _free_in_files(self, entry: Entry) -> None:
         for extent in entry.spilled:

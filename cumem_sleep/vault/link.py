@@ -364,7 +364,7 @@ class VaultLink:
 
     def _copy_rows(self, stream: _core.CopyStream, rows: Table, block: _core.HostBlock, stack: ExitStack) -> None:
         """By a kernel, where it reaches host memory."""
-        is_aligned = not (rows % 16).any()  # what was adopted lies wherever its owner says
+        is_aligned = not (rows % 16).any()
         if self._has_rows_kernel and block.pinned and is_aligned and _core.device_info(self.device).host_pointers:
             try:
                 if self._table is None:

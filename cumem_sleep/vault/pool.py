@@ -1,4 +1,4 @@
-"""All of the vault's memory: taken in the background, adopted from other vaults, and never more than it may have."""
+"""All of the vault's memory: taken in the background, and never more than it may have."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pathlib import Path
 
 from .. import _core
 from ..core.commitment import Commitment
-from ..errors import CumemSleepError, InvalidArgument, InvalidState, OutOfHostMemory, format_bytes
-from . import memory, protocol
+from ..errors import CumemSleepError, InvalidArgument, OutOfHostMemory, format_bytes
+from . import memory
 from .files import SpillFiles
 from .ledger import UNIT_BYTES, Entry, Ledger
 
@@ -103,7 +103,7 @@ class VaultPool:
     ) -> OutOfHostMemory:
         """That so much cannot be had, neither now nor when all memory is taken. `names`: what it calls the owners."""
         holders = self.ledger.who_holds(names) + (f"; {of_files}" if of_files else "")
-        missing = self.memory_bytes - self.ledger.own_bytes - self.ledger.adopted_bytes
+        missing = self.memory_bytes - self.ledger.slab_bytes
         if self.short and needed_bytes <= available + missing:
             why = f"{holders}; the vault has {self._of_all()}, and cannot take more now: {self.short}"
             return OutOfHostMemory(needed_bytes, available, "vault_host", why)
@@ -113,7 +113,7 @@ class VaultPool:
         """Of memory that is still being taken."""
         if self.short or self.is_stopped:
             return 0
-        return max(0, self.memory_bytes - self.ledger.own_bytes - self.ledger.adopted_bytes) // _ALIGNMENT * _ALIGNMENT
+        return max(0, self.memory_bytes - self.ledger.slab_bytes) // _ALIGNMENT * _ALIGNMENT
 
     def finish(self) -> None:
         """Take no more memory, and wait for what is being done; what comes of it is still posted."""
@@ -124,7 +124,7 @@ class VaultPool:
     def close(self) -> None:
         """Unmap everything, after `finish`. Who has a descriptor of a slab reads it on."""
         for slab in self.slabs.values():
-            slab.let_go()
+            slab.close()
 
     # What is expendable
 
@@ -215,11 +215,10 @@ class VaultPool:
             self._changed()
             return
         self._try_again = 0.0
-        if self.is_stopped or slab.nbytes > self.bytes_to_come():  # something was adopted meanwhile
-            self._give_back(slab)
-        else:
-            self.ledger.add_slab(self._number(slab), slab.nbytes, node)
-        tenths = self.ledger.own_bytes * 10 // self.memory_bytes
+        self._last_slab += 1
+        self.slabs[self._last_slab] = slab
+        self.ledger.add_slab(self._last_slab, slab.nbytes, node)
+        tenths = self.ledger.slab_bytes * 10 // self.memory_bytes
         if tenths > self._tenths_said:
             self._tenths_said = tenths
             self._host.say(f"has {self._of_all()}")
@@ -227,95 +226,7 @@ class VaultPool:
         self._changed()
 
     def _of_all(self) -> str:
-        return f"{format_bytes(self.ledger.own_bytes)} of {format_bytes(self.memory_bytes)}"
-
-    # What another vault has left behind
-
-    def look_at(self, descriptors: list[int], looked_at: Callable[[Future[list[memory.Slab]]], None]) -> None:
-        """Open the slabs of these descriptors, which are the pool's from here on; then have `looked_at` called."""
-        future = self._taker.submit(self._look_at, descriptors)
-        future.add_done_callback(lambda future: self._post(partial(looked_at, future)))
-
-    def _look_at(self, descriptors: list[int]) -> list[memory.Slab]:
-        found: list[memory.Slab] = []
-        try:
-            while descriptors:
-                found.append(memory.adopt(descriptors[0], self._device))
-                descriptors.pop(0)
-        except BaseException:
-            protocol.close_all(descriptors)
-            for slab in found:
-                slab.close()
-            raise
-        return found
-
-    def make_room_for_adopted(self, found: Sequence[memory.Slab]) -> bool:
-        """Evict what `adopt` has to for these slabs; returns whether that is zeroed already."""
-        return self.ledger.empty(self.ledger.to_empty(self._excess(self._unknown(found))))
-
-    def adopt(self, found: Sequence[memory.Slab], names: Mapping[Hashable, str]) -> list[int]:
-        """The numbers of these slabs, after as much of our own memory was given back.
-
-        Raises:
-            OutOfHostMemory: too much of that is needed. The slabs are closed.
-            InvalidState: the vault is about to end. Likewise.
-        """
-        new = self._unknown(found)
-        excess = self._excess(new)
-        empty = self.ledger.to_empty(excess)
-        try:
-            if self.is_stopped:
-                raise InvalidState("the vault is shutting down: offer this to its successor")
-            if excess and not empty:
-                nbytes = sum(slab.nbytes for slab in new.values())
-                raise OutOfHostMemory(nbytes, max(0, nbytes - excess), "vault", self.ledger.who_holds(names))
-        except CumemSleepError:
-            new.clear()
-            raise
-        finally:
-            for slab in found:
-                if new.get(slab.identity) is not slab:  # several owners show the same one
-                    self._give_back(slab)
-        self.ledger.empty(empty)
-        for number in empty:
-            self._remove(number)
-        for slab in new.values():
-            self.ledger.add_adopted_slab(self._number(slab), slab.nbytes)
-        known = {slab.identity: number for number, slab in self.slabs.items()}
-        return [known[slab.identity] for slab in found]
-
-    def tidy(self) -> None:
-        """Let go of adopted slabs without backups, and take memory of our own in their place."""
-        for number in self.ledger.empty_adopted_slabs():
-            self._remove(number)
-        if not self.short:
-            self.take_more()
-
-    def _unknown(self, found: Sequence[memory.Slab]) -> dict[tuple[int, int], memory.Slab]:
-        """Those that are not adopted yet, by their identities: several owners may show the same one."""
-        known = {slab.identity for slab in self.slabs.values()}
-        return {slab.identity: slab for slab in found if slab.identity not in known}
-
-    def _excess(self, new: Mapping[tuple[int, int], memory.Slab]) -> int:
-        """How much of our own memory has to go for these."""
-        nbytes = sum(slab.nbytes for slab in new.values())
-        return max(0, self.ledger.own_bytes + self.ledger.adopted_bytes + nbytes - self.memory_bytes)
-
-    def _number(self, slab: memory.Slab) -> int:
-        self._last_slab += 1
-        self.slabs[self._last_slab] = slab
-        return self._last_slab
-
-    def _remove(self, number: int) -> None:
-        self.ledger.remove_slab(number)
-        self._give_back(self.slabs.pop(number))
-
-    def _give_back(self, slab: memory.Slab) -> None:
-        """Before more is taken."""
-        if self._is_finished:
-            slab.close()
-        else:
-            self._taker.submit(slab.close)
+        return f"{format_bytes(self.ledger.slab_bytes)} of {format_bytes(self.memory_bytes)}"
 
 
 def _aligned_up(nbytes: int) -> int:
@@ -323,4 +234,3 @@ def _aligned_up(nbytes: int) -> int:
 
 
 assert _ALIGNMENT % UNIT_BYTES == 0
-assert MAX_SLABS <= protocol.MAX_DESCRIPTORS, "one message shows any backup to another vault"

@@ -22,7 +22,6 @@ import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,7 +30,7 @@ import numpy.typing as npt
 
 from ..errors import DriverError, InvalidArgument, InvalidState, OutOfHostMemory, VaultError
 
-VERSION = 7
+VERSION = 8
 MAX_REQUEST_BYTES = 2 << 20
 MAX_REQUEST_VALUES = 1 << 17  # numbers, strings and so on: parsing them takes the vault 15 to 35 ms
 MAX_ANSWER_BYTES = 64 << 20
@@ -314,15 +313,6 @@ def integers(body: Mapping[str, Any], name: str, most: int = MAX_AT_ONCE) -> lis
     """The list of whole numbers of that name, none negative. Raises Nonsense: there is none."""
     value = _list(body, name, most)
     _check_numbers(name, value)
-    return value
-
-
-def rows(body: Mapping[str, Any], name: str, columns: int) -> list[list[int]]:
-    """The list of that name, of rows of so many whole numbers. Raises Nonsense: there is none."""
-    value = _list(body, name, MAX_AT_ONCE)
-    if not all(isinstance(row, list) and len(row) == columns for row in value):
-        raise Nonsense(f"{name}: expected rows of {columns} numbers")
-    _check_numbers(name, chain.from_iterable(value))
     return value
 
 

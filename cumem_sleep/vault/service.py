@@ -12,7 +12,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -29,7 +29,7 @@ from .ledger import Entry, HeldBytes, Hold, Key, SlabRange, needed_bytes
 from .link import PIECE_BYTES, CopyTotals, LinkGroup, VaultLink
 from .moves import Move, MoveLog, encoded
 from .pool import VaultPool
-from .protocol import Nonsense, Table, VaultMessage, boolean, integer, integers, objects, rows, table, text
+from .protocol import Nonsense, Table, VaultMessage, boolean, integer, integers, objects, table, text
 from .range_table import SMALL_RANGE_BYTES, check_table, table_pieces
 from .relay import Relaying
 from .session import Session
@@ -50,7 +50,6 @@ class VaultGpu:
 
 
 _Answer = dict[str, Any]
-_Shown = tuple[Key, int, list[list[int]], bool]  # a backup's size and extents; and whether it is distrusted
 
 
 @dataclass(frozen=True, eq=False)
@@ -196,7 +195,7 @@ class Service:
         if session.has_lent:
             self._leaving.add(session)
         self._pool.ledger.drop_owner(session.owner)
-        self._memory_came_back()
+        self.serve_waiting()
 
     def take_no_more(self) -> None:
         """Refuse new backups, and those who wait for memory: the vault is about to end."""
@@ -244,6 +243,8 @@ class Service:
         if self._pool.is_stopped:
             raise InvalidState("the vault is shutting down and accepts no new backups")
         more_bytes, waits = integer(asked.body, "more_bytes"), boolean(asked.body, "wait")
+        if waits and self._pool.short:  # others may have given memory back since
+            self._pool.take_more()
         expendable = boolean(asked.body, "expendable")
         needed = needed_bytes(sizes) + more_bytes
         self._waiting.append(_Reservation(asked, gpu, sizes, needed, more_bytes, waits, expendable))
@@ -336,27 +337,21 @@ class Service:
         keys = [_key(each) for each in backups]
         for hold, key in zip(holds, keys, strict=True):
             ledger.seal(owner, hold.number, key)
-        self._memory_came_back()
+        self.serve_waiting()
         return self._handed_out(asked.session, holds)
 
     def _mark(self, asked: _Request) -> _Answer:
         numbers = integers(asked.body, "numbers", protocol.MAX_BACKUPS)
         gone = self._pool.ledger.mark(asked.session.owner, numbers, boolean(asked.body, "needed"))
-        self._memory_came_back()
+        self.serve_waiting()
         return {"gone": gone}
 
     def _distrust(self, asked: _Request) -> _Answer:
         """These hold other bytes than they were sealed with."""
-        self._tell_of_distrusted(asked.session, integers(asked.body, "numbers", protocol.MAX_BACKUPS))
+        numbers = integers(asked.body, "numbers", protocol.MAX_BACKUPS)
+        self._pool.ledger.distrust(asked.session.owner, numbers)
+        self.serve_waiting()
         return {}
-
-    def _tell_of_distrusted(self, session: Session, numbers: Iterable[int]) -> None:
-        """Their owners tell the next vault, whoever of them has found it out."""
-        for entry in self._pool.ledger.distrust(session.owner, numbers):
-            for owner in self._owners_of(entry):
-                mine = [hold.number for hold in entry.holds if hold.owner is owner.owner]
-                owner.send({"distrusted": mine})
-        self._memory_came_back()
 
     def _owners(self, asked: _Request) -> _Answer:
         numbers = integers(asked.body, "numbers", protocol.MAX_BACKUPS)
@@ -375,7 +370,7 @@ class Service:
                 self._send_files(
                     session, [hold.entry for hold in ledger.holds(session.owner) if hold.entry.is_in_files]
                 )
-        self._memory_came_back()
+        self.serve_waiting()
         return {}
 
     def _copy(self, asked: _Request) -> _Answer | None:
@@ -449,7 +444,7 @@ class Service:
             ledger.end_copy(entry)
             helped = [each.uuid for each in self._gpus.values() if each.ordinal in relays]
             self._answer(asked, error or {"relays": helped})
-            self._memory_came_back()
+            self.serve_waiting()
             if gpu_is_lost:
                 self._gpu_lost(VaultError(f"{gpu.uuid} does not work for this process any more: {error}"))
 
@@ -540,64 +535,11 @@ class Service:
         entries = [hold.entry for session in named for hold in self._pool.ledger.holds(session.owner)]
         return {"bytes": self._spiller.read_ahead(entries)}
 
-    def _show(self, asked: _Request) -> None:
-        """Backups in slabs that another vault has left behind. They are looked at by the thread that takes memory."""
-        gpu = self._gpu(asked.body)
-        shown: list[_Shown] = []
-        for each in objects(asked.body, "backups", protocol.MAX_BACKUPS):
-            nbytes, extents = integer(each, "bytes", 1), rows(each, "extents", 3)
-            if any(slab >= len(asked.descriptors) for slab, _, _ in extents):
-                raise Nonsense("extents: they lie in a slab whose descriptor is not there")
-            shown.append((_key(each), nbytes, extents, boolean(each, "distrusted")))
-        descriptors, asked.descriptors[:] = asked.descriptors[:], []
-        self._pool.look_at(descriptors, partial(self._adopt, asked, gpu, shown))
-
-    def _adopt(
-        self,
-        asked: _Request,
-        gpu: VaultGpu,
-        shown: Sequence[_Shown],
-        looked_at: Future[list[memory.Slab]],
-    ) -> None:
-        """They were looked at."""
-        if looked_at.exception() is None and not self._pool.make_room_for_adopted(looked_at.result()):
-            self._post(partial(self._adopt, asked, gpu, shown, looked_at))
-            return
-        self._do(asked, lambda: self._shown(asked.session, gpu, shown, looked_at))
-        self._memory_came_back()
-
-    def _shown(
-        self,
-        session: Session,
-        gpu: VaultGpu,
-        shown: Sequence[_Shown],
-        looked_at: Future[list[memory.Slab]],
-    ) -> _Answer:
-        slabs, ledger = self._pool.adopt(looked_at.result(), self._names()), self._pool.ledger
-        if not session.is_served:  # nobody would give these back
-            return {}
-        holds: list[Hold] = []
-        try:
-            for key, nbytes, rows_, is_bad in shown:
-                extents = [SlabRange(slabs[slab], offset, size) for slab, offset, size in rows_]
-                holds.append(ledger.show(session.owner, gpu.uuid, key, nbytes, extents, is_bad))
-        except CumemSleepError:
-            ledger.release(session.owner, [hold.number for hold in holds])
-            raise
-        bad = [hold.number for hold, (*_, is_bad) in zip(holds, shown, strict=True) if is_bad]
-        self._tell_of_distrusted(session, bad)  # who has shown the same before may not know
-        return self._handed_out(session, holds)
-
     # What requests share
 
     def _answer(self, asked: _Request, result: _Answer | Exception) -> None:
         self._refused += isinstance(result, Exception)
         asked.session.answer(asked.number, result)
-
-    def _memory_came_back(self) -> None:
-        """Adopted slabs without backups go; whoever waits for memory may have it now."""
-        self._pool.tidy()
-        self.serve_waiting()
 
     def _names(self) -> dict[Hashable, str]:
         return {session.owner: str(session) for session in self._sessions}
@@ -621,7 +563,7 @@ class Service:
             return self._said(session, holds)
         except CumemSleepError:
             self._pool.ledger.release(session.owner, [hold.number for hold in holds if hold is not None])
-            self._memory_came_back()
+            self.serve_waiting()
             raise
 
     def _said(self, session: Session, holds: Sequence[Hold | None]) -> _Answer:
@@ -629,7 +571,8 @@ class Service:
         there = [hold for hold in holds if hold is not None]
         if sum(_EXTENT_CHARACTERS * len(hold.entry.extents) for hold in there) > _MAX_SAID:
             raise InvalidArgument(f"the answer has over {_MAX_SAID} bytes: ask for less at once")
-        for number in sorted(set().union(*(hold.entry.slabs for hold in there)) - session.known_slabs):
+        slabs = {extent.slab for hold in there for extent in hold.entry.extents}
+        for number in sorted(slabs - session.known_slabs):
             self._send_slab(session, number)
         self._send_files(session, [hold.entry for hold in there if hold.entry.is_in_files])
         moves_end = session.moves.end if session.moves else 0
@@ -641,7 +584,6 @@ class Service:
             "number": hold.number,
             "bytes": entry.nbytes,
             "extents": self._known_place(entry),
-            "distrusted": entry.is_distrusted,
         }
 
     def _known_place(self, entry: Entry) -> Sequence[SlabRange]:
@@ -713,9 +655,8 @@ class Service:
             "simulated": _core.driver_is_simulated(),
             "socket": str(self._path),
             "memory_bytes": self._pool.memory_bytes,
-            "pinned_bytes": ledger.own_bytes,
+            "pinned_bytes": ledger.slab_bytes,
             "touched_bytes": self._pool.prefaulted_bytes,
-            "adopted_bytes": ledger.adopted_bytes,
             "short": self._pool.short,
             "free_bytes": ledger.free_bytes,
             "left_bytes": ledger.available_bytes() + self._pool.bytes_to_come(),
@@ -804,7 +745,6 @@ _REQUESTS: Mapping[str, _Handler] = {
     "read_ahead": Service._read_ahead,
     "room": Service._room,
     "withdraw": Service._withdraw,
-    "show": Service._show,
     "status": Service._status,
 }
 

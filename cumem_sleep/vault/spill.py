@@ -258,7 +258,7 @@ class Spiller:
         self._is_closed = True
         self._ahead.shutdown()
         self._files.close()
-        self.ring.let_go()
+        self.ring.close()
 
     # Reading
 

@@ -8,8 +8,7 @@ from collections.abc import Callable
 
 import pytest
 from running import RunningVault, eventually
-from support import PAGE, Memory
-from test_life import SleepingClient
+from support import PAGE
 from test_recovery import fall_silent, once_it_goes_on, speak, tier_of
 from test_sleeping import leave
 from test_spill import spill
@@ -18,7 +17,6 @@ from test_workers import PAGES, StartWorker, WorkerProcess, start_worker
 
 from cumem_sleep import CuMemAllocator, VaultLost
 from cumem_sleep.backups.vault import VaultExtent
-from cumem_sleep.vault.client import Shown, VaultClient
 
 __all__ = ["spill", "start_worker"]
 pytestmark = [pytest.mark.sim, pytest.mark.slow]
@@ -75,44 +73,6 @@ def test_it_is_shared_no_more(
     assert other.call("is_right")
     status = vault.status()
     assert (status["asleep_bytes"], status["awake_bytes"]) == (0, WEIGHTS), "who has woken from it keeps it no more"
-
-
-def test_a_new_vault_that_has_adopted_it_hears_of_it(start_vault: StartVault, start_worker: StartWorker) -> None:
-    vault = start_vault("64MiB", "--slab-size", "16MiB")
-    vault.wait_until_ready()
-    owner, replica = start_worker(), start_worker()
-    owner.call("fall_asleep")
-    damage(vault, owner)
-    vault.kill()
-    start_vault("64MiB", "--slab-size", "16MiB").wait_until_ready()
-    assert "BackupMismatch" in owner.fail("wake_up")
-    assert sleeps_and_wakes(replica) == (WEIGHTS, 0)
-
-
-class Sharing:
-    """Two clients that share a backup, of which one knows that it is bad."""
-
-    def __init__(self, vault: RunningVault, sleeper: SleepingClient) -> None:
-        self.sleeper, self.unaware = sleeper, vault.client("unaware")
-        (shared,) = self.unaware.find(sleeper.segment.gpu, [sleeper.key])
-        assert shared is not None
-        self.shared = shared
-
-    def show(self, client: VaultClient, first: str) -> None:
-        mine = self.sleeper.backup, self.sleeper.client
-        for backup, before in (mine, (self.shared, self.unaware))[:: 1 if first == "aware" else -1]:
-            client.show(self.sleeper.segment.gpu, [Shown(backup, self.sleeper.key, before.slabs)])
-
-    def is_found(self, client: VaultClient) -> bool:
-        return client.find(self.sleeper.segment.gpu, [self.sleeper.key]) != [None]
-
-    def close(self) -> None:
-        self.unaware.close()
-
-
-@pytest.fixture
-def sharing(vault: RunningVault, client: VaultClient, allocator: CuMemAllocator, memory: Memory) -> Sharing:
-    return Sharing(vault, SleepingClient(client, allocator, memory))
 
 
 def test_a_silent_vault_hears_of_it_when_it_goes_on(

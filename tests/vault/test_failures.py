@@ -17,10 +17,7 @@ from support import AWAKE, PAGE, Memory, assert_clean_exit, bf16_weights, run_sc
 from test_sleeping import MakeAllocator, check, fill, leave, through
 from world import Phase, World, check_every_call, phases
 
-from cumem_sleep import CuMemAllocator, CumemSleepError, OutOfHostMemory, _core, sim
-from cumem_sleep.errors import VaultError
-from cumem_sleep.vault import memory as slabs
-from cumem_sleep.vault import protocol
+from cumem_sleep import CumemSleepError, OutOfHostMemory, _core, sim
 from cumem_sleep.vault.ledger import UNIT_BYTES
 
 __all__ = ["through"]  # a fixture
@@ -123,44 +120,6 @@ def test_no_more_files_can_be_opened(through: MakeAllocator, memory: Memory, vau
     assert refused["wake"] > 0
 
 
-@pytest.mark.slow
-def test_a_new_vault_adopts_more_slabs_than_a_message_has_descriptors(
-    make_allocator: MakeAllocator, memory: Memory, start_vault: Callable[..., RunningVault]
-) -> None:
-    """Those of two vaults before it, in which one backup lies in 190 slabs, and each of the others in one."""
-    sim.configure(device_bytes=400 * PAGE)
-    vault = start_vault("400MiB", "--slab-size", str(PAGE))
-    vault.wait_until_ready()
-    allocator = make_allocator(vault=str(vault.socket))
-    contents = fill(allocator, memory, "weights", pages=190)
-    allocator.sleep()
-    vault.kill()
-    vault = start_vault("800MiB", "--slab-size", str(PAGE))
-    contents.update(fill(allocator, memory, *["default"] * 80, pages=2))
-    allocator.sleep()
-    vault.kill()
-    vault = start_vault("800MiB", "--slab-size", str(PAGE))
-    late = allocator.malloc(PAGE, "default")
-    contents[late] = memory.fill_random(late, PAGE)
-    assert len(allocator._store.room.tier._client.slabs.by_number) > protocol.MAX_DESCRIPTORS  # type: ignore[attr-defined]
-    assert allocator.sleep().copied_bytes == PAGE
-    assert vault.status()["asleep_bytes"] == 351 * PAGE
-    allocator.wake_up()
-    check(memory, contents)
-    leave()
-
-
-def test_a_slab_that_cannot_be_adopted_stays_unwritable(allocator: CuMemAllocator) -> None:
-    allocator._operations.open()
-    slab = slabs.take(PAGE, -1, 0, 1, lambda _: None)
-    shown = os.dup(slab.descriptor)
-    slab.let_go()
-    with descriptors_left(os.getpid(), 0), pytest.raises(VaultError, match="the vault can open no more files"):
-        slabs.adopt(shown, 0)
-    assert os.fstat(shown).st_mode & 0o777 == 0o400
-    slabs.adopt(shown, 0).close()
-
-
 # Memory
 
 
@@ -243,12 +202,6 @@ def test_reserved_huge_pages_are_taken_first(
     check(memory, contents)
     allocator.sleep()
     vault.kill()
-    another = start_vault(*options)  # which adopts that memory
-    allocator.wake_up()
-    check(memory, contents)
-    assert another.status()["adopted_bytes"] > 0
-    assert allocator.sleep().copied_bytes == 0
-    another.kill()
     allocator.wake_up()
     check(memory, contents)
     leave()

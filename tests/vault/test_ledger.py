@@ -13,7 +13,7 @@ import pytest
 from hypothesis import settings, stateful
 from hypothesis import strategies as st
 
-from cumem_sleep import InvalidArgument, InvalidState, OutOfHostMemory
+from cumem_sleep import InvalidState, OutOfHostMemory
 from cumem_sleep.vault import ledger as ledger_module
 from cumem_sleep.vault.ledger import UNIT_BYTES, Entry, HeldBytes, Hold, Key, Ledger, SlabRange
 
@@ -41,7 +41,7 @@ def holds_of(books: Ledger) -> dict[int, Hold]:
 def check(books: Ledger, coming: Mapping[Entry, Sequence[SlabRange]] = MappingProxyType({})) -> None:
     """What is always true. `coming`: where entries are being read to."""
     free = [SlabRange(*at, nbytes) for runs in books._runs.values() for at, nbytes in runs._sizes_at.items()]
-    covered: dict[int, list[tuple[int, int]]] = {slab: [] for slab in books._slabs}
+    covered: dict[int, list[tuple[int, int]]] = {slab: [] for slab in books._nodes}
     for extent in free:
         covered[extent.slab].append((extent.offset, extent.nbytes))
     assert holds_of(books) == {hold.number: hold for entry in books._entries for hold in entry.holds}
@@ -51,20 +51,16 @@ def check(books: Ledger, coming: Mapping[Entry, Sequence[SlabRange]] = MappingPr
         assert entry.key is None or entry.is_distrusted or books._by_key[entry.key] is entry, "two of the same bytes"
         assert not entry.is_distrusted or all(hold.needed for hold in entry.holds)
         assert entry.nbytes <= entry.taken_bytes
-        assert entry.slabs == {extent.slab for extent in entry.extents}
         check_queue(books, entry)
         assert entry.owners == len({hold.owner for hold in entry.holds})
         for extent in (*entry.extents, *coming.get(entry, ())):
-            if not books._slabs[extent.slab].is_adopted:
-                covered[extent.slab].append((extent.offset, extent.nbytes))
-    for number, each in books._slabs.items():
-        reading = {entry for entry, extents in coming.items() if number in {extent.slab for extent in extents}}
-        assert each.entries == {entry for entry in books._entries if number in entry.slabs} | reading
+            covered[extent.slab].append((extent.offset, extent.nbytes))
+    for number in books._nodes:
         at = 0
         for offset, nbytes in sorted(covered[number]):
             assert offset == at, "extents overlap, or bytes are lost"
             at += nbytes
-        assert at == (0 if each.is_adopted else each.nbytes)
+        assert at == SLAB
     runs = sorted(free)
     assert all(left.slab != right.slab or left.offset + left.nbytes < right.offset for left, right in pairwise(runs))
     assert books.free_bytes == sum(run.nbytes for run in free)
@@ -74,7 +70,6 @@ def check(books: Ledger, coming: Mapping[Entry, Sequence[SlabRange]] = MappingPr
     check_files(books)
     trusted = {entry.key for entry in books._entries if not entry.is_distrusted}
     assert books._by_key.keys() == trusted - {None}
-    assert {*books._adopted.values()} == {entry for entry in books._entries if entry.is_adopted}
     check_what_is_held(books)
 
 
@@ -85,12 +80,12 @@ def queues(books: Ledger) -> dict[str, ledger_module._Queue]:
 
 def check_queue(books: Ledger, entry: Entry) -> None:
     """It waits in the one queue that the ledger's table says, or in none."""
-    is_retained = not entry.needed and not entry.is_adopted
+    is_retained = not entry.needed
     wanted = {
         "expendable": is_retained and entry.is_expendable,
         "evictable": is_retained and not entry.is_expendable and entry.extents != [],
         "evictable_in_files": is_retained and not entry.extents,
-        "spillable": entry.needed and not entry.is_adopted and entry.key is not None and not entry.spilled,
+        "spillable": entry.needed and entry.key is not None and not entry.spilled,
         "droppable": entry.needed and entry.is_in_files and entry.extents != [] and not entry.copies,
     }
     assert {name: entry in queue for name, queue in queues(books).items()} == wanted
@@ -214,27 +209,6 @@ def test_nobody_gets_extents_that_are_being_copied() -> None:
     books.reserve("b", GPU, [SLAB])
 
 
-def test_adopted_slabs_keep_what_is_shown_and_take_nothing_new() -> None:
-    books = ledger(1)
-    books.add_adopted_slab(7, SLAB)
-    extents = [SlabRange(7, 0, UNIT_BYTES), SlabRange(7, 4 * UNIT_BYTES, UNIT_BYTES)]
-    shown = books.show("a", GPU, key("x", 2 * UNIT_BYTES), UNIT_BYTES + 5, extents)
-    again = books.show("b", GPU, key("x", 2 * UNIT_BYTES), UNIT_BYTES + 5, extents)
-    assert shown.entry is again.entry
-    assert (books.available_bytes(), books.adopted_bytes) == (SLAB, SLAB)
-    books.mark("a", [shown.number], needed=False)
-    books.mark("b", [again.number], needed=False)
-    books.reserve("c", GPU, [SLAB])
-    assert not books.mark("a", [shown.number], needed=True), "nothing is gained by evicting it"
-    assert books.empty_adopted_slabs() == []
-    books.drop_owner("a")
-    books.drop_owner("b")
-    assert books.empty_adopted_slabs() == [7]
-    books.remove_slab(7)
-    assert books.adopted_bytes == 0
-    check(books)
-
-
 def test_what_is_distrusted_is_found_by_nobody_and_stays_with_who_needs_it() -> None:
     books = ledger(2)
     (bad,) = books.reserve("a", GPU, [UNIT_BYTES])
@@ -243,8 +217,8 @@ def test_what_is_distrusted_is_found_by_nobody_and_stays_with_who_needs_it() -> 
     assert needed is not None
     assert retained is not None
     books.mark("c", [retained.number], needed=False)
-    assert books.distrust("a", [bad.number]) == [bad.entry]
-    assert books.distrust("b", [needed.number]) == []
+    for owner, hold in (("a", bad), ("b", needed)):
+        books.distrust(owner, [hold.number])
     check(books)
     assert books.mark("c", [retained.number], needed=True) == [retained.number]
     assert books.find("d", GPU, key("x")) is None
@@ -255,45 +229,6 @@ def test_what_is_distrusted_is_found_by_nobody_and_stays_with_who_needs_it() -> 
     books.drop_owner("b")
     check(books)
     assert books.find("e", GPU, key("x")).entry is good.entry  # type: ignore[union-attr]
-
-
-@pytest.mark.parametrize("first", ["distrusted", "unaware", "good"])
-def test_what_is_adopted_stays_distrusted_whoever_shows_it_first(first: str) -> None:
-    """By who does not know as well; and a good one of the same key is another."""
-    books = ledger(1)
-    books.add_adopted_slab(7, SLAB)
-    bad, good = ([SlabRange(7, start, UNIT_BYTES)] for start in (0, UNIT_BYTES))
-    if first == "good":
-        books.show("c", GPU, key("x"), UNIT_BYTES, good)
-    if first == "unaware":
-        books.show("b", GPU, key("x"), UNIT_BYTES, bad)
-    known = books.show("a", GPU, key("x"), UNIT_BYTES, bad, is_distrusted=True)
-    assert books.distrust("a", [known.number]) == ([known.entry] if first == "unaware" else [])
-    others = [books.show("b", GPU, key("x"), UNIT_BYTES, extents) for extents in (bad, good)]
-    assert [hold.entry is known.entry for hold in others] == [True, False]
-    found = books.find("d", GPU, key("x"))
-    assert found is not None
-    assert found.entry is others[1].entry
-    check(books)
-    assert books.mark("b", [hold.number for hold in others], needed=False) == [others[0].number], (
-        "it is retained no more"
-    )
-    check(books)
-    for owner in "abcd":
-        books.drop_owner(owner)
-    assert books.empty_adopted_slabs() == [7]
-    check(books)
-
-
-@pytest.mark.parametrize("extent", [SlabRange(0, 0, 1), SlabRange(7, SLAB, 1), SlabRange(7, 0, 0), SlabRange(9, 0, 1)])
-def test_extents_that_are_not_in_an_adopted_slab_are_not_taken(extent: SlabRange) -> None:
-    books = ledger(1)
-    books.add_adopted_slab(7, SLAB)
-    with pytest.raises(InvalidArgument, match="extent"):
-        books.show("a", GPU, key("x"), 1, [extent])
-    with pytest.raises(InvalidArgument, match="extents of 65536 bytes"):
-        books.show("a", GPU, key("x"), UNIT_BYTES + 1, [SlabRange(7, 0, UNIT_BYTES)])
-    check(books)
 
 
 def test_what_is_set_aside_for_one_owner_is_reserved_by_no_other() -> None:
@@ -568,8 +503,8 @@ class LedgerMachine(stateful.RuleBasedStateMachine):
         owner, number = self.some(data)
         entry = self.books.hold(owner, number).entry
         needed = {hold for hold in entry.holds if hold.needed}
-        said = [entry] if entry.key is not None and not entry.is_distrusted else []
-        assert self.books.distrust(owner, [number, number, 0]) == said
+        self.books.distrust(owner, [number, number, 0])
+        assert entry.is_distrusted is (entry.key is not None)
         self.forget_evicted()
         assert needed <= entry.holds
 
@@ -602,21 +537,6 @@ class LedgerMachine(stateful.RuleBasedStateMachine):
     def zeroed(self) -> None:
         self.books.zeroed(self.zeroing.pop())
 
-    @stateful.rule(slabs=st.integers(1, 3))
-    def empty_slabs(self, slabs: int) -> None:
-        needed = {hold.number for hold in holds_of(self.books).values() if hold.entry.needed}
-        chosen = self.books.to_empty(slabs * SLAB)
-        is_empty = self.books.empty(chosen)
-        self.forget_evicted()
-        assert needed <= set(self.mine)
-        if not is_empty:
-            assert self.zeroing or self.copies or self.writing or self.reading
-            return
-        for number in chosen:
-            self.books.remove_slab(number)
-        for number in chosen:
-            self.books.add_slab(number, SLAB)
-
     @stateful.invariant()
     def holds(self) -> None:
         check(self.books, self.reading)
@@ -624,7 +544,7 @@ class LedgerMachine(stateful.RuleBasedStateMachine):
         held = self.books.held()
         coming = sum(extent.nbytes for extents in self.reading.values() for extent in extents)
         in_memory = held.asleep_bytes + held.awake_bytes - held.spilled_bytes + coming
-        assert in_memory + self.books.free_bytes == self.books.own_bytes
+        assert in_memory + self.books.free_bytes == self.books.slab_bytes
 
 
 TestLedgerMachine = LedgerMachine.TestCase

@@ -13,11 +13,11 @@ import pytest
 from running import MIB, RunningVault, Segment, eventually, from_slabs, seal, take_back
 from support import PAGE, Memory
 
-from cumem_sleep import CuMemAllocator, InvalidState, OutOfHostMemory, VaultError, VaultLost, _core, host_facts
+from cumem_sleep import CuMemAllocator, InvalidState, OutOfHostMemory, VaultLost, _core, host_facts
 from cumem_sleep.core.commitment import Commitment
 from cumem_sleep.vault import protocol
 from cumem_sleep.vault.address import VaultAddress
-from cumem_sleep.vault.client import Shown, VaultBackup, VaultClient
+from cumem_sleep.vault.client import VaultBackup, VaultClient
 from cumem_sleep.vault.pool import VaultHost, VaultPool
 from cumem_sleep.vault.server import Vault, visible_gpus
 
@@ -42,9 +42,6 @@ class SleepingClient:
         self._memory.fill_random(segment.address, segment.nbytes)
         segment.read(backup)
         assert self._memory.read(segment.address, segment.nbytes) == self.content
-
-    def show_to(self, client: VaultClient) -> VaultBackup:
-        return client.show(self.segment.gpu, [Shown(self.backup, self.key, self.client.slabs)])[0]
 
 
 @pytest.fixture
@@ -85,142 +82,6 @@ def test_a_vault_that_is_killed_while_it_copies_is_noticed(
     with pytest.raises(VaultLost):
         take_back(client, [lent])
     client.close()
-
-
-def test_a_new_vault_adopts_without_a_copy(
-    vault: RunningVault, start_vault: StartVault, sleeper: SleepingClient, allocator: CuMemAllocator, memory: Memory
-) -> None:
-    replica = vault.client("replica")
-    (shared,) = replica.find(sleeper.segment.gpu, [sleeper.key])
-    assert shared is not None
-    vault.kill()
-    new = start_vault("64MiB", "--slab-size", "16MiB")
-    new.wait_until_ready()
-    client, other = new.client(), new.client("replica")
-    (found,) = client.find(sleeper.segment.gpu, [sleeper.key])
-    assert found is None
-    adopted = sleeper.show_to(client)
-    (again,) = other.show(sleeper.segment.gpu, [Shown(shared, sleeper.key, replica.slabs)])
-    assert (adopted.nbytes, again.extents) == (PAGE, adopted.extents)
-    sleeper.client.close()
-    replica.close()
-    status = new.status()
-    assert (status["adopted_bytes"], status["pinned_bytes"]) == (16 * MIB, 48 * MIB)
-    assert (status["asleep_bytes"], status["saved_bytes"]) == (PAGE, PAGE)
-    assert status["gpus"][0]["copied_out_bytes"] == 0
-    assert from_slabs(client, adopted) == sleeper.content
-    sleeper.check(client, adopted)
-    sleeper.check(other, again)
-    other.close()
-    client.release([adopted])
-    eventually(lambda: new.status()["adopted_bytes"] == 0, "the old memory is gone")
-    new.wait_until_ready()
-    SleepingClient(client, allocator, memory, 30 * PAGE)
-    client.close()
-
-
-def test_adopted_memory_is_written_by_nobody(
-    vault: RunningVault, start_vault: StartVault, sleeper: SleepingClient
-) -> None:
-    descriptor, nbytes = sleeper.client.slabs.by_number[sleeper.backup.extents[0].slab]
-    vault.kill()
-    os.fchmod(descriptor, 0o600)
-    mapped = os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR)
-    writer = _core.HostBlock.mapped(mapped, nbytes, True)  # somebody who could still write
-    new = start_vault("64MiB")
-    client = new.client()
-    with pytest.raises(VaultError, match=r"cannot be sealed.*is that vault still there"):
-        sleeper.show_to(client)
-    assert new.status()["adopted_bytes"] == 0
-    del writer
-    sleeper.check(client, sleeper.show_to(client))
-    with pytest.raises(PermissionError):
-        os.pwrite(mapped, b"x", 0)
-    os.close(mapped)
-    client.close()
-
-
-def test_what_is_shown_has_to_be_a_vaults_memory(
-    vault: RunningVault, start_vault: StartVault, sleeper: SleepingClient
-) -> None:
-    old, gpu = sleeper.client, sleeper.segment.gpu
-    (slab,) = {extent.slab for extent in sleeper.backup.extents}
-    descriptor, nbytes = old.slabs.by_number[slab]
-    vault.kill()
-    new = start_vault("64MiB", "--slab-size", "16MiB")
-    new.wait_until_ready()
-    client = new.client()
-    unsealed = os.memfd_create("unsealed", os.MFD_ALLOW_SEALING)
-    os.ftruncate(unsealed, nbytes)
-    for other in (os.open(os.devnull, os.O_RDONLY), unsealed):
-        old.slabs.by_number[slab] = other, nbytes
-        with pytest.raises(VaultError, match="not a vault memfd"):
-            sleeper.show_to(client)
-        os.close(other)
-    old.slabs.by_number[slab] = descriptor, nbytes
-    beyond = [extent._replace(offset=nbytes - 1) for extent in sleeper.backup.extents]
-    too_small = [extent._replace(nbytes=PAGE - 1) for extent in sleeper.backup.extents]
-    for extents in (beyond, too_small):
-        wrong = VaultBackup(sleeper.backup.number, PAGE, tuple(extents))
-        with pytest.raises(InvalidState, match="extent"):
-            client.show(gpu, [Shown(wrong, sleeper.key, old.slabs)])
-    eventually(lambda: new.status()["adopted_bytes"] == 0, "what nothing lies in is let go")
-    new.wait_until_ready()
-    assert (new.status()["asleep_bytes"], new.status()["cut_off"]) == (0, 0)
-    sleeper.check(client, sleeper.show_to(client))
-    client.close()
-
-
-def test_a_vault_takes_no_more_than_it_may_with_what_it_adopts(
-    vault: RunningVault, start_vault: StartVault, sleeper: SleepingClient, allocator: CuMemAllocator, memory: Memory
-) -> None:
-    vault.kill()
-    new = start_vault("32MiB", "--slab-size", "16MiB")
-    new.wait_until_ready()
-    client = new.client()
-    full = [SleepingClient(client, allocator, memory, 8 * PAGE) for _ in range(2)]
-    with pytest.raises(OutOfHostMemory, match="vault"):
-        sleeper.show_to(client)
-    assert from_slabs(sleeper.client, sleeper.backup) == sleeper.content
-    assert new.status()["adopted_bytes"] == 0
-    client.mark([full[0].backup], needed=False)
-    given_back, _ = client.slabs.by_number[full[0].backup.extents[0].slab]
-    assert os.fstat(given_back).st_blocks
-    adopted = sleeper.show_to(client)
-    eventually(lambda: os.fstat(given_back).st_blocks == 0, "its memory is gone, whoever has it open")
-    status = new.status()
-    assert (status["adopted_bytes"], status["pinned_bytes"], status["evicted_bytes"]) == (16 * MIB,) * 3
-    assert client.mark([full[0].backup], needed=True) == [full[0].backup]
-    sleeper.check(client, adopted)
-    full[1].check(client, full[1].backup)
-    client.close()
-
-
-def test_a_vault_that_ends_gives_no_memory_back_that_others_read(
-    allocator: CuMemAllocator,
-) -> None:
-    allocator._operations.open()
-    posted: deque[Callable[[], None]] = deque()
-    changed: list[bool] = []
-    host = VaultHost(lambda _: 1 << 40, 1, lambda _: None)
-    old, new = (VaultPool(PAGE, None, 0, [-1], host, posted.append, lambda: changed.append(True)) for _ in range(2))
-    for pool in (old, new):
-        pool.take_more()
-        eventually(lambda: bool(posted), "the slab is there")
-        posted.popleft()()
-    left, kept = (os.dup(pool.slabs[1].descriptor) for pool in (old, new))
-    old.finish()
-    old.close()
-    found: list[object] = []
-    new.look_at([left], found.append)
-    eventually(lambda: bool(posted), "it was looked at")
-    posted.popleft()()
-    new.finish()
-    with pytest.raises(InvalidState, match="shutting down"):
-        new.adopt(found[0].result(), {})  # type: ignore[attr-defined]
-    new.close()
-    assert os.fstat(kept).st_blocks * 512 == PAGE
-    os.close(kept)
 
 
 def test_a_vault_that_grows_takes_no_memory_that_others_are_about_to_touch(
@@ -336,9 +197,8 @@ def test_a_vault_hands_over(vault: RunningVault, start_vault: StartVault, sleepe
     assert vault.end() == 0
     assert vault.said(f"asleep: pid {os.getpid()} (test) 2.00 MiB; the vault ends; they can still wake")
     assert sleeper.client.lost is not None
-    new = start_vault("64MiB").client()
-    sleeper.check(new, sleeper.show_to(new))
-    new.close()
+    assert start_vault("64MiB").status()["asleep_bytes"] == 0
+    assert from_slabs(sleeper.client, sleeper.backup) == sleeper.content
 
 
 def test_a_vault_waits_for_those_who_sleep(start_vault: StartVault, allocator: CuMemAllocator, memory: Memory) -> None:
@@ -397,9 +257,8 @@ def slow_vault(
     allocator.get_current_usage()
     allocator._operations.open()
     monkeypatch.setattr(protocol, "BUSY_INTERVAL_S", 0.05)
-    vault = Vault(
-        VaultAddress(folder / "vault.sock"), 4 * PAGE, visible_gpus(), VaultHost(room.ask, 1, lambda _: None), PAGE
-    )
+    host = VaultHost(room.ask, 1, lambda _: None, try_again_s=3600)
+    vault = Vault(VaultAddress(folder / "vault.sock"), 4 * PAGE, visible_gpus(), host, PAGE)
     thread = threading.Thread(target=vault.run)
     thread.start()
     yield lambda deadline_s=30.0: VaultClient(folder / "vault.sock", "test", deadline_s)
@@ -437,7 +296,7 @@ def test_a_reservation_waits_for_memory_that_is_to_come(
 def test_a_host_without_memory_ends_the_wait(slow_vault: Callable[..., VaultClient], room: RoomBySlab) -> None:
     client = slow_vault()
     room.bytes = PAGE - 1
-    room.give(1000)  # it is asked again each second
+    room.give(1000)
     with pytest.raises(
         OutOfHostMemory, match=r"the vault has 0 B of .*, and cannot take more now: .*MemAvailable"
     ) as no:
@@ -447,4 +306,17 @@ def test_a_host_without_memory_ends_the_wait(slow_vault: Callable[..., VaultClie
     assert "MemAvailable" in client.status()["short"]
     with pytest.raises(OutOfHostMemory, match=r"\(limit: vault\).*give the vault more --memory"):
         client.reserve(client.gpus[0], [1 << 40])
+    client.close()
+
+
+def test_what_others_give_back_is_taken_for_who_needs_it(
+    slow_vault: Callable[..., VaultClient], room: RoomBySlab
+) -> None:
+    client = slow_vault()
+    room.bytes = PAGE - 1
+    room.give()
+    eventually(lambda: client.status()["short"] != "", "it takes no more for now")
+    room.bytes = 1 << 40
+    room.give(4)
+    client.reserve(client.gpus[0], [4 * PAGE])
     client.close()

@@ -223,7 +223,7 @@ class TestStopped:
         another.wait_until_ready()
         allocator.wake_up()
         check(memory, contents)
-        assert is_exactly_kept(another, 0, 4 * PAGE)
+        assert is_exactly_kept(another, 0, 0)
 
 
 class TestBroken:
