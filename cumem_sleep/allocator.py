@@ -67,7 +67,7 @@ from .ranks.mesh import connect
 from .regions import Regions, plan_of
 from .report import BackupPlace, OperationTotals, SleepReport, TagUsage, WakeReport
 from .settings import Settings
-from .transfer.copiers import Copiers
+from .transfer.engine_or_kernel import Paces
 
 # Their threads are stopped in order at exit. One that nobody uses any more stays here while a thread works for it.
 _allocators: weakref.WeakSet[CuMemAllocator] = weakref.WeakSet()
@@ -117,9 +117,9 @@ class CuMemAllocator:
         self._agreement: Agreement | None = None
         _stores.add(self._store)
         self._digester = DeviceDigester(self.tuning)
-        self._copiers = Copiers(self.tuning)
+        self._paces = Paces(self.tuning)
         self._compressor = Compressor(self.settings.compress == "auto", self.tuning)
-        self._layer = Layer(self.settings, self.tuning, self._store, self._digester, self._compressor, self._copiers)
+        self._layer = Layer(self.settings, self.tuning, self._store, self._digester, self._compressor, self._paces)
         self._pools = Pools()
         self._cuda = CudaState(self._lock, THIS_PROCESS.bring_back, _checkpoint, self.settings.deep_after_s)
         self._operations: Operations = Operations(

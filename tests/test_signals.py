@@ -299,7 +299,7 @@ def test_interrupt_by_a_signal() -> None:
 def test_an_allocator_that_fails_to_replace_another_leaves_that_in_use(
     allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cumem_sleep.allocator.Copiers", raising(KeyboardInterrupt()))
+    monkeypatch.setattr("cumem_sleep.allocator.Paces", raising(KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt):
         CuMemAllocator()
     assert CuMemAllocator.get_instance() is allocator

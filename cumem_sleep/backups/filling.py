@@ -11,7 +11,7 @@ from ..codec.workspace import Workspace
 from ..core.extents import Transfers
 from ..core.segments import by_device
 from ..core.tuning import Tuning
-from ..transfer.transfer import Transfer, TransferOut
+from ..transfer.transfer import Transfer
 from .catalogue import Catalogue
 
 
@@ -76,12 +76,14 @@ class Filling:
 
     def _transfer(self, device: int) -> Transfer:
         """Made before pages are touched, because touching pages delays every change of the address space."""
-        count = min(self._transfers.most_lanes, -(-self._most_bytes[device] // self._tuning.stream_bytes))
+        count = min(self._transfers.most_lanes, -(-self._most_bytes[device] // self._tuning.engine_batch_bytes))
         streams = [self._streams.enter_context(_core.CopyStream(device)) for _ in range(count)]
-        return TransferOut(
+        return Transfer(
             [self._transfers.lane(stream) for stream in streams],
+            None,
             lambda arrived: self._transfers.done_with(segment.address for segment in arrived),
             self._tuning,
+            out=True,
         )
 
     @property

@@ -4,33 +4,24 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import cast
 from weakref import WeakValueDictionary
-
-import numpy as np
-import numpy.typing as npt
 
 from .. import _core, host_facts
 from ..core import commitment, log
 from ..core.commitment import Commitment, Growth, left_bytes
-from ..core.extents import Extent, Lane, PieceRows, Transfers, cut
-from ..core.pinned import node_of, pinned_table
+from ..core.extents import Extent
+from ..core.pinned import node_of
 from ..core.tuning import Tuning
-from ..errors import CumemSleepError, InvalidState, OutOfHostMemory, format_bytes
+from ..errors import InvalidState, OutOfHostMemory, format_bytes
 from ..report import BackupPlace
 from ..settings import Settings
+from ..transfer.lanes import HostLane, HostTransfers, blocks_of
 from .tier import Footprint, HostLimit, NotYet, Tier, Turn, budget_limits
 
-_MOST_PREFAULT_THREADS = 16
-_ROW_BYTES = 32  # of a piece in the table of a kernel
-_LEAST_ROWS = 512  # of such a table: it stays pinned from one operation to the next
-_PART_BYTES = 64 << 10  # of an extent: one block of the kernel copies no more at a time, so that all have work
-_HEAP_BYTES = 16 << 10  # more than the driver allocates when it registers a block
 _BETWEEN_LOOKS_S = 0.02  # at the limits, while pages are prefaulted: a look takes 0.2 ms
 
 
@@ -146,8 +137,8 @@ class HostTier(Tier):
             self._releasing.finish()
         node = node_of(device)
         blocks = [block or _core.HostBlock(size, node) for block, size in zip(pinned, sizes, strict=True)]
-        for blocks_of in (self._untouched, self._to_touch):
-            blocks_of.update((id(block), block) for block in blocks if not block.pinned)
+        for noted in (self._untouched, self._to_touch):
+            noted.update((id(block), block) for block in blocks if not block.pinned)
         self._held_bytes += sum(sizes)
         return blocks
 
@@ -156,7 +147,7 @@ class HostTier(Tier):
         return self._tuning.slab_bytes
 
     def release(self, extents: Iterable[Extent]) -> None:  # noqa: D102
-        blocks = _blocks(extents)
+        blocks = blocks_of(extents)
         nbytes = sum(block.bytes for block in blocks)
         self._held_bytes -= nbytes
         for block in blocks:
@@ -174,7 +165,7 @@ class HostTier(Tier):
         self._releasing.finish()
 
     def pin(self, device: int, extents: Iterable[Extent]) -> None:  # noqa: D102
-        for block in _blocks(extents):
+        for block in blocks_of(extents):
             if not block.pinned:
                 self._look_again()
                 block.prefault(0, block.bytes)
@@ -182,20 +173,17 @@ class HostTier(Tier):
         self._show()
 
     def unpin(self, extents: Iterable[Extent]) -> None:  # noqa: D102
-        for block in _blocks(extents):
+        for block in blocks_of(extents):
             if block.pinned:
-                for blocks_of in (self._untouched, self._to_touch):
-                    blocks_of.pop(id(block), None)
+                for noted in (self._untouched, self._to_touch):
+                    noted.pop(id(block), None)
                 block.unpin()
 
     def device_bytes_to_pin(self, extents: Iterable[Extent]) -> int:  # noqa: D102
-        nbytes = sum(block.bytes for block in _blocks(extents) if not block.pinned)
+        nbytes = sum(block.bytes for block in blocks_of(extents) if not block.pinned)
         return nbytes * self._tuning.table_bytes_per_gib >> 30
 
-    @staticmethod
-    def content(extent: Extent, offset: int, nbytes: int) -> npt.NDArray[np.uint8]:  # noqa: D102
-        held = np.frombuffer(memoryview(cast(_core.HostBlock, extent)), np.uint8)
-        return held[offset : offset + nbytes]
+    content = staticmethod(HostLane.content)
 
     def transfers(self) -> HostTransfers:  # noqa: D102
         threads, nbytes = self._settings.prefault_threads, self._tuning.prefault_bytes
@@ -203,144 +191,6 @@ class HostTier(Tier):
 
     def stop(self) -> None:  # noqa: D102
         self._releasing.stop()
-
-
-class HostTransfers(Transfers):
-    """The lanes of one operation. Threads prefault new blocks ahead of the copies.
-
-    Args:
-        look_again: called before a new block is used.
-        all_used: called when no more follow.
-    """
-
-    def __init__(
-        self,
-        threads: int | None,
-        prefault_bytes: int,
-        look_again: Callable[[], None] = lambda: None,
-        all_used: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._threads = threads
-        self._prefault_bytes = prefault_bytes
-        self._look_again = look_again
-        self._all_used = all_used
-        self._prefaulted: _core.Ahead | None = None
-        self._heap: _core.HeapReserve | None = None
-        self._expected: set[int] = set()  # ids of blocks
-        self._stack = ExitStack()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stack.close()
-        self._heap = None
-        self._all_used()
-
-    def end(self) -> None:
-        """All pages have been touched."""
-        self._all_used()
-
-    def expect(self, extents: Iterable[Extent]) -> None:
-        """Begin to prefault their pages, in this order."""
-        step = self._prefault_bytes
-        tasks = {
-            id(block): [
-                _core.prefault_task(block, start, min(step, block.bytes - start))
-                for start in range(0, block.bytes, step)
-            ]
-            for block in _blocks(extents)
-            if not block.pinned
-        }
-        if not tasks:
-            return
-        if self._prefaulted is None:
-            # Now, because each step by which this thread's heap grows would wait for the threads that prefault.
-            self._heap = _core.HeapReserve(_HEAP_BYTES * len(tasks))
-            # Looked up here, because `prepare` needs none.
-            threads = self._threads or host_facts.prefault_threads(_MOST_PREFAULT_THREADS)
-            self._prefaulted = self._stack.enter_context(_core.Ahead(threads))
-        self._prefaulted.add(tasks)
-        self._expected.update(tasks)
-
-    def lane(self, stream: _core.CopyStream) -> HostLane:
-        """A lane in the order of `stream`."""
-        return HostLane(stream, self)
-
-    def table(self, nbytes: int, device: int) -> _core.HostBlock:
-        """Pinned memory for a table of a kernel, until these are left."""
-        return self._stack.enter_context(closing(pinned_table(nbytes, device)))
-
-    def have_pinned(self, block: _core.HostBlock, device: int) -> None:
-        """Make sure that its pages are faulted in and registered.
-
-        Raises:
-            DriverError, OutOfHostMemory: the driver or the system refused.
-        """
-        if block.pinned:
-            return
-        self._look_again()
-        if self._prefaulted is not None and id(block) in self._expected:
-            self._prefaulted.wait(id(block))
-        else:
-            block.prefault(0, block.bytes)
-        block.pin(device)
-
-
-class HostLane(Lane):
-    """Copies in the order of a stream; a block is registered when it is first used."""
-
-    kernels_reach = True
-    content = staticmethod(HostTier.content)
-
-    def __init__(self, stream: _core.CopyStream, transfers: HostTransfers) -> None:
-        super().__init__(stream)
-        self._transfers = transfers
-        self._table: _core.HostBlock | None = None  # of pieces that a kernel copies
-        self._used, self._rows = 0, 0
-
-    def pin(self, extents: Iterable[Extent]) -> None:
-        """Register what has been unpinned; its pages are there. Most of that is hidden by the copies before it."""
-        for block in _blocks(extents):
-            if not block.pinned:
-                block.pin(self.stream.device)
-
-    def begin(self, extent: Extent, rows: PieceRows, *, out: bool, by_kernel: bool = False) -> bool:
-        """Begin to copy."""
-        block, stream = cast(_core.HostBlock, extent), self.stream
-        if out:
-            self._transfers.have_pinned(block, stream.device)
-        else:
-            self.pin([extent])
-        if by_kernel and _core.device_info(stream.device).host_pointers:
-            try:
-                self._begin_by_kernel(block, rows, out)
-                return True
-            except CumemSleepError as error:
-                log.warning("the copy kernel failed, the copy engine takes over: %s", error)
-        for address, offset, nbytes in rows if isinstance(rows, tuple) else rows.tolist():
-            if out:
-                stream.to_host(block, offset, address, nbytes)
-            else:
-                stream.to_device(address, block, offset, nbytes)
-        return False
-
-    def _begin_by_kernel(self, block: _core.HostBlock, rows: PieceRows, out: bool) -> None:
-        if isinstance(rows, tuple) and not out:
-            for address, offset, nbytes in rows:
-                self.stream.to_device_by_kernel(address, block, offset, nbytes)
-            return
-        ends = np.arange(_PART_BYTES, block.bytes + _PART_BYTES, _PART_BYTES)
-        _, pieces = cut(np.asarray(rows), ends)
-        if self._table is None or self._used + len(pieces) > self._rows:
-            self._used, self._rows = 0, max(len(pieces), _LEAST_ROWS)
-            self._table = self._transfers.table(_ROW_BYTES * self._rows, self.stream.device)
-        self.stream.copy_pieces(self._table, self._used, block, pieces, to_host=out)
-        self._used += len(pieces)
-
-    def synchronize(self) -> None:
-        """From then on the table can be used anew."""
-        super().synchronize()
-        self._used = 0
 
 
 class _Releasing:
@@ -420,7 +270,3 @@ class _Releasing:
 
 def _not_pinned(blocks: WeakValueDictionary[int, _core.HostBlock]) -> WeakValueDictionary[int, _core.HostBlock]:
     return WeakValueDictionary({key: block for key, block in blocks.items() if not block.pinned})
-
-
-def _blocks(extents: Iterable[Extent]) -> list[_core.HostBlock]:
-    return [cast(_core.HostBlock, extent) for extent in extents]

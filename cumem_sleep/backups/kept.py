@@ -276,11 +276,10 @@ def _copy(kept: Sequence[_Kept], *, out: bool) -> None:
             lanes = [transfers.lane(streams.enter_context(_core.CopyStream(device))) for _ in range(_LANES)]
             if out:
                 transfers.expect(place.extents)
-            by_kernel = True
             for number, (extent, pieces) in enumerate(_by_extent(place, mine)):
                 lane = lanes[number % _LANES]
                 lane.synchronize()
-                by_kernel = lane.begin(extent, pieces, out=out, by_kernel=by_kernel)
+                lane.begin(extent, pieces, out=out, by_kernel=True)
             for lane in lanes:
                 lane.synchronize()
 

@@ -27,8 +27,6 @@ class Tuning:
             `prepare`, or to unregister it, after a wake, takes 0.5 ms or less, for which a model's launches wait
             (`prepare_cost.json`, `decode_after_wake.json`).
         prefault_bytes: prefaulted by one thread at a time.
-        stream_bytes: copied to a tier by one stream at a time. On four streams 18 ms of copies are in flight, as long
-            as it takes to digest 61 GiB.
         release_later_bytes: more than this is released in a thread. Unregistering and freeing this much takes 16 ms.
         before_releases_s: how long that thread waits first, because an operation that comes meanwhile has to wait for a
             block, and one that follows at once should not (`level_2_wakes.txt`).
@@ -36,7 +34,8 @@ class Tuning:
         pause_per_release: how many times as long as a block took, where the host is not short of memory.
         batch_bytes: copied back at a time by a kernel.
         trial_bytes: copied back when timed alone: if the engine is slow, the kernel waits for it meanwhile.
-        engine_batch_bytes: copied back at a time by the copy engine; faster than 64 MiB (`wake_paths.json`).
+        engine_batch_bytes: copied at a time by the copy engine on one stream; faster than 64 MiB (`wake_paths.json`).
+            On four streams 18 ms of copies are in flight, as long as it takes to digest 61 GiB.
         timed_bytes: how many bytes are timed together for the copy engine's rate.
         slots_timed_bytes: the same for compressed backups: twelve slots, so that a stall of the caller is not mistaken
             for a slow engine.
@@ -66,7 +65,6 @@ class Tuning:
     digest_together_bytes: int = 2 * _GIB
     slab_bytes: int = 16 * _MIB
     prefault_bytes: int = 64 * _MIB
-    stream_bytes: int = 256 * _MIB
     release_later_bytes: int = _GIB
     before_releases_s: float = 0.05
     between_releases_s: float = 0.0002

@@ -13,7 +13,7 @@ from ..core.tuning import Tuning
 from ..digest.device import DeviceDigester
 from ..errors import DriverError, InvalidState
 from ..settings import Settings
-from ..transfer.copiers import Copiers
+from ..transfer.engine_or_kernel import Paces
 from .residue import Residue
 
 Fill = Callable[[Sequence[tuple[_core.Segment, Spans]]], None]
@@ -30,7 +30,7 @@ class Layer:
     store: BackupStore
     digester: DeviceDigester
     compressor: Compressor
-    copiers: Copiers
+    paces: Paces
     residue: Residue = field(default_factory=Residue)
     # Called at a wake with the segments that come back without some of their bytes, and which these are, before anybody
     # else may use them.
@@ -49,7 +49,7 @@ class Layer:
                 if self.settings.verify == "wake" or self.settings.retain_backups:
                     self.digester.warm_up(device)
                 if not _core.driver_is_simulated():  # which copies the same in both ways
-                    self.copiers.warm_up(device)
+                    self.paces.warm_up(device)
                 self.compressor.warm_up(device)
             self._warm_devices.add(device)
 

@@ -20,7 +20,7 @@ from ..digest.reference import Digest
 from ..errors import OutOfDeviceMemory, counted
 from ..report import PhaseTimer, WakeReport
 from ..transfer.decoding import Decoding
-from ..transfer.transfer import Together, Transfer, TransferIn
+from ..transfer.transfer import Together, Transfer
 from .layer import Layer
 
 _Sleep = _core.Segment.Sleep
@@ -248,7 +248,7 @@ def _copies(
             completed = digests.start if digests is not None else _nothing
             workspace = workspaces[device]
             queue.append(
-                Decoding(device, runs, workspace, transfers, layer.copiers, mapping.wait, completed, layer.tuning)
+                Decoding(device, runs, workspace, transfers, layer.paces, mapping.wait, completed, layer.tuning)
             )
         copies.append(queue)
     return copies
@@ -266,14 +266,14 @@ def _transfer_in(
     tuning, nbytes = layer.tuning, sum(backup.content_bytes for backup in backups)
     count = min(transfers.most_lanes, -(-nbytes // tuning.batch_bytes))
     lanes = [transfers.lane(streams.enter_context(_core.CopyStream(device))) for _ in range(count)]
-    pace = layer.copiers.pace(device, lanes, nbytes, tuning.timed_bytes)
+    pace = layer.paces.of(device, lanes, nbytes, tuning.timed_bytes)
     begin_digests = _nothing if digests is None else Together(digests.start, nbytes, tuning.digest_together_bytes)
 
     def arrived(some: Sequence[_core.Segment]) -> None:
         begin_digests(some)
         transfers.done_with(segment.address for segment in some)
 
-    transfer = TransferIn(lanes, arrived, tuning, pace, mapping.wait)
+    transfer = Transfer(lanes, pace, arrived, tuning, out=False, mapped=mapping.wait)
     for backup in backups:
         transfer.add(backup.segment, backup.pieces())
     return transfer

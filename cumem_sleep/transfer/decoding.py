@@ -16,7 +16,7 @@ from ..codec.slots import Slot
 from ..codec.workspace import Workspace
 from ..core.extents import Transfers
 from ..core.tuning import Tuning
-from .copiers import Copiers, read_pieces
+from .engine_or_kernel import Paces
 
 
 class Decoding:
@@ -33,7 +33,7 @@ class Decoding:
         runs: Iterable[EncodedRun],
         workspace: Workspace,
         transfers: Transfers,
-        copiers: Copiers,
+        paces: Paces,
         mapped: Callable[[int], None],
         completed: Callable[[Sequence[_core.Segment]], None],
         tuning: Tuning,
@@ -41,7 +41,7 @@ class Decoding:
         lanes = workspace.lanes(transfers)
         runs = list(runs)
         nbytes = sum(run.bytes for run in runs) if workspace.has_memory else 0
-        self._pace = copiers.pace(device, lanes, nbytes, tuning.slots_timed_bytes)
+        self._pace = paces.of(device, lanes, nbytes, tuning.slots_timed_bytes)
         self._workspace = workspace
         self._slots = len(lanes)
         self._transfers = transfers
@@ -94,7 +94,11 @@ class Decoding:
             for other, _, _ in self._copied:
                 other.synchronize()
             begin = time.perf_counter()
-        read_pieces(self._pace, slot.opened_lane, batch.pieces(slot.chunks_address), by_engine=choice.by_engine)
+        by_kernel = not choice.by_engine
+        for piece in batch.pieces(slot.chunks_address):
+            by_kernel = slot.opened_lane.begin(piece.extent, piece.rows, out=False, by_kernel=by_kernel)
+        if not (by_kernel or choice.by_engine):
+            self._pace.best = None
         self._copied.append((slot, batch, slot.chunks_address + batch.starts))
         if choice.alone:
             slot.synchronize()

@@ -1,12 +1,10 @@
 """A transfer: the copies of one operation between one device and extents, out or in.
 
-Several batches are in flight, so that the link never waits for us. The vault's own copies are in `vault/link.py`.
+Several batches are in flight, so that the link never waits for us.
 """
 
 from __future__ import annotations
 
-import time
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -15,39 +13,46 @@ from .. import _core
 from ..core.extents import Lane, Piece
 from ..core.segments import total_bytes
 from ..core.tuning import Tuning
-from .copiers import read_pieces
+from .copier import Copier
 from .engine_or_kernel import Pace
 
 
 @dataclass
 class Batch:
-    """Pieces that are copied together, each with the segment that it belongs to."""
+    """Pieces that are copied together on one lane, each with the segment that it belongs to."""
 
+    lane: Lane
     pieces: list[Piece] = field(default_factory=list)
     segments: list[_core.Segment] = field(default_factory=list)
 
-    @property
-    def bytes(self) -> int:
-        """The total size of all pieces."""
-        return sum(piece.bytes for piece in self.pieces)
 
-
-class Transfer(ABC):
+class Transfer:
     """The pieces of some segments, copied in the order in which they were added, with a batch in flight on each lane.
 
-    They may be added while others are copied, each segment once.
+    They may be added while others are copied, each segment once. What is added bit by bit fills a batch.
 
     Args:
+        pace: chooses who copies; None: the copy engine.
         arrived: called with segments that have arrived: all of their pieces were copied.
+        out: from the device.
+        mapped: waits until the segment with that id is mapped.
     """
 
     def __init__(
-        self, lanes: Sequence[Lane], arrived: Callable[[Sequence[_core.Segment]], None], tuning: Tuning
+        self,
+        lanes: Sequence[Lane],
+        pace: Pace | None,
+        arrived: Callable[[Sequence[_core.Segment]], None],
+        tuning: Tuning,
+        *,
+        out: bool,
+        mapped: Callable[[int], None] | None = None,
     ) -> None:
         self._lanes = deque(lanes)
         self._arrived = arrived
-        self._tuning = tuning
-        self._in_flight: deque[tuple[Batch, Lane]] = deque()  # may not have arrived yet, the oldest first
+        self._out = out
+        self._mapped = mapped
+        self._copier: Copier[Batch] = Copier(pace or Pace(None, 0, len(lanes), tuning), tuning, self._finish)
         self._pieces: deque[tuple[_core.Segment, Piece]] = deque()
         self._missing: dict[int, int] = {}  # bytes that have not arrived, by the id of the segment
 
@@ -60,13 +65,43 @@ class Transfer(ABC):
         else:
             self._arrived([segment])
 
-    @abstractmethod
     def step(self) -> int:
-        """Begin the next batch; returns its bytes, or 0 if no piece is left.
+        """Begin the next part of a batch, when a lane is free for it.
+
+        Nothing stays in flight where the batch is timed alone.
+
+        Returns:
+            Its bytes; 0 if no piece is left.
 
         Raises:
             DriverError, OutOfHostMemory, InvalidState: not all is copied, and some is in flight.
         """
+        if not self._pieces:
+            return 0
+        copier = self._copier
+        copier.go_on()
+        part = self._next_part(copier.most_bytes - copier.batch_bytes)
+        nbytes = sum(piece.bytes for _, piece in part)
+        if self._mapped is not None:
+            for segment, _ in part:
+                self._mapped(segment.id)
+        if not copier.batch_bytes:
+            self._lanes.rotate(-1)
+        lane = self._lanes[-1]
+        if not self._out:
+            lane.pin(piece.extent for _, piece in part)
+        by_kernel = wanted = copier.ready()
+        if not copier.batch_bytes:
+            copier.in_flight.append(Batch(lane))
+        batch = copier.in_flight[-1]
+        for segment, piece in part:
+            batch.segments.append(segment)
+            batch.pieces.append(piece)
+            by_kernel = lane.begin(piece.extent, piece.rows, out=self._out, by_kernel=by_kernel)
+        copier.begun(nbytes, kernel_failed=wanted and not by_kernel)
+        if copier.choice.alone:
+            copier.end_batch()
+        return nbytes
 
     def finish(self) -> None:
         """Wait until all that was begun has arrived.
@@ -74,118 +109,35 @@ class Transfer(ABC):
         Raises:
             DriverError: not all is copied.
         """
-        self._note_arrived(self._wait_until(0))
+        self._copier.wait()
 
     @property
     def in_flight(self) -> set[int]:
         """Ids of the segments whose copies may not have ended yet."""
-        return {segment.id for batch, _ in self._in_flight for segment in batch.segments}
+        return {segment.id for batch in self._copier.in_flight for segment in batch.segments}
 
-    def _next_lane(self) -> Lane:
-        self._lanes.rotate(-1)
-        return self._lanes[-1]
-
-    def _wait_until(self, in_flight: int) -> list[Batch]:
-        """Wait until no more than so many batches are in flight; returns those that have arrived."""
-        arrived = []
-        while len(self._in_flight) > in_flight:
-            batch, lane = self._in_flight[0]
-            lane.synchronize()
-            self._in_flight.popleft()
-            arrived.append(batch)
-        return arrived
-
-    def _next_batch(self, most_bytes: int) -> Batch:
-        batch, room = Batch(), most_bytes
+    def _next_part(self, most_bytes: int) -> list[tuple[_core.Segment, Piece]]:
+        part, room = [], most_bytes
         while self._pieces and room > 0:
             segment, piece = self._pieces.popleft()
             if piece.bytes > room:
                 piece, rest = piece.split(room)
                 self._pieces.appendleft((segment, rest))
-            batch.pieces.append(piece)
-            batch.segments.append(segment)
+            part.append((segment, piece))
             room -= piece.bytes
-        return batch
+        return part
 
-    def _note_arrived(self, batches: Iterable[Batch]) -> None:
-        for batch in batches:
-            whole = []
-            for segment, piece in zip(batch.segments, batch.pieces, strict=True):
-                self._missing[segment.id] -= piece.bytes
-                if self._missing[segment.id]:
-                    continue
+    def _finish(self, batch: Batch) -> None:
+        batch.lane.synchronize()
+        self._copier.count(sum(piece.bytes for piece in batch.pieces))
+        whole = []
+        for segment, piece in zip(batch.segments, batch.pieces, strict=True):
+            self._missing[segment.id] -= piece.bytes
+            if not self._missing[segment.id]:
                 del self._missing[segment.id]
                 whole.append(segment)
-            if whole:
-                self._arrived(whole)
-
-
-class TransferOut(Transfer):
-    """From a device to extents, by its copy engine. What is added bit by bit goes to one lane until that is full."""
-
-    _room_bytes = 0  # on the lane in use
-
-    def step(self) -> int:
-        """Wait for a lane first where the one in use is full and all others are in flight."""
-        if not self._pieces:
-            return 0
-        if not self._room_bytes or not self._in_flight:
-            self._note_arrived(self._wait_until(len(self._lanes) - 1))
-            self._in_flight.append((Batch(), self._next_lane()))
-            self._room_bytes = self._tuning.stream_bytes
-        batch = self._next_batch(self._room_bytes)
-        self._room_bytes -= batch.bytes
-        on_lane, lane = self._in_flight[-1]
-        on_lane.pieces += batch.pieces
-        on_lane.segments += batch.segments
-        for piece in batch.pieces:
-            lane.begin(piece.extent, piece.rows, out=True)
-        return batch.bytes
-
-
-class TransferIn(Transfer):
-    """From extents to a device, by whoever its pace chooses.
-
-    Args:
-        mapped: waits until the segment with that id is mapped.
-    """
-
-    def __init__(
-        self,
-        lanes: Sequence[Lane],
-        arrived: Callable[[Sequence[_core.Segment]], None],
-        tuning: Tuning,
-        pace: Pace,
-        mapped: Callable[[int], None],
-    ) -> None:
-        super().__init__(lanes, arrived, tuning)
-        self._pace = pace
-        self._mapped = mapped
-
-    def step(self) -> int:
-        """Then wait until a lane is free for the next batch; nothing stays in flight where this one is timed alone."""
-        if not self._pieces:
-            return 0
-        choice, arrived = self._pace.next(), []
-        if choice.alone:  # while the engine is slow, the kernel waits for a trial of it: that is small
-            most_bytes = self._tuning.batch_bytes if choice.again else self._tuning.trial_bytes
-        else:
-            most_bytes = self._tuning.engine_batch_bytes if choice.by_engine else self._tuning.batch_bytes
-        batch = self._next_batch(most_bytes)
-        begin = time.perf_counter()  # before mapping and pinning, because copies in flight go on meanwhile
-        for segment in batch.segments:
-            self._mapped(segment.id)
-        lane = self._next_lane()
-        lane.pin(piece.extent for piece in batch.pieces)
-        if choice.alone:
-            arrived += self._wait_until(0)
-            begin = time.perf_counter()
-        self._in_flight.append((batch, lane))
-        read_pieces(self._pace, lane, batch.pieces, by_engine=choice.by_engine)
-        arrived += self._wait_until(0 if choice.alone else len(self._lanes) - 1)
-        self._pace.record(batch.bytes, time.perf_counter() - begin)
-        self._note_arrived(arrived)
-        return batch.bytes
+        if whole:
+            self._arrived(whole)
 
 
 class Together:

@@ -22,11 +22,12 @@ from typing import Any
 
 from .. import __version__, _core
 from ..errors import CumemSleepError, DriverError, InvalidArgument, InvalidState, VaultError
+from ..transfer.copier import CopyTotals
 from . import memory, protocol
 from .files import SpillFiles
 from .jobs import BorrowedMemory, Job, LinkPiece, PieceSource
 from .ledger import Entry, HeldBytes, Hold, Key, SlabRange, needed_bytes
-from .link import PIECE_BYTES, CopyTotals, LinkGroup, VaultLink
+from .link import PIECE_BYTES, LinkGroup, VaultLink
 from .moves import Move, MoveLog, encoded
 from .pool import VaultPool
 from .protocol import Nonsense, Table, VaultMessage, boolean, integer, integers, objects, table, text

@@ -21,11 +21,12 @@ from pathlib import Path
 
 from .. import _core
 from ..errors import InvalidArgument, VaultError, format_bytes
+from ..transfer.copier import CopyTotals
 from . import memory
 from .files import PAGE_BYTES, SpillError, SpillFile, SpillFiles
 from .jobs import Job, JobQueue, LinkPiece
 from .ledger import Entry, SlabRange
-from .link import CopyTotals, VaultLink
+from .link import VaultLink
 from .pool import VaultPool
 
 RING_BYTES = 256 << 20

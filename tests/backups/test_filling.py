@@ -41,7 +41,7 @@ def small_head(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def four_blocks_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CuMemAllocator.tuning, "stream_bytes", MIB)
+    monkeypatch.setattr(CuMemAllocator.tuning, "engine_batch_bytes", MIB)
 
 
 def in_flight(dirty: Sequence[int]) -> list[int]:

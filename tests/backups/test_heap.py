@@ -9,7 +9,7 @@ import pytest
 from support import MIB, PAGE, Memory, run_script
 
 from cumem_sleep import CuMemAllocator, _core
-from cumem_sleep.backups import host
+from cumem_sleep.transfer import lanes
 
 # How many page faults it takes a thread to allocate 3.5 MiB in small pieces. Neither thread ends before both have
 # counted, because a new one would get the heap of one that has.
@@ -73,7 +73,7 @@ def test_it_comes_before_pages_are_prefaulted_and_for_every_block(
     monkeypatch.setattr(_core, "prefault_task", prefault_ahead)
     allocator.sleep()
     blocks = -(-3 * PAGE // allocator.tuning.slab_bytes)
-    assert seen[0] == f"reserve {blocks * host._HEAP_BYTES}"
+    assert seen[0] == f"reserve {blocks * lanes._HEAP_BYTES}"
     assert "prefault" in seen[1:]
     assert seen.count(seen[0]) == 1
     allocator.wake_up()

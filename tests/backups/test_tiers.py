@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -26,8 +25,7 @@ from cumem_sleep.backups.vault import VaultTier
 from cumem_sleep.core.extents import Extent, Lane
 from cumem_sleep.digest.device import DeviceDigester, DigestRun
 from cumem_sleep.digest.reference import Digest
-from cumem_sleep.transfer.engine_or_kernel import Pace
-from cumem_sleep.transfer.transfer import Transfer, TransferIn, TransferOut
+from cumem_sleep.transfer.transfer import Transfer
 from cumem_sleep.vault.client import Sealed
 from cumem_sleep.vault.files import filesystem_of
 from cumem_sleep.vault.ledger import Key
@@ -410,7 +408,7 @@ class TestSharing:
                 return run.finish()[segment.id]
 
         with lane_of(tier) as lane:
-            self.copy(backup, TransferOut, [lane])
+            self.copy(backup, lane, out=True)
         assert digest() == self.content(chosen).digest
         catalogue.prove([segment], {segment.id: digest()})
         assert catalogue.get(segment) is backup
@@ -420,8 +418,7 @@ class TestSharing:
         after = memory.fill_random(address, 8 * PAGE)
         assert digest() != backup.digest
         with lane_of(tier) as lane:
-            pace = Pace(None, CuMemAllocator.tuning.timed_bytes, 1, CuMemAllocator.tuning)
-            self.copy(backup, TransferIn, [lane], pace, lambda _: None)
+            self.copy(backup, lane, out=False)
         restored = bytearray(after)
         for offset, nbytes in ranges:
             restored[offset : offset + nbytes] = before[offset : offset + nbytes]
@@ -430,9 +427,9 @@ class TestSharing:
         catalogue.forget([segment.id])
         assert (list(catalogue), tier.bytes) == ([], 0)
 
-    def copy(self, backup: Backup, kind: type[Transfer], lanes: list[Lane], *more: Any) -> None:
+    def copy(self, backup: Backup, lane: Lane, *, out: bool) -> None:
         arrived: list[_core.Segment] = []
-        transfer = kind(lanes, arrived.extend, CuMemAllocator.tuning, *more)
+        transfer = Transfer([lane], None, arrived.extend, CuMemAllocator.tuning, out=out)
         transfer.add(backup.segment, backup.pieces())
         while transfer.step():
             pass

@@ -114,10 +114,10 @@ class TestRoundTrips:
 
         copy = _core.CopyStream.to_device_by_kernel
 
-        def by_kernel(stream: _core.CopyStream, address: int, block: _core.HostBlock, offset: int, nbytes: int) -> None:
-            assert nbytes % 16 == 0, "the engine copies the rest"
-            started.append(nbytes)
-            copy(stream, address, block, offset, nbytes)
+        def by_kernel(stream: _core.CopyStream, *arguments: Any) -> None:
+            assert arguments[3] % 16 == 0, "the engine copies the rest"
+            started.append(arguments[3])
+            copy(stream, *arguments)
 
         took: list[tuple[int, float]] = []
         recorded: Counter[Pace] = Counter()
@@ -133,7 +133,7 @@ class TestRoundTrips:
         monkeypatch.setattr(_core.CopyStream, "to_device_by_kernel", by_kernel)
         monkeypatch.setattr(Pace, "next", next_choice)
         monkeypatch.setattr(Pace, "record", record)
-        allocator._copiers.best_rates[0] = BestRate()
+        allocator._paces.best_rates[0] = BestRate()
         contents = fill(allocator, *KINDS, nbytes=12 * PAGE)
         contents |= fill(allocator, bf16, fp16, nbytes=PAGE)
         allocator.sleep()
@@ -160,9 +160,9 @@ class TestRoundTrips:
         copy, synchronize = _core.CopyStream.to_device_by_kernel, _core.CopyStream.synchronize
         leave, free = _core.CopyStream.__exit__, _core.Scratch.close
 
-        def by_kernel(stream: _core.CopyStream, address: int, block: _core.HostBlock, offset: int, nbytes: int) -> None:
+        def by_kernel(stream: _core.CopyStream, *arguments: Any) -> None:
             in_flight.add(stream.handle)
-            copy(stream, address, block, offset, nbytes)
+            copy(stream, *arguments)
 
         def waited(stream: _core.CopyStream) -> None:
             synchronize(stream)
@@ -182,7 +182,7 @@ class TestRoundTrips:
         monkeypatch.setattr(_core.Scratch, "close", freed)
         monkeypatch.setattr(Pace, "next", lambda _: CopyChoice(by_engine=False, alone=False))
         monkeypatch.setattr(Pace, "record", lambda *_: None)
-        allocator._copiers.best_rates[0] = BestRate()
+        allocator._paces.best_rates[0] = BestRate()
         contents = fill(allocator, *[bf16] * 6, nbytes=4 * PAGE)
         allocator.sleep()
         sim.fail("cuMemCreate", after=4, error="CUDA_ERROR_UNKNOWN", times=100)

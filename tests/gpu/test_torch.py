@@ -244,7 +244,7 @@ def test_a_wake_by_the_copy_kernel(
     monkeypatch.setattr(CuMemAllocator.tuning, "engine_batch_bytes", 10 * MIB)
     with allocator.use_memory_pool("weights"):
         weights = [random_tensor(nbytes) for nbytes in (2 * MIB, 64 * MIB, 22 * MIB, 150 * MIB)]
-    assert 0 in allocator._copiers.best_rates
+    assert 0 in allocator._paces.best_rates
     ways = itertools.cycle(by_engine)
     monkeypatch.setattr(Pace, "record", lambda pace, *_: setattr(pace, "way", next(ways)))
     monkeypatch.setattr(Pace, "next", lambda pace: CopyChoice(getattr(pace, "way", by_engine[0]), alone=False))

@@ -379,7 +379,7 @@ def test_of_all_kinds_at_once(allocator: CuMemAllocator, monkeypatch: pytest.Mon
     expected = bytes_of(weights + buffers)
     del large, odd, half
     names = [*DTYPES, None]
-    assert 0 in allocator._copiers.best_rates
+    assert 0 in allocator._paces.best_rates
     for by_kernel in (False, True):
         slept = allocator.sleep(1)
         assert DROPPED not in states()

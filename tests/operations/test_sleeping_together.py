@@ -26,6 +26,7 @@ from cumem_sleep.backups import host
 from cumem_sleep.backups.tier import NotYet
 from cumem_sleep.core import commitment
 from cumem_sleep.core.commitment import Commitment
+from cumem_sleep.transfer import lanes
 
 COUNT, ROOM_FOR = 6, 3
 BACKUP_BYTES = 64 * MIB
@@ -287,16 +288,16 @@ def test_a_sleep_that_waits_for_others_can_be_interrupted(
 def test_others_see_what_is_yet_to_be_touched(world: World, other: Commitment, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
     monkeypatch.setattr(host, "_BETWEEN_LOOKS_S", 0.0)
-    have_pinned = host.HostTransfers.have_pinned
+    have_pinned = lanes.HostTransfers.have_pinned
 
-    def look(transfers: host.HostTransfers, block: _core.HostBlock, device: int) -> None:
+    def look(transfers: lanes.HostTransfers, block: _core.HostBlock, device: int) -> None:
         seen.append(max(other.others().values()))
         have_pinned(transfers, block, device)
         transfers._look_again()
         seen.append(max(other.others().values()))
 
-    monkeypatch.setattr(host.HostTransfers, "have_pinned", look)
-    monkeypatch.setattr(host.HostTransfers, "expect", lambda *_: None)  # nothing is prefaulted ahead
+    monkeypatch.setattr(lanes.HostTransfers, "have_pinned", look)
+    monkeypatch.setattr(lanes.HostTransfers, "expect", lambda *_: None)  # nothing is prefaulted ahead
     world.allocator.sleep()
     steps = [*range(2 * PAGE, -1, -CuMemAllocator.tuning.slab_bytes)]
     assert seen == [each for step in itertools.pairwise(steps) for each in step]
@@ -309,7 +310,7 @@ def test_memory_that_is_taken_while_pages_are_prefaulted_is_missed_before_they_a
 ) -> None:
     """By somebody who commits nothing."""
     before = world.state()
-    monkeypatch.setattr(host.HostTransfers, "expect", lambda *_: None)
+    monkeypatch.setattr(lanes.HostTransfers, "expect", lambda *_: None)
     prefault = _core.HostBlock.prefault
 
     def take(block: _core.HostBlock, offset: int, nbytes: int) -> None:

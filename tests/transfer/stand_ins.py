@@ -87,12 +87,15 @@ class FakeStream:
                 self.log.events.append(("pinned", extent.bytes))
 
     def begin(self, extent: object, rows: PieceRows, *, out: bool, by_kernel: bool = False) -> bool:
+        if by_kernel and not self.has_kernel:
+            self.log.events.append(("refused", rows[0][0] >> 32))
+            by_kernel = False
         for address, _, _ in rows:
             if self.fails_at == address >> 32:
                 raise DriverError("cuMemcpyHtoDAsync", "CUDA_ERROR_UNKNOWN", "", "")
-            self.log.events.append(("kernel" if by_kernel and self.has_kernel else "engine", address >> 32))
+            self.log.events.append(("kernel" if by_kernel else "engine", address >> 32))
             self.log.in_flight.setdefault(self.number, []).append(address >> 32)
-        return by_kernel and self.has_kernel
+        return by_kernel
 
     def synchronize(self) -> None:
         self.log.events += [("done", batch) for batch in self.log.in_flight.pop(self.number, [])]

@@ -24,8 +24,7 @@ from ways import (
 
 from cumem_sleep import CuMemAllocator
 from cumem_sleep.core.extents import Transfers
-from cumem_sleep.transfer.copiers import Copiers
-from cumem_sleep.transfer.engine_or_kernel import BestRate, CopyChoice, Pace
+from cumem_sleep.transfer.engine_or_kernel import BestRate, CopyChoice, Pace, Paces
 
 
 class TestChoices:
@@ -163,12 +162,12 @@ class TestChoices:
 def test_each_lane_has_one_batch_in_flight(lanes: int) -> None:
     """So many batches fill the queue before the engine's rate counts."""
     tuning = CuMemAllocator.tuning
-    copiers = Copiers(tuning)
-    copiers.best_rates[0] = BestRate()
-    copiers.best_rates[0].see(int(FREE * 1e9), 1)
+    paces = Paces(tuning)
+    paces.best_rates[0] = BestRate()
+    paces.best_rates[0].see(int(FREE * 1e9), 1)
     timed_bytes = tuning.least_timed_bytes
     some = [types.SimpleNamespace(kernels_reach=True)] * lanes
-    pace = copiers.pace(0, some, tuning.worth_choosing_bytes, timed_bytes)  # type: ignore[arg-type]
+    pace = paces.of(0, some, tuning.worth_choosing_bytes, timed_bytes)  # type: ignore[arg-type]
     chosen = [pace.next()]
     while len(chosen) < 3 or chosen[-1] == ENGINE:
         pace.record(timed_bytes, timed_bytes / (FREE * 1e9) if len(chosen) < 3 else 1.0)

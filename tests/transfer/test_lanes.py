@@ -6,14 +6,13 @@ from collections.abc import Callable
 
 import pytest
 from stand_ins import FakeStream, Log, Part, Store, parts_of
-from ways import BATCHES_TIMED, ENGINE, ENGINE_FOR_A_WHILE
+from ways import BATCHES_TIMED, ENGINE_FOR_A_WHILE
 
 from cumem_sleep import CuMemAllocator, DriverError
-from cumem_sleep.core.extents import Piece, Transfers
-from cumem_sleep.transfer import transfer as transfer_module
-from cumem_sleep.transfer.copiers import read_pieces
+from cumem_sleep.core.extents import Transfers
+from cumem_sleep.transfer import copier
 from cumem_sleep.transfer.engine_or_kernel import BestRate, Pace
-from cumem_sleep.transfer.transfer import Together, Transfer, TransferIn, TransferOut
+from cumem_sleep.transfer.transfer import Together, Transfer
 
 
 class FakeDigests:
@@ -60,7 +59,8 @@ class TestTransferIn:
         streams = [FakeStream(number, log) for number in range(lanes)]
         tuning = CuMemAllocator.tuning
         arrived = FakeDigests(log).start if digests else list
-        transfer = TransferIn(streams, arrived, tuning, pace(kernels, Transfers.most_lanes), mapped)  # type: ignore[arg-type]
+        mine = pace(kernels, lanes)
+        transfer = Transfer(streams, mine, arrived, tuning, out=False, mapped=mapped)  # type: ignore[arg-type]
         parts = parts_of(*[4] * count)
         return Store(parts, 4).add_all(transfer, parts), streams
 
@@ -94,7 +94,7 @@ class TestTransferIn:
         copies = [batch for event, batch in log.events if event in ("engine", "kernel")]
         assert copies == list(range(1, count + 1))
         if not kernels:
-            assert most == min(ways - 1, count), "all but one are left in flight while we prepare the next"
+            assert most == min(ways, count), "all are left in flight until the next is prepared"
             for number in range(1, count - ways + 2):  # the next is begun before this one is waited for
                 begun = log.events.index(("engine", number + ways - 1))
                 assert begun < log.events.index(("done", number))
@@ -117,9 +117,7 @@ class TestTransferIn:
     ) -> None:
         """Kernels cannot reach it otherwise, and an engine that seems slow would not be used."""
         log = Log()
-        monkeypatch.setattr(
-            transfer_module.time, "perf_counter", lambda: log.events.append(("clock", 0)) or float(len(log.events))
-        )
+        monkeypatch.setattr(copier.time, "monotonic", lambda: log.events.append(("clock", 0)) or float(len(log.events)))
         transfer, _ = self.transfer(log, kernels, count=2)
         for _, piece in transfer._pieces:
             piece.extent.pinned = False  # type: ignore[attr-defined]
@@ -128,11 +126,8 @@ class TestTransferIn:
             log.events.index((copy, n)) for n, copy in ((1, "kernel" if kernels else "engine"), (2, "engine"))
         )
         assert log.events.count(("pinned", 4)) == 2
-        if kernels:  # alone
-            assert log.events[first - 2 : first] == [("pinned", 4), ("clock", 0)]
-            assert log.events[second - 2 : second] == [("pinned", 4), ("clock", 0)]
-        else:
-            assert log.events[first - 1] == log.events[second - 1] == ("pinned", 4)
+        assert log.events[first - 2 : first] == [("pinned", 4), ("clock", 0)]
+        assert log.events[second - 2 : second] == [("pinned", 4), ("clock", 0)]
 
     def run_with_clock(
         self, monkeypatch: pytest.MonkeyPatch, log: Log, count: int, **seconds: Callable[[], int]
@@ -142,14 +137,14 @@ class TestTransferIn:
         spent = [0]
         counted = [0]
 
-        def perf_counter() -> float:
+        def clock() -> float:
             starts = [event for event, _ in log.events if event in seconds]
             spent[0] += sum(seconds[event]() for event in starts[counted[0] :])
             counted[0] = len(starts)
             return spent[0] + next(ticks) * 1e-9
 
-        monkeypatch.setattr(transfer_module.time, "perf_counter", perf_counter)
-        transfer, _ = self.transfer(log, kernels=True, count=count)
+        monkeypatch.setattr(copier.time, "monotonic", clock)
+        transfer, _ = self.transfer(log, kernels=True, lanes=Transfers.most_lanes, count=count)
         return self.run(transfer)
 
     def test_a_later_trial_waits_for_what_flies(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,10 +190,10 @@ class TestTransferIn:
         monkeypatch.setattr(CuMemAllocator.tuning, "batches_between_trials", 2)
         transfer, _ = self.transfer(Log(), count=12)
         assert self.run(transfer) == [20, 20, 8]
-        sizes = self.run_with_clock(monkeypatch, Log(), 12, engine=lambda: 1, kernel=lambda: 1)
-        assert sizes == [2, 2, 4, 20, 20], "the second trial is as large as a batch of the kernel"
+        sizes = self.run_with_clock(monkeypatch, Log(), 12, engine=lambda: 1, kernel=lambda: 2)
+        assert sizes == [4, 2, 4, 20, 18], "the second trial is as large as a batch of the kernel"
         sizes = self.run_with_clock(monkeypatch, Log(), 12, engine=lambda: 10, kernel=lambda: 1)
-        assert sizes == [2, 2, *[4, 4, 2] * 4, 4]
+        assert sizes == [4, 2, *[4, 4, 2] * 4, 2]
 
     def test_without_digests(self) -> None:
         log = Log()
@@ -214,15 +209,28 @@ class TestTransferIn:
             self.run(transfer)
         assert [batch for event, batch in log.events if event == "digest"] == [1]
 
+    def test_a_kernel_that_failed_is_not_asked_again(self) -> None:
+        """On no lane."""
+        log = Log()
+        transfer, streams = self.transfer(log, kernels=True, count=9)
+        for stream in streams:
+            stream.has_kernel = False
+        self.run(transfer)
+        assert [event for event, _ in log.events if event in ("engine", "kernel", "refused")] == [
+            "refused",
+            *["engine"] * 9,
+        ]
+
 
 class TestTransferOut:
     def test_a_lane_is_waited_for_when_it_is_needed(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Until then all are in flight, while the caller works out what comes next."""
-        monkeypatch.setattr(CuMemAllocator.tuning, "stream_bytes", 4)
+        monkeypatch.setattr(CuMemAllocator.tuning, "engine_batch_bytes", 4)
         log = Log()
         streams = [FakeStream(number, log) for number in range(3)]
         arrived: list[int] = []
-        transfer = TransferOut(streams, lambda some: arrived.extend(p.id for p in some), CuMemAllocator.tuning)  # type: ignore[arg-type]
+        tuning = CuMemAllocator.tuning
+        transfer = Transfer(streams, None, lambda some: arrived.extend(p.id for p in some), tuning, out=True)  # type: ignore[arg-type]
         parts = parts_of(4, 6, 2, 4, 4)
         Store(parts, 4).add_all(transfer, parts)
         flying = []
@@ -233,35 +241,3 @@ class TestTransferOut:
         assert arrived == [1]
         transfer.finish()
         assert arrived == [1, 2, 3, 4, 5]
-
-
-class TestReading:
-    def pieces(self) -> list[Piece]:
-        parts = parts_of(4)
-        return list(Store(parts, 4).backups[1].pieces())
-
-    @pytest.mark.parametrize("has_kernel", [False, True])
-    def test_by_the_kernel_where_it_is_chosen(self, has_kernel: bool) -> None:
-        log = Log()
-        for by_engine in (True, False):
-            read_pieces(pace(has_kernel), FakeStream(0, log), self.pieces(), by_engine=by_engine)  # type: ignore[arg-type]
-        assert log.events == [("engine", 1), ("kernel", 1)]
-
-    def test_a_kernel_that_fails_is_done_without(self) -> None:
-        """On every lane."""
-        log = Log()
-        streams = [FakeStream(0, log), FakeStream(1, log)]
-        streams[0].has_kernel = False
-        mine = pace(has_kernel=True)
-        for stream in streams:
-            read_pieces(mine, stream, self.pieces() * 2, by_engine=mine.next().by_engine)  # type: ignore[arg-type]
-            assert mine.next() == ENGINE
-        assert log.events == [("engine", 1)] * 4
-
-    def test_an_error_of_both(self) -> None:
-        log = Log()
-        stream = FakeStream(0, log)
-        stream.fails_at = 1
-        with pytest.raises(DriverError):
-            read_pieces(pace(has_kernel=True), stream, self.pieces(), by_engine=False)  # type: ignore[arg-type]
-        assert log.events == []

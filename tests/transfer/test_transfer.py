@@ -8,41 +8,37 @@ from itertools import cycle
 import pytest
 from stand_ins import Block, FakeStream, Log, Part, Store, parts_of
 
-from cumem_sleep import CuMemAllocator, _core
+from cumem_sleep import _core
 from cumem_sleep.core.extents import Piece
+from cumem_sleep.core.tuning import Tuning
 from cumem_sleep.transfer.transfer import Batch, Transfer
 
 
-class FakeTransfer(Transfer):
-    """Its batches are of the next of `sizes`; each arrives when the next begins."""
-
-    def __init__(self, sizes: Iterator[int], arrived: Callable[[Sequence[_core.Segment]], None] = list) -> None:
-        super().__init__([FakeStream(0, Log())], arrived, CuMemAllocator.tuning)  # type: ignore[list-item]
-        self.sizes = sizes
-        self.batches: list[Batch] = []
-
-    def step(self) -> int:
-        if not self._pieces:
-            return 0
-        batch = self._next_batch(next(self.sizes))
-        self._note_arrived(self._wait_until(0))
-        self.batches.append(batch)
-        self._in_flight.append((batch, self._next_lane()))
-        return batch.bytes
+def transfer_of(tuning: Tuning, arrived: Callable[[Sequence[_core.Segment]], None] = list) -> Transfer:
+    return Transfer([FakeStream(0, Log())], None, arrived, tuning, out=True)  # type: ignore[list-item]
 
 
 def batches_of(parts: list[Part], store: Store, sizes: Iterator[int]) -> tuple[list[Batch], list[int]]:
     """All there are, each of at most the next of `sizes`; and which segments have arrived, in order."""
     arrived: list[int] = []
-    transfer = FakeTransfer(sizes, lambda some: arrived.extend(part.id for part in some))
-    store.add_all(transfer, parts)
+    tuning = Tuning()
+    transfer = store.add_all(transfer_of(tuning, lambda some: arrived.extend(part.id for part in some)), parts)
+    batches: list[Batch] = []
+    tuning.engine_batch_bytes = next(sizes)
     while nbytes := transfer.step():
-        assert nbytes == transfer.batches[-1].bytes
+        batches.append(transfer._copier.in_flight[-1])
+        assert nbytes == bytes_of(batches[-1])
+        transfer._copier.end_batch()
+        tuning.engine_batch_bytes = next(sizes)
     transfer.finish()
-    return transfer.batches, arrived
+    return batches, arrived
 
 
-def bytes_of(pieces: Sequence[Piece]) -> list[tuple[int, int, int]]:
+def bytes_of(batch: Batch) -> int:
+    return sum(piece.bytes for piece in batch.pieces)
+
+
+def all_bytes_of(pieces: Sequence[Piece]) -> list[tuple[int, int, int]]:
     return [
         (piece.address + place, id(piece.extent), piece.offset + place)
         for piece in pieces
@@ -63,15 +59,15 @@ class TestBatches:
         store = Store(parts, block_bytes)
         batches, arrived = batches_of(parts, store, cycle(wanted_bytes))
         for batch, wanted in zip(batches[:-1], cycle(wanted_bytes)):
-            assert batch.bytes == wanted, "many small segments are not many small copies"
-        assert not batches or 0 < batches[-1].bytes <= wanted_bytes[(len(batches) - 1) % len(wanted_bytes)]
+            assert bytes_of(batch) == wanted, "many small segments are not many small copies"
+        assert not batches or 0 < bytes_of(batches[-1]) <= wanted_bytes[(len(batches) - 1) % len(wanted_bytes)]
         wanted_there = [
             (part.address + start + place, id(block), place)
             for part in parts
             for start, block in zip(range(0, part.bytes, block_bytes), store.backups[part.id].extents, strict=True)
             for place in range(block.bytes)
         ]
-        assert bytes_of([piece for batch in batches for piece in batch.pieces]) == wanted_there
+        assert all_bytes_of([piece for batch in batches for piece in batch.pieces]) == wanted_there
         assert arrived == [part.id for part in parts]
         for batch in batches:
             assert [segment.id for segment in batch.segments] == [piece.address >> 32 for piece in batch.pieces]
@@ -84,7 +80,7 @@ class TestBatches:
 
     def test_none_is_left_after_the_last(self) -> None:
         parts = parts_of(3)
-        transfer = Store(parts, 3).add_all(FakeTransfer(iter([3])), parts)  # type: ignore[arg-type]
+        transfer = Store(parts, 3).add_all(transfer_of(Tuning()), parts)
         assert [transfer.step() for _ in range(3)] == [3, 0, 0]
 
 
@@ -94,14 +90,16 @@ class TestPieces:
         """Each segment arrives once, as without them."""
         first, second = parts_of(16, 16)
         arrived: list[object] = []
-        transfer = FakeTransfer(cycle([32]), arrived.extend)
+        transfer = transfer_of(Tuning(engine_batch_bytes=32), arrived.extend)
         for part in (first, second):
             transfer.add(part, [Piece(Block(8), 0, part.address, size) for size in sizes])  # type: ignore[arg-type]
-        while transfer.step():
-            pass
+        begun = 0
+        while nbytes := transfer.step():
+            begun += nbytes
+            assert all(piece.bytes for batch in transfer._copier.in_flight for piece in batch.pieces)
         transfer.finish()
         assert arrived == [first, second]
-        assert all(piece.bytes for batch in transfer.batches for piece in batch.pieces)
+        assert begun == 2 * sum(sizes)
 
     @pytest.mark.parametrize("nbytes", [32 << 10, 2 << 20])
     def test_ranges_of_a_segment(self, nbytes: int) -> None:
@@ -110,11 +108,12 @@ class TestPieces:
         block = Block(8 * nbytes)
         ranges = [Piece(block, n * nbytes, part.address + 3 * n * nbytes, nbytes) for n in range(8)]  # type: ignore[arg-type]
         arrived: list[object] = []
-        transfer = FakeTransfer(cycle([3 * nbytes]), arrived.extend)
+        transfer = transfer_of(Tuning(engine_batch_bytes=3 * nbytes), arrived.extend)
         transfer.add(part, ranges)  # type: ignore[arg-type]
-        while transfer.step():
+        total = 0
+        while begun := transfer.step():
             assert arrived == []
+            total += begun
         transfer.finish()
         assert arrived == [part]
-        total = sum(piece.bytes for batch in transfer.batches for piece in batch.pieces)
         assert total == 8 * nbytes

@@ -1,4 +1,4 @@
-"""Both ways of copying are timed before the first wake."""
+"""What the first sleep and wake would otherwise wait for."""
 
 from __future__ import annotations
 
@@ -6,67 +6,24 @@ import types
 from collections.abc import Callable
 
 import pytest
-from support import DRIVER, PAGE, SIMULATED
+from support import DRIVER, PAGE
 
-from cumem_sleep import CuMemAllocator, DriverError, OutOfDeviceMemory, OutOfHostMemory, _core, sim
+from cumem_sleep import CuMemAllocator, DriverError, OutOfHostMemory, _core
 from cumem_sleep.core.driver import open_driver
-from cumem_sleep.transfer import copiers
-from cumem_sleep.transfer.copiers import Copiers
+from cumem_sleep.transfer.engine_or_kernel import Paces
 
 
 class TestWarmUp:
-    def warm_up(self, monkeypatch: pytest.MonkeyPatch, load: Callable[[int], None] | None = None) -> Copiers:
+    def warm_up(self, monkeypatch: pytest.MonkeyPatch, load: Callable[[int], None] | None = None) -> Paces:
         open_driver(DRIVER)
         if load is not None:
             monkeypatch.setattr(_core, "load_copy_kernel", load)
-        made = Copiers(CuMemAllocator.tuning)
+        made = Paces(CuMemAllocator.tuning)
         made.warm_up(0)
         return made
 
     def test_makes_the_kernel_a_choice(self, monkeypatch: pytest.MonkeyPatch) -> None:
         assert set(self.warm_up(monkeypatch).best_rates) == {0}
-
-    def test_times_both_ways_alone(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """A process that wakes right after its first sleep has no other way to know what the link can do."""
-        monkeypatch.setattr(CuMemAllocator.tuning, "batch_bytes", PAGE)
-        log: list[str] = []
-        to_device, synchronize = _core.CopyStream.to_device, _core.CopyStream.synchronize
-        to_device_by_kernel = _core.CopyStream.to_device_by_kernel
-
-        def copied(stream: _core.CopyStream, address: int, block: _core.HostBlock, offset: int, nbytes: int) -> None:
-            log.append(f"engine, {nbytes >> 20} MiB")
-            to_device(stream, address, block, offset, nbytes)
-
-        def by_kernel(stream: _core.CopyStream, address: int, block: _core.HostBlock, offset: int, nbytes: int) -> None:
-            log.append(f"kernel, {nbytes >> 20} MiB")
-            to_device_by_kernel(stream, address, block, offset, nbytes)
-
-        def waited(stream: _core.CopyStream) -> None:
-            synchronize(stream)
-            log.append("wait")
-
-        monkeypatch.setattr(_core.CopyStream, "to_device", copied)
-        monkeypatch.setattr(_core.CopyStream, "to_device_by_kernel", by_kernel)
-        monkeypatch.setattr(_core.CopyStream, "synchronize", waited)
-        before = sim.stats() if SIMULATED else None
-        best = self.warm_up(monkeypatch).best_rates[0]
-        assert log == ["engine, 2 MiB", "wait", "kernel, 2 MiB", "wait"] * 3
-        assert 0 < best.value < 1e15
-        if before is not None:
-            assert sim.stats().live_handles == before.live_handles
-            assert sim.stats().registered_bytes == before.registered_bytes
-
-    @pytest.mark.parametrize("what", ["Scratch", "pinned_block", "CopyStream"])
-    def test_what_cannot_be_timed_the_wakes_find_out(self, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
-        def refuse(*_: object) -> None:
-            if what == "pinned_block":
-                raise OutOfHostMemory(1, 0, "budget")
-            raise OutOfDeviceMemory(1, 0, 0) if what == "Scratch" else DriverError("cuStreamCreate", "", "", "")
-
-        monkeypatch.setattr(copiers if what == "pinned_block" else _core, what, refuse)
-        made = self.warm_up(monkeypatch)
-        assert set(made.best_rates) == {0}
-        assert made.best_rates[0].value == 0
 
     def test_not_where_kernels_do_not_reach_pinned_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(_core, "device_info", lambda device: types.SimpleNamespace(host_pointers=False))

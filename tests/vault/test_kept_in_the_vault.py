@@ -17,7 +17,7 @@ from test_recovery import fall_silent, speak
 
 from cumem_sleep import CuMemAllocator, CumemSleepError, DriverError, InvalidArgument, InvalidState, _core, sim
 from cumem_sleep.errors import VaultLost
-from cumem_sleep.vault import link, protocol, range_table
+from cumem_sleep.vault import protocol, range_table
 from cumem_sleep.vault.client import VaultBackup, VaultClient
 from cumem_sleep.vault.jobs import BorrowedMemory, Job, LinkPiece
 from cumem_sleep.vault.ledger import UNIT_BYTES, SlabRange
@@ -421,7 +421,7 @@ class TestLinks:
         if by == "the engine":
             monkeypatch.setattr(_core, "device_info", lambda _: SimpleNamespace(host_pointers=False))
         elif by != "the kernel":
-            monkeypatch.setattr(link, "pinned_block", refuse)
+            monkeypatch.setattr(_core.CopyStream, "copy_pieces", refuse)
         block = _core.HostBlock(4 * PAGE, -1)
         block.prefault(0, 4 * PAGE)
         block.pin(0)
@@ -447,7 +447,7 @@ class TestLinks:
         assert vault_link.copied.nbytes == rows[:, 2].sum()
 
 
-def refuse(*_: object) -> None:
+def refuse(*_: object, **__: object) -> None:
     raise DriverError("cuMemHostRegister", "CUDA_ERROR_UNKNOWN")
 
 

@@ -13,6 +13,7 @@ from running import Segment, eventually, from_slabs, lone_link, table, take_back
 from support import PAGE, Memory, run_script
 
 from cumem_sleep import CuMemAllocator, DriverError, VaultError, _core, sim
+from cumem_sleep.transfer import copier
 from cumem_sleep.vault import link
 from cumem_sleep.vault.address import VaultAddress
 from cumem_sleep.vault.client import VaultClient
@@ -82,7 +83,8 @@ class CopyingClient:
         self.ended: list[Exception | None] = []
 
     def copy(self, pieces: int) -> None:
-        names = [LinkPiece(None, 0, self.first + number, 1) for number in range(pieces)]  # type: ignore[arg-type]
+        block = SimpleNamespace(pinned=True)
+        names = [LinkPiece(block, 0, self.first + number, 1) for number in range(pieces)]  # type: ignore[arg-type]
         self.out.submit(Job(self, BorrowedStub(), deque(names), self.ended.append))
 
 
@@ -186,9 +188,11 @@ class TimedStreams(Streams):
 def engine(monkeypatch: pytest.MonkeyPatch) -> TimedStreams:
     made = TimedStreams()
     monkeypatch.setattr(_core, "CopyStream", made)
+    monkeypatch.setattr(_core, "memory_info", lambda _: (0, 0))
     monkeypatch.setattr(_core, "device_info", lambda _: SimpleNamespace(host_pointers=True))
     monkeypatch.setattr(_core, "load_copy_kernel", lambda _: None)
-    monkeypatch.setattr(link, "time", SimpleNamespace(monotonic=lambda: made.now))
+    for module in (link, copier):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: made.now))
     return made
 
 
@@ -231,12 +235,19 @@ def test_without_a_kernel_the_engine_copies_all(
     assert len(warnings) == (reason != "no host pointers")
 
 
-@pytest.mark.parametrize("fault", ["not aligned", "not registered"])
-def test_what_a_kernel_does_not_reach_goes_by_the_engine(engine: TimedStreams, into: VaultLink, fault: str) -> None:
-    """A vault that takes over memory goes on where it cannot be registered."""
+def test_time_counts_while_something_is_in_flight(engine: TimedStreams, into: VaultLink) -> None:
+    engine.copy(into, 10)
+    engine.now += 100
+    engine.copy(into, 5)
+    assert (into.copied.nbytes, into.last.nbytes) == (15 * (64 << 20), 5 * (64 << 20))
+    assert into.copied.seconds == pytest.approx(15 * engine.engine_s, rel=0.2)
+    assert into.last.seconds == pytest.approx(5 * engine.engine_s, rel=0.2)
+
+
+def test_what_a_kernel_does_not_reach_goes_by_the_engine(engine: TimedStreams, into: VaultLink) -> None:
     ended: list[Exception | None] = []
-    block = SimpleNamespace(address=(1 << 20) + 8 * (fault == "not aligned"), pinned=fault == "not aligned")
-    into.submit(Job("client", BorrowedStub(), deque([LinkPiece(block, 0, 0, 64)] * 9), ended.append))  # type: ignore[arg-type]
+    block = SimpleNamespace(pinned=True)
+    into.submit(Job("client", BorrowedStub(), deque([LinkPiece(block, 8, 0, 64)] * 9), ended.append))  # type: ignore[arg-type]
     eventually(lambda: ended == [None], "all has been copied")
     assert engine.ways == ["trial"] * 9, "as the engine copies what is small"
 

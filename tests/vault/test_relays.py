@@ -10,7 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +18,7 @@ from running import Segment, eventually, take_back
 from support import PAGE, Memory
 
 from cumem_sleep import CuMemAllocator, DriverError, _core, sim
+from cumem_sleep.transfer import copier
 from cumem_sleep.vault import jobs, link, relay, service
 from cumem_sleep.vault.address import VaultAddress
 from cumem_sleep.vault.client import VaultClient
@@ -91,14 +92,14 @@ class Holding:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.is_over: Callable[[], bool] = lambda: True
-        choose = VaultLink._choose
+        begin = VaultLink._begin
 
-        def held(mine: VaultLink, in_flight: deque[object]) -> None:
+        def held(mine: VaultLink, stack: ExitStack) -> None:
             if mine.device == 0:
                 eventually(self.is_over, "others carry enough")
-            choose(mine, in_flight)  # type: ignore[arg-type]
+            begin(mine, stack)
 
-        monkeypatch.setattr(VaultLink, "_choose", held)
+        monkeypatch.setattr(VaultLink, "_begin", held)
 
 
 @pytest.fixture
@@ -397,8 +398,8 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Carrying:
     monkeypatch.setattr(_core, "memory_info", lambda _: (1 << 40, 1 << 40))
     monkeypatch.setattr(_core, "Scratch", lambda *_: SimpleNamespace(address=0, close=lambda: None))
     monkeypatch.setattr(_core, "can_access_peer", lambda *_: True)
-    monkeypatch.setattr(link, "time", clock)
-    monkeypatch.setattr(relay, "time", clock)
+    for module in (link, copier, relay):
+        monkeypatch.setattr(module, "time", clock)
     monkeypatch.setattr(relay, "_LEAST_TIMED_BYTES", 1)
     monkeypatch.setattr(relay, "_MOST_TRIALS", 3)
     return made
@@ -423,19 +424,20 @@ def group() -> Iterator[LinkGroup]:
 @pytest.fixture
 def may_copy(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Until it is set, the link of GPU 0 copies nothing."""
-    may_copy, choose = threading.Event(), VaultLink._choose
+    may_copy, begin = threading.Event(), VaultLink._begin
 
-    def held(mine: VaultLink, in_flight: deque[object]) -> None:
+    def held(mine: VaultLink, stack: ExitStack) -> None:
         assert mine.device or may_copy.wait(30)
-        choose(mine, in_flight)  # type: ignore[arg-type]
+        begin(mine, stack)
 
-    monkeypatch.setattr(VaultLink, "_choose", held)
+    monkeypatch.setattr(VaultLink, "_begin", held)
     return may_copy
 
 
 def ask(mine: VaultLink, pieces: int, nbytes: int = PAGE // 2) -> list[Exception | None]:
     ended: list[Exception | None] = []
-    todo = deque(LinkPiece(None, 0, 0, nbytes) for _ in range(pieces))  # type: ignore[arg-type]
+    block = SimpleNamespace(pinned=True)
+    todo = deque(LinkPiece(block, 0, 0, nbytes) for _ in range(pieces))  # type: ignore[arg-type]
     mine.submit(Job("client", Reached(), todo, ended.append))
     return ended
 

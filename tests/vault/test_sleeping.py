@@ -188,7 +188,7 @@ class TestGivingBackToTheVault:
         self, through: MakeAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch, lane_pages: int
     ) -> None:
         """Not before its last byte has arrived."""
-        for name in ("stream_bytes", "batch_bytes", "engine_batch_bytes"):
+        for name in ("batch_bytes", "engine_batch_bytes"):
             monkeypatch.setattr(CuMemAllocator.tuning, name, lane_pages * PAGE)
         allocator = through()
         contents: dict[int, bytes] = {}
