@@ -67,7 +67,7 @@ from .ranks.mesh import connect
 from .regions import Regions, plan_of
 from .report import BackupPlace, OperationTotals, SleepReport, TagUsage, WakeReport
 from .settings import Settings
-from .transfer.engine_or_kernel import Paces
+from .store.copier import Paces
 
 # Their threads are stopped in order at exit. One that nobody uses any more stays here while a thread works for it.
 _allocators: weakref.WeakSet[CuMemAllocator] = weakref.WeakSet()

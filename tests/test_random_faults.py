@@ -39,7 +39,7 @@ from test_state_machine import CALLS as CALLS_OF_OPERATIONS
 
 from cumem_sleep import CuMemAllocator, CumemSleepError, _core, sim
 from cumem_sleep.backups.ranges import Spans, spans_of, without
-from cumem_sleep.transfer.lanes import HostLane
+from cumem_sleep.store.lanes import HostLane
 
 pytestmark = pytest.mark.sim
 

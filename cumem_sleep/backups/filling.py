@@ -11,7 +11,7 @@ from ..codec.workspace import Workspace
 from ..core.extents import Transfers
 from ..core.segments import by_device
 from ..core.tuning import Tuning
-from ..transfer.transfer import Transfer
+from ..store.transfer import Transfer
 from .catalogue import Catalogue
 
 

@@ -19,7 +19,7 @@ from ..core.tuning import Tuning
 from ..errors import InvalidState, OutOfHostMemory, format_bytes
 from ..report import BackupPlace
 from ..settings import Settings
-from ..transfer.lanes import HostLane, HostTransfers, blocks_of
+from ..store.lanes import HostLane, HostTransfers, blocks_of
 from .tier import Footprint, HostLimit, NotYet, Tier, Turn, budget_limits
 
 _BETWEEN_LOOKS_S = 0.02  # at the limits, while pages are prefaulted: a look takes 0.2 ms

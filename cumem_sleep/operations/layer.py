@@ -13,7 +13,7 @@ from ..core.tuning import Tuning
 from ..digest.device import DeviceDigester
 from ..errors import DriverError, InvalidState
 from ..settings import Settings
-from ..transfer.engine_or_kernel import Paces
+from ..store.copier import Paces
 from .residue import Residue
 
 Fill = Callable[[Sequence[tuple[_core.Segment, Spans]]], None]

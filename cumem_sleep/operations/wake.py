@@ -10,6 +10,7 @@ from itertools import chain
 from .. import _core
 from ..backups.backup import Backup
 from ..backups.ranges import NOTHING_DECLARED, Declared, Spans, aligned_inwards, spans_of, without
+from ..codec.decoding import Decoding
 from ..codec.workspace import Workspace, close_all
 from ..core.extents import Transfers
 from ..core.levels import SegmentGroup
@@ -19,8 +20,7 @@ from ..digest.device import DigestRun
 from ..digest.reference import Digest
 from ..errors import OutOfDeviceMemory, counted
 from ..report import PhaseTimer, WakeReport
-from ..transfer.decoding import Decoding
-from ..transfer.transfer import Together, Transfer
+from ..store.transfer import Together, Transfer
 from .layer import Layer
 
 _Sleep = _core.Segment.Sleep
@@ -244,12 +244,12 @@ def _copies(
         if raw := [backup for backup in backups if backup.encoding is None]:
             queue.append(_transfer_in(layer, device, raw, transfers, streams, mapping, digests))
         if encoded := [backup for backup in backups if backup.encoding is not None]:
-            runs = chain.from_iterable(backup.runs() for backup in encoded)
-            completed = digests.start if digests is not None else _nothing
+            runs = [*chain.from_iterable(backup.runs() for backup in encoded)]
             workspace = workspaces[device]
-            queue.append(
-                Decoding(device, runs, workspace, transfers, layer.paces, mapping.wait, completed, layer.tuning)
-            )
+            nbytes = sum(run.bytes for run in runs) if workspace.has_memory else 0
+            pace = layer.paces.of(device, workspace.lanes(transfers), nbytes, layer.tuning.slots_timed_bytes)
+            completed = digests.start if digests is not None else _nothing
+            queue.append(Decoding(runs, workspace, transfers, pace, mapping.wait, completed))
         copies.append(queue)
     return copies
 

@@ -1,7 +1,7 @@
 """Copies between the vault's memory and GPUs, in one direction: each link serves its own GPU, and then helps others.
 
 Copies to a link's own GPU go by its copy engine, or by a kernel while the engine is slow, because the driver scrubs
-memory that was just freed (`transfer/engine_or_kernel`). What it carries for others goes as `vault/relay.py` says.
+memory that was just freed (`core/pace`). What it carries for others goes as `vault/relay.py` says.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import numpy as np
 
 from .. import _core
 from ..core.extents import PieceRows
+from ..core.pace import BestRate, Pace
 from ..core.tuning import Tuning
 from ..errors import VaultError
-from ..transfer.copier import Copier, CopyTotals
-from ..transfer.engine_or_kernel import BestRate, Pace, load_kernel
-from ..transfer.lanes import HostLane, HostTransfers
+from ..store.copier import Copier, CopyTotals, load_kernel
+from ..store.lanes import HostLane, HostTransfers
 from .jobs import RELAYED_BYTES, Job, JobQueue, LinkPiece
 from .relay import SLOTS, Relay
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from .. import __version__, _core
 from ..errors import CumemSleepError, DriverError, InvalidArgument, InvalidState, VaultError
-from ..transfer.copier import CopyTotals
+from ..store.copier import CopyTotals
 from . import memory, protocol
 from .files import SpillFiles
 from .jobs import BorrowedMemory, Job, LinkPiece, PieceSource

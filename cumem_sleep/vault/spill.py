@@ -21,7 +21,7 @@ from pathlib import Path
 
 from .. import _core
 from ..errors import InvalidArgument, VaultError, format_bytes
-from ..transfer.copier import CopyTotals
+from ..store.copier import CopyTotals
 from . import memory
 from .files import PAGE_BYTES, SpillError, SpillFile, SpillFiles
 from .jobs import Job, JobQueue, LinkPiece

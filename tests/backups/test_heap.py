@@ -9,7 +9,7 @@ import pytest
 from support import MIB, PAGE, Memory, run_script
 
 from cumem_sleep import CuMemAllocator, _core
-from cumem_sleep.transfer import lanes
+from cumem_sleep.store import lanes
 
 # How many page faults it takes a thread to allocate 3.5 MiB in small pieces. Neither thread ends before both have
 # counted, because a new one would get the heap of one that has.

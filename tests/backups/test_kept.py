@@ -37,7 +37,7 @@ from cumem_sleep.core.operation import Call
 from cumem_sleep.digest.device import DigestRun
 from cumem_sleep.digest.reference import CHUNK_BYTES, digests_from, sums_of
 from cumem_sleep.for_plugin import drop_kept
-from cumem_sleep.transfer.lanes import HostLane
+from cumem_sleep.store.lanes import HostLane
 
 Ranges = npt.NDArray[np.int64]
 

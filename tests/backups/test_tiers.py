@@ -25,7 +25,7 @@ from cumem_sleep.backups.vault import VaultTier
 from cumem_sleep.core.extents import Extent, Lane
 from cumem_sleep.digest.device import DeviceDigester, DigestRun
 from cumem_sleep.digest.reference import Digest
-from cumem_sleep.transfer.transfer import Transfer
+from cumem_sleep.store.transfer import Transfer
 from cumem_sleep.vault.client import Sealed
 from cumem_sleep.vault.files import filesystem_of
 from cumem_sleep.vault.ledger import Key

@@ -14,8 +14,8 @@ from snippets import snippet_at
 from support import Memory, digest_of
 
 from cumem_sleep import CuMemAllocator, InvalidState, OutOfDeviceMemory, _core
+from cumem_sleep.core.pace import CopyChoice, Pace
 from cumem_sleep.digest.device import DeviceDigester
-from cumem_sleep.transfer.engine_or_kernel import CopyChoice, Pace
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("clean_pools")]
 torch = pytest.importorskip("torch")

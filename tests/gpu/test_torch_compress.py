@@ -19,7 +19,7 @@ from cumem_sleep.codec import exponent as codec
 from cumem_sleep.codec.codec import CHUNK_BYTES, Bytes, Code, parameters_of, rows
 from cumem_sleep.codec.exponent import ExponentLayout
 from cumem_sleep.codec.memory import workspace_bytes
-from cumem_sleep.transfer.engine_or_kernel import CopyChoice, Pace
+from cumem_sleep.core.pace import CopyChoice, Pace
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("clean_pools")]
 torch = pytest.importorskip("torch")

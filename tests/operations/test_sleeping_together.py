@@ -26,7 +26,7 @@ from cumem_sleep.backups import host
 from cumem_sleep.backups.tier import NotYet
 from cumem_sleep.core import commitment
 from cumem_sleep.core.commitment import Commitment
-from cumem_sleep.transfer import lanes
+from cumem_sleep.store import lanes
 
 COUNT, ROOM_FOR = 6, 3
 BACKUP_BYTES = 64 * MIB

@@ -13,7 +13,7 @@ from running import Segment, eventually, from_slabs, lone_link, table, take_back
 from support import PAGE, Memory, run_script
 
 from cumem_sleep import CuMemAllocator, DriverError, VaultError, _core, sim
-from cumem_sleep.transfer import copier
+from cumem_sleep.store import copier
 from cumem_sleep.vault import link
 from cumem_sleep.vault.address import VaultAddress
 from cumem_sleep.vault.client import VaultClient

@@ -18,7 +18,7 @@ from running import Segment, eventually, take_back
 from support import PAGE, Memory
 
 from cumem_sleep import CuMemAllocator, DriverError, _core, sim
-from cumem_sleep.transfer import copier
+from cumem_sleep.store import copier
 from cumem_sleep.vault import jobs, link, relay, service
 from cumem_sleep.vault.address import VaultAddress
 from cumem_sleep.vault.client import VaultClient

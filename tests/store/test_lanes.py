@@ -10,9 +10,9 @@ from ways import BATCHES_TIMED, ENGINE_FOR_A_WHILE
 
 from cumem_sleep import CuMemAllocator, DriverError
 from cumem_sleep.core.extents import Transfers
-from cumem_sleep.transfer import copier
-from cumem_sleep.transfer.engine_or_kernel import BestRate, Pace
-from cumem_sleep.transfer.transfer import Together, Transfer
+from cumem_sleep.core.pace import BestRate, Pace
+from cumem_sleep.store import copier
+from cumem_sleep.store.transfer import Together, Transfer
 
 
 class FakeDigests:

@@ -7,14 +7,10 @@ kernel keeps 48 (measured on an H200: `wake_paths.json`). Ours is `csrc/copy_ker
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from .. import _core
-from ..core import log
-from ..core.extents import Lane
-from ..core.tuning import Tuning
+from .tuning import Tuning
 
 # As a share of the best rate seen; the engine has less than half of it while it also scrubs memory.
 _ENGINE_IS_BUSY = 0.7
@@ -135,45 +131,3 @@ class Pace:
 
     def _use_kernel(self) -> None:
         self._state, self._left = _State.KERNEL, self._tuning.batches_between_trials
-
-
-def load_kernel(device: int) -> bool:
-    """Make the context, if there is none yet, and load the kernel there; returns whether it can be used.
-
-    Not if kernels cannot access pinned memory by its host address.
-    """
-    try:
-        _core.memory_info(device)
-        if not _core.device_info(device).host_pointers:
-            return False
-        _core.load_copy_kernel(device)
-    except Exception as error:  # whatever it is, the engine copies
-        log.warning("copies go by the copy engine alone, because the copy kernel failed: %s", error)
-        return False
-    return True
-
-
-class Paces:
-    """The pace of each operation on each device.
-
-    Attributes:
-        best_rates: the highest rate seen on the link to each device on which the kernel runs.
-    """
-
-    def __init__(self, tuning: Tuning) -> None:
-        self._tuning = tuning
-        self.best_rates: dict[int, BestRate] = {}
-
-    def warm_up(self, device: int) -> None:
-        """Load the kernel on `device`; without this only the copy engine is used there."""
-        if load_kernel(device):
-            self.best_rates.setdefault(device, BestRate())
-
-    def of(self, device: int, lanes: Sequence[Lane], total_bytes: int, timed_bytes: int) -> Pace:
-        """For copies to `device` on these lanes; where `total_bytes` are few, the engine makes all of them.
-
-        Args:
-            timed_bytes: as for `Pace`.
-        """
-        is_worth_it = total_bytes >= self._tuning.worth_choosing_bytes and all(lane.kernels_reach for lane in lanes)
-        return Pace(self.best_rates.get(device) if is_worth_it else None, timed_bytes, len(lanes), self._tuning)

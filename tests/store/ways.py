@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cumem_sleep import CuMemAllocator
 from cumem_sleep.core.extents import Transfers
-from cumem_sleep.transfer.engine_or_kernel import CopyChoice
+from cumem_sleep.core.pace import CopyChoice
 
 KERNEL, KERNEL_ALONE = CopyChoice(by_engine=False, alone=False), CopyChoice(by_engine=False, alone=True)
 ENGINE, ENGINE_ALONE = CopyChoice(by_engine=True, alone=False), CopyChoice(by_engine=True, alone=True)

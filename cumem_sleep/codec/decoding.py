@@ -10,40 +10,34 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import _core
-from ..codec.chunks import ChunkBatch, EncodedRun
-from ..codec.codec import CHUNK_BYTES
-from ..codec.slots import Slot
-from ..codec.workspace import Workspace
 from ..core.extents import Transfers
-from ..core.tuning import Tuning
-from .engine_or_kernel import Paces
+from ..core.pace import Pace
+from .chunks import ChunkBatch, EncodedRun
+from .codec import CHUNK_BYTES
+from .slots import Slot
+from .workspace import Workspace
 
 
 class Decoding:
     """The encoded chunks of one device; used like a `Transfer`, by `step` and `finish`.
 
     Args:
+        pace: of as many batches in flight as the workspace has slots.
         mapped: waits until the segment with that id is mapped.
         completed: called with segments all of whose chunks are in place.
     """
 
     def __init__(
         self,
-        device: int,
         runs: Iterable[EncodedRun],
         workspace: Workspace,
         transfers: Transfers,
-        paces: Paces,
+        pace: Pace,
         mapped: Callable[[int], None],
         completed: Callable[[Sequence[_core.Segment]], None],
-        tuning: Tuning,
     ) -> None:
-        lanes = workspace.lanes(transfers)
-        runs = list(runs)
-        nbytes = sum(run.bytes for run in runs) if workspace.has_memory else 0
-        self._pace = paces.of(device, lanes, nbytes, tuning.slots_timed_bytes)
+        self._pace = pace
         self._workspace = workspace
-        self._slots = len(lanes)
         self._transfers = transfers
         self._batches = workspace.batches(runs)
         self._mapped = mapped
@@ -104,7 +98,7 @@ class Decoding:
             slot.synchronize()
             self._pace.record(batch.bytes, time.perf_counter() - begin)
         # Keep this many copies in flight while the first batch waits for its segment to be mapped.
-        if len(self._copied) > self._slots - 2:
+        if len(self._copied) > self._pace.in_flight - 2:
             self._decode_next()
         if not choice.alone:
             self._workspace.finish_next_slot()

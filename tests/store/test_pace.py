@@ -24,7 +24,8 @@ from ways import (
 
 from cumem_sleep import CuMemAllocator
 from cumem_sleep.core.extents import Transfers
-from cumem_sleep.transfer.engine_or_kernel import BestRate, CopyChoice, Pace, Paces
+from cumem_sleep.core.pace import BestRate, CopyChoice, Pace
+from cumem_sleep.store.copier import Paces
 
 
 class TestChoices:

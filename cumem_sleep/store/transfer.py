@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 
 from .. import _core
 from ..core.extents import Lane, Piece
+from ..core.pace import Pace
 from ..core.segments import total_bytes
 from ..core.tuning import Tuning
 from .copier import Copier
-from .engine_or_kernel import Pace
 
 
 @dataclass

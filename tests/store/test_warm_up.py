@@ -10,7 +10,7 @@ from support import DRIVER, PAGE
 
 from cumem_sleep import CuMemAllocator, DriverError, OutOfHostMemory, _core
 from cumem_sleep.core.driver import open_driver
-from cumem_sleep.transfer.engine_or_kernel import Paces
+from cumem_sleep.store.copier import Paces
 
 
 class TestWarmUp:

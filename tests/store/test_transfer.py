@@ -11,7 +11,7 @@ from stand_ins import Block, FakeStream, Log, Part, Store, parts_of
 from cumem_sleep import _core
 from cumem_sleep.core.extents import Piece
 from cumem_sleep.core.tuning import Tuning
-from cumem_sleep.transfer.transfer import Batch, Transfer
+from cumem_sleep.store.transfer import Batch, Transfer
 
 
 def transfer_of(tuning: Tuning, arrived: Callable[[Sequence[_core.Segment]], None] = list) -> Transfer:

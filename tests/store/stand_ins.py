@@ -9,7 +9,7 @@ from typing import Any
 from cumem_sleep import DriverError
 from cumem_sleep.backups.backup import Backup
 from cumem_sleep.core.extents import PieceRows
-from cumem_sleep.transfer.transfer import Transfer
+from cumem_sleep.store.transfer import Transfer
 
 
 @dataclass

@@ -1,1 +1,0 @@
-"""How bytes are copied back to a device: in which batches, by which route, at which pace."""
