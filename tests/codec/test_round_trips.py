@@ -27,10 +27,10 @@ from compression import (
     write,
     zeros,
 )
-from cumem_sleep.store.decoding import Decoding
 from support import AWAKE, BACKED_UP, MIB, PAGE, patch_map
 
 from cumem_sleep import CuMemAllocator, DriverError, _core, sim
+from cumem_sleep.codec.decoding import Decoding
 from cumem_sleep.codec.exponent import ExponentLayout
 from cumem_sleep.codec.kernels import SimulatedKernels
 from cumem_sleep.core.pace import BestRate, CopyChoice, Pace
