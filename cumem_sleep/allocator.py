@@ -129,7 +129,6 @@ class CuMemAllocator:
             cuda=self._cuda,
             turn=self._store.turns.operation,
             place=self._store.room.place,
-            note_before=self._layer.residue.note_before,
             left_pool=_left_pool,
             freed_by_hook=_forget_freed_backups,
         )
@@ -289,7 +288,6 @@ class CuMemAllocator:
             free_bytes, total_on_device = _core.memory_info(device)
             if nbytes > total_on_device:  # beyond what the driver can be asked for, it answers "invalid value"
                 raise OutOfDeviceMemory(nbytes, free_bytes, device)
-            self._layer.residue.note_before(device)
             allocation = _core.Allocation(nbytes, tag, device, backup)
         self._used_tags.add(tag)
         return allocation.handed_out  # no call, no signal may come after this: the address could be lost

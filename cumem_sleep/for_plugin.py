@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from . import _core
 from .allocator import CuMemAllocator
 from .core.levels import in_pools
 from .core.operation import Call, CudaUse, Operation
-from .errors import InvalidArgumentType, check_integer, shown
 from .operations.layer import Fill
 from .ranks.agreement import Agreement
 from .report import SleepReport
@@ -25,34 +24,6 @@ def agreement(allocator: CuMemAllocator) -> Agreement | None:
 def call_of_ranks(allocator: CuMemAllocator, operation: str) -> Call:
     """Through which the ranks agree on one operation. What fails inside, the others are told at once."""
     return allocator._call_of_ranks(operation)
-
-
-# What sleeps leave on the GPU
-
-
-def warming_up(allocator: CuMemAllocator) -> AbstractContextManager[None]:
-    """Put this around code that loads modules and captures CUDA graphs. Sleeps then report what that code left on
-    the GPU as an item of its own (`SleepReport.left`).
-    """
-    return allocator._layer.residue.warm_up()
-
-
-def note_communicators(allocator: CuMemAllocator, nbytes: Mapping[int, int]) -> None:
-    """Say how much device memory came with communicators (NCCL's) that were made before this layer allocated.
-    Sleeps then report it as an item of its own (`SleepReport.left`).
-
-    Args:
-        nbytes: bytes by device.
-
-    Raises:
-        InvalidArgument: a device or a number of bytes is not a non-negative integer.
-    """
-    if not isinstance(nbytes, Mapping):
-        raise InvalidArgumentType(f"nbytes={shown(nbytes)}: expected bytes by device")
-    for device, taken in nbytes.items():
-        check_integer("device", device, minimum=0)
-        check_integer(f"bytes of device {device}", taken, minimum=0)
-    allocator._layer.residue.by_communicators.update(nbytes)
 
 
 # Sleeping and waking

@@ -21,10 +21,7 @@ def _add(name: str, value: object) -> None:
 
 
 _add("forget", _forget)
-for _name in (
-    *("call_of_ranks", "drop_kept", "filling", "note_communicators", "prepare_to_end", "stay_at_level_1"),
-    "warming_up",
-):
+for _name in ("call_of_ranks", "drop_kept", "filling", "prepare_to_end", "stay_at_level_1"):
     _add(_name, getattr(for_plugin, _name))
 for _name in ("agreement", "asleep_tags", "may_be_asleep"):
     _add(_name, property(getattr(for_plugin, _name)))

@@ -82,13 +82,9 @@ class SleepReport:
         stored_bytes: what the copied bytes take in host memory; less than copied_bytes if they are compressed.
         left_bytes: what is still in use afterwards on the devices concerned, by this process (the CUDA context,
             graphs, buffers of NCCL, memory of no pool) and by others; 0 where nothing was done, or nobody asked.
-        left: about how `left_bytes` is made up, by name. `awake`: memory of this layer. `context`: what was in use when
-            this layer first allocated there: the CUDA context, other processes. `nccl`: what came with communicators
-            before that, as vLLM's plugin says. `modules_and_graphs`: what came with vLLM's warm-up and is still there.
+        left: about how `left_bytes` is made up, by name; empty if all of it is others'. `awake`: memory of this layer.
             `held_elsewhere`: of `freed_bytes`, what did not become free, because another process maps what was exported
-            to it; at most that, since others may also have allocated meanwhile. `rest`: all else, other processes
-            included. An item is missing where nothing is known of it, or what was in use before does not fit into the
-            sum any more.
+            to it; at most that, since others may also have allocated meanwhile. `rest`: all else.
         checkpointed_bytes: at level 3, of the CUDA state of this process that left its devices as well.
         why_not_deeper: why a sleep at level 3 stayed at level 1, if it did.
         seconds: the whole call.
@@ -263,9 +259,6 @@ def _stored(preposition: str, stored_bytes: int, nbytes: int) -> str:
 
 _LEFT = {
     "awake": "{} awake",
-    "context": "{} CUDA context and other processes",
-    "nccl": "{} NCCL",
-    "modules_and_graphs": "{} modules and graphs",
     "held_elsewhere": "up to {} freed here and still held elsewhere",
     "rest": "{} the rest",
 }

@@ -31,7 +31,7 @@ from cumem_sleep import (
 from cumem_sleep import allocator as allocator_module
 from cumem_sleep.core import misspelt
 from cumem_sleep.core.pools import Pools
-from cumem_sleep.for_plugin import note_communicators, prepare_to_end
+from cumem_sleep.for_plugin import prepare_to_end
 
 MakeAllocator = Callable[..., CuMemAllocator]
 
@@ -331,7 +331,6 @@ class TestBadInput:
             lambda number: used.malloc(PAGE, number),
             lambda number: used.read_backup(number, 1),
             lambda number: used.read_backup(1, number),
-            lambda number: note_communicators(used, {0: number}),
             used.regions.set_margin_bytes,
         ):
             with pytest.raises(InvalidArgument, match="=") as raised:

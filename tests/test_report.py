@@ -55,10 +55,10 @@ WAKE = WakeReport(
         (
             SleepReport(
                 left_bytes=GIB,
-                left={"context": 512 << 20, "awake": 256 << 20, "modules_and_graphs": 256 << 20, "rest": 0},
+                left={"held_elsewhere": 512 << 20, "awake": 256 << 20, "rest": 256 << 20},
             ),
             "sleep: freed 0 B in 0.000 s (copied 0 B, unchanged 0 B, dropped 0 B), 1.00 GiB left on the GPU (about"
-            " 256.00 MiB awake, 512.00 MiB CUDA context and other processes, 256.00 MiB modules and graphs)",
+            " 256.00 MiB awake, up to 512.00 MiB freed here and still held elsewhere, 256.00 MiB the rest)",
         ),
         (
             WAKE,

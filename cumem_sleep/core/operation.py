@@ -189,7 +189,6 @@ class Operations:
         cuda: level 3.
         turn: entered for an operation: it has the lock inside. Called with what comes back from level 3, or None.
         place: says where backups lie.
-        note_before: called before a pool is entered, with the device that PyTorch uses.
         left_pool: called when a thread has left a pool in which it allocated.
         freed_by_hook: called, on a thread of its own, after PyTorch freed segments through the hook.
         totals: what was done so far, by operation.
@@ -203,7 +202,6 @@ class Operations:
     cuda: CudaState
     turn: Callable[[Callable[[], None] | None], AbstractContextManager[None]]
     place: Callable[[], BackupPlace]
-    note_before: Callable[[int], None]
     left_pool: Callable[[], None]
     freed_by_hook: Callable[[], None]
     totals: dict[str, OperationTotals] = field(default_factory=dict)
@@ -254,8 +252,6 @@ class Operations:
         self.open()
         with self.cuda.lease():
             pools = self.pools.find(import_torch=True)
-            if pools is not None and (device := pools.device_in_use()) is not None:
-                self.note_before(device)
             with (
                 entered(tag, backup),
                 nullcontext() if pools is None else pools.leave() if ordinary else pools.use(),

@@ -141,10 +141,6 @@ class TorchPools:
         if self._torch.cuda.is_initialized():
             self._torch.cuda.empty_cache()
 
-    def device_in_use(self) -> int | None:
-        """The current device; None: CUDA has not been used yet."""
-        return int(self._torch.cuda.current_device()) if self._torch.cuda.is_initialized() else None
-
     def is_capturing(self) -> bool:
         """Whether this thread's current stream is capturing a CUDA graph."""
         return bool(self._torch.cuda.is_initialized() and self._torch.cuda.is_current_stream_capturing())

@@ -14,7 +14,6 @@ from ..digest.device import DeviceDigester
 from ..errors import DriverError, InvalidState
 from ..settings import Settings
 from ..store.copier import Paces
-from .residue import Residue
 
 Fill = Callable[[Sequence[tuple[_core.Segment, Spans]]], None]
 
@@ -31,7 +30,6 @@ class Layer:
     digester: DeviceDigester
     compressor: Compressor
     paces: Paces
-    residue: Residue = field(default_factory=Residue)
     # Called at a wake with the segments that come back without some of their bytes, and which these are, before anybody
     # else may use them.
     fills: list[Fill] = field(default_factory=list)

@@ -26,7 +26,7 @@ from ..digest.reference import Digest
 from ..errors import CodecError, CumemSleepError, InvalidState, OutOfHostMemory, counted
 from ..report import PhaseTimer, SleepReport
 from .layer import Layer, quiesce
-from .residue import not_ours
+from .residue import left_on, not_ours
 
 _Sleep = _core.Segment.Sleep
 
@@ -109,7 +109,7 @@ def sleep(
         copied_bytes, covered_bytes = catalogue.content_bytes(copied), catalogue.content_bytes(backed_up)
         found_bytes, stored_bytes = catalogue.content_bytes(found), catalogue.stored_bytes(copied)
         parts_bytes = catalogue.content_bytes(segment for segment in dropped if segment.id in parts)
-    left_bytes, left = layer.residue.look(looked_at, in_use)
+    left_bytes, left = left_on(looked_at, in_use)
     return SleepReport(
         freed_bytes=freed_bytes,
         copied_bytes=copied_bytes,

@@ -97,22 +97,6 @@ def before_engine_config(check: Callable[[Any], None]) -> None:
     arguments.create_engine_config = create_engine_config
 
 
-def before_init_device(see: Callable[[Any], None]) -> None:
-    """Call `see` with every worker of vLLM in this process before its `init_device`; calling this again is harmless."""
-    wrapper = importlib.import_module("vllm.v1.worker.worker_base").WorkerWrapperBase
-    init = wrapper.init_device
-    if getattr(init, "seen_by", None) is see:
-        return
-
-    @functools.wraps(init)
-    def init_device(self: Any, *args: Any, **kwargs: Any) -> Any:
-        see(vars(self)["worker"])  # not the attribute, which at level 3 of another engine is no worker
-        return init(self, *args, **kwargs)
-
-    init_device.seen_by = see  # type: ignore[attr-defined]
-    wrapper.init_device = init_device
-
-
 def weights_pool(worker: Any) -> AbstractContextManager[Any]:
     """The worker's pool for weights, if its `load_model` makes that without entering it; else nothing.
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -18,10 +17,9 @@ from .. import _core
 from ..allocator import CuMemAllocator
 from ..core.levels import is_checkpoint
 from ..errors import CumemSleepError, InvalidState
-from ..for_plugin import note_communicators, prepare_after_warm_up, warming_up
+from ..for_plugin import prepare_after_warm_up
 from ..settings import FLAG, PREFIX, Settings
 from . import (
-    communicators,
     compatibility,
     deep_worker,
     droppable,
@@ -137,7 +135,6 @@ def _take_over() -> None:
             "vLLM's own CuMemAllocator was replaced in modules that had already imported it: %s", ", ".join(others)
         )
     compatibility.copy_to_ray_workers(PREFIX)
-    compatibility.before_init_device(communicators.watch)
     prepare_after_warm_up()
     WorkerWrapperBase.load_model = load_model
     WorkerWrapperBase.compile_or_warm_up_model = compile_or_warm_up_model
@@ -182,12 +179,9 @@ def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
 def compile_or_warm_up_model(self: Any, *args: Any, **kwargs: Any) -> Any:
     """The worker's method. After it, the engine's workers form a group and, if set so, prepare their first sleep."""
     worker, allocator = deep_worker.of(self), CuMemAllocator.instance
-    if allocator is not None:
-        if why := worker_refusals.why_not(worker, "compile_or_warm_up_model", allocator):
-            return worker_refusals.refuse(worker, "compile_or_warm_up_model", why)
-        note_communicators(allocator, communicators.bytes_taken())
-    with nullcontext() if allocator is None else warming_up(allocator):
-        result = worker.compile_or_warm_up_model(*args, **kwargs)
+    if allocator is not None and (why := worker_refusals.why_not(worker, "compile_or_warm_up_model", allocator)):
+        return worker_refusals.refuse(worker, "compile_or_warm_up_model", why)
+    result = worker.compile_or_warm_up_model(*args, **kwargs)
     engine_group.join(worker)
     allocator = CuMemAllocator.instance
     if allocator is not None and allocator.settings.prepare and allocator.get_current_usage():

@@ -528,7 +528,6 @@ class TestByItself:
         allocator.sleep()
         wait_until(lambda: allocator.checkpoint)
         allocator._pools.found = MagicMock(spec=TorchPools)  # which there are only on a GPU
-        allocator._pools.found.device_in_use.return_value = None
         allocator._pools.found.is_capturing.return_value = False
         in_thread(lambda: use(allocator))
         wait_until(lambda: allocator.checkpoint)

@@ -190,7 +190,7 @@ def test_old_names_say_the_same(old_weights: OldWeights) -> None:
     assert (allocator.agreement, allocator.may_be_asleep, allocator.may_deepen) == (None, True, False)
     assert allocator.drop_kept() == 0
     assert allocator.forget() == 3 * PAGE
-    with allocator.warming_up(), allocator.filling(lambda _: None):
+    with allocator.filling(lambda _: None):
         allocator.wake_up()
 
 

@@ -6,7 +6,6 @@ between the executor and the allocator.
 
 from __future__ import annotations
 
-import ctypes
 import inspect
 import json
 import pathlib
@@ -19,14 +18,14 @@ from typing import Any
 import pytest
 from environment import Stock, skip_unless_vllm
 from real_worker import PAGE, Contents, asleep, backends
-from support import Cuda, Memory, fresh_allocator
+from support import Memory, fresh_allocator
 
 sys.path.append(str(pathlib.Path(__file__).parents[1] / "vault"))
 
 from running import RunningVault
 
 from cumem_sleep import CuMemAllocator, DriverError, InvalidState, OutOfDeviceMemory, RankFailed, sim
-from cumem_sleep.vllm import communicators, compatibility, engine_group
+from cumem_sleep.vllm import compatibility, engine_group
 
 skip_unless_vllm()
 pytestmark = pytest.mark.sim
@@ -341,102 +340,6 @@ class TestExecutor:
         allocator = fresh_allocator(prepare=True)
         assert executor.collective_rpc("compile_or_warm_up_model") == ["compiled"]
         assert allocator._preparation is None
-
-    def test_what_the_warm_up_brought_is_told_by_itself(self, executor: Any, make_allocator: Any) -> None:
-        allocator = make_allocator()
-        address = allocator.malloc(PAGE, "weights")
-        cuda, graphs = Cuda(), ctypes.c_uint64()
-        cuda.enter()
-        executor.driver_worker.worker.compile_or_warm_up_model = lambda: cuda.call(
-            "cuMemAlloc_v2", ctypes.byref(graphs), ctypes.c_size_t(3 * PAGE)
-        )
-        executor.collective_rpc("compile_or_warm_up_model")
-        assert allocator.sleep(1).left["modules_and_graphs"] == 3 * PAGE
-        cuda.call("cuMemFree_v2", graphs)
-        cuda.leave()
-        allocator.free(address)
-
-    def test_what_nccl_took_is_told_by_itself(
-        self, plugged: Stock, executor: Any, worker: Any, make_allocator: Any, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """Of what is in use before the first allocation; the context, which is there before, is not NCCL's."""
-        import torch
-        from vllm.v1.worker import gpu_worker
-
-        cuda, made = Cuda(), []
-
-        def make(nbytes: int) -> None:
-            made.append(ctypes.c_uint64())
-            cuda.call("cuMemAlloc_v2", ctypes.byref(made[-1]), ctypes.c_size_t(nbytes))
-
-        monkeypatch.setattr(communicators, "_taken", {})
-        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-        monkeypatch.setattr(gpu_worker, communicators.MAKES_THEM, make)
-        allocator = make_allocator()
-        cuda.enter()
-        make(2 * PAGE)
-        worker.init_device = lambda: gpu_worker.init_worker_distributed_environment(5 * PAGE)
-        worker.compile_or_warm_up_model = lambda: make(3 * PAGE)
-        executor.driver_worker.worker = worker
-        worker.parallel_config = types.SimpleNamespace(world_size=1, data_parallel_size=1)
-        communicators.watch(worker)
-        assert gpu_worker.init_worker_distributed_environment is make  # one that is alone has none
-        worker.parallel_config.world_size = 2
-        for _ in range(2):
-            communicators.watch(worker)  # again: it is measured once
-        plugged.wrapper.init_device.seen_by(worker)
-        worker.init_device()
-        assert communicators.bytes_taken() == {0: 5 * PAGE}
-        allocator.malloc(PAGE, "weights")
-        executor.collective_rpc("compile_or_warm_up_model")
-        report = allocator.sleep(1)
-        assert report.left == {"context": 2 * PAGE, "nccl": 5 * PAGE, "modules_and_graphs": 3 * PAGE, "rest": 0}
-        assert "4.00 MiB CUDA context and other processes, 10.00 MiB NCCL, 6.00 MiB modules and graphs" in str(report)
-        cuda.enter()
-        gpu_worker.init_worker_distributed_environment(PAGE)  # a later engine's are not among what was there before
-        assert communicators.bytes_taken() == {0: 5 * PAGE}
-        for address in made:
-            cuda.call("cuMemFree_v2", address)
-        cuda.leave()
-
-    def test_a_device_that_does_not_answer_stops_no_engine(
-        self, plugged: Stock, worker: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        import torch
-        from vllm.v1.worker import gpu_worker
-
-        def fail() -> int:
-            raise RuntimeError("CUDA is not there")
-
-        monkeypatch.setattr(communicators, "_taken", {})
-        monkeypatch.setattr(torch.cuda, "current_device", fail)
-        monkeypatch.setattr(gpu_worker, communicators.MAKES_THEM, lambda: "made")
-        worker.parallel_config = types.SimpleNamespace(world_size=2, data_parallel_size=1)
-        communicators.watch(worker)
-        assert gpu_worker.init_worker_distributed_environment() == "made"
-        assert communicators.bytes_taken() == {}
-        assert "how much memory NCCL takes is not known: CUDA is not there" in caplog.text
-
-    def test_vllm_makes_its_communicators_there(self, plugged: Stock) -> None:
-        """With nothing on the device but its context, and before it looks at how much is free."""
-        from vllm.v1.worker import gpu_worker
-
-        steps = inspect.getsource(gpu_worker.Worker.init_device)
-        assert steps.count(f"{communicators.MAKES_THEM}(") == 1
-        before, _, after = steps.partition(f"{communicators.MAKES_THEM}(")
-        assert "set_device" in before
-        assert "MemorySnapshot(" in after
-
-    def test_every_worker_is_seen_before_it_begins(self, plugged: Stock, monkeypatch: pytest.MonkeyPatch) -> None:
-        seen: list[Any] = []
-        see = seen.append  # one object, as the plugin's is
-        monkeypatch.setattr(plugged.wrapper, "init_device", lambda self: seen.append("its own"))
-        for _ in range(2):
-            compatibility.before_init_device(see)
-        wrapper = plugged.wrapper.__new__(plugged.wrapper)
-        wrapper.worker = "the worker"
-        wrapper.init_device()
-        assert seen == ["the worker", "its own"]
 
     def test_a_warm_up_that_fails(self, executor: Any, make_allocator: Any) -> None:
         allocator = fresh_allocator(prepare=True)
