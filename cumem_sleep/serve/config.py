@@ -27,6 +27,7 @@ from ..settings import (
     SettingKind,
     is_socket,
     one_of,
+    parse_list,
     seconds,
     setting,
     whole,
@@ -116,6 +117,8 @@ def _any_of(names: Iterable[str]) -> str:
 
 
 def _gpus(value: object) -> object:
+    if isinstance(value, str):
+        value = [int(word) if re.fullmatch("[0-9]{1,9}", word) else word for word in parse_list(value)]
     numbers = value if isinstance(value, list) else [value]
     if not numbers or not all(isinstance(each, int) and not isinstance(each, bool) and each >= 0 for each in numbers):
         raise ValueError("a list of GPU numbers from 0, such as [0] or [0, 1]")

@@ -61,6 +61,12 @@ def test_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     }
 
 
+@pytest.mark.parametrize("written", ["[1, 0]", "1,0", '"0, 1"'])
+def test_gpus_may_be_written_as_in_cuda_visible_devices(written: str) -> None:
+    config = parse(f"models:\n  a:\n    command: vllm serve x\n    gpus: {written}\n")
+    assert config.models["a"].gpus == (0, 1)
+
+
 @pytest.mark.parametrize(
     ("model", "says"),
     [
@@ -73,6 +79,8 @@ def test_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             "models.a.keep: '30x': expected seconds from 0 to 315360000, or as 500ms, 60s or 1h30m",
         ),
         ("{command: vllm serve x, gpus: [0, 0]}", "models.a.gpus: expected each GPU once"),
+        ("{command: vllm serve x, gpus: '0,0'}", "models.a.gpus: '0,0': expected each GPU once"),
+        ("{command: vllm serve x, gpus: '0,'}", "models.a.gpus: '0,': expected a list of GPU numbers from 0"),
         ("{command: vllm serve x, gpus: [one]}", "models.a.gpus: expected a list of GPU numbers from 0"),
         ("{command: vllm serve x, share: 1.5}", "models.a.share: '1.5': expected a number above 0, and at most 1"),
         ("{command: vllm serve x, idle: {4: 1s}}", "models.a.idle: expected 1, 2, 3 or stop"),
