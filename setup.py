@@ -142,6 +142,15 @@ class KeptObjects:
         shutil.copyfile(kept, obj)
 
 
+def linked(folder: str) -> str:
+    """A link to a folder of headers, whose path is the same in every build, as ccache wants it."""
+    link = ROOT / "build" / "include" / hashlib.sha256("".join(sorted(os.listdir(folder))).encode()).hexdigest()[:8]
+    link.parent.mkdir(parents=True, exist_ok=True)
+    link.unlink(missing_ok=True)
+    link.symlink_to(folder)
+    return str(link.relative_to(ROOT))
+
+
 class BuildExt(build_ext):
     """Gives plain shared objects, which are no Python modules, their file names."""
 
@@ -162,6 +171,8 @@ class BuildExt(build_ext):
         if shutil.which("ccache") and "ccache" not in command[0]:
             self.compiler.compiler_so_cxx = ["ccache", *command]
         self.compiler._compile = kept
+        for extension in self.extensions:  # pip's environments, where headers are, have a new name each time
+            extension.include_dirs = [linked(folder) for folder in extension.include_dirs]
         super().build_extensions()
 
     def get_ext_filename(self, fullname: str) -> str:
