@@ -472,7 +472,7 @@ def test_the_demo_switches_and_leaves_nothing(
             status = json.load(answer)
         assert status["simulated"]
         assert {model["layer"] for model in status["models"]} == {"simulated"}
-        found = re.search(r"admin token: (\S+)\)", front.log.read_text())
+        found = re.search(r"/#token=(\S+) ", front.log.read_text())
         assert found is not None
         monkeypatch.setenv("CUMEM_SLEEP_SERVE_TOKEN", found[1])
         assert cli.main(["sleep", "embedder", "--level", "3", "--url", front.url, "--json"]) == 0
