@@ -84,7 +84,7 @@ def test_generated_tables_are_up_to_date() -> None:
 
 def test_a_release_has_absolute_links_and_urls(tmp_path: pathlib.Path) -> None:
     (tmp_path / "cumem_sleep").mkdir()
-    for name in ("README.md", "pyproject.toml"):
+    for name in ("README.md", "pyproject.toml", "CHANGELOG.md"):
         (tmp_path / name).write_bytes((ROOT / name).read_bytes())
     repository, tag = "https://github.com/someone/something", f"v{cumem_sleep.__version__}"
     with pytest.raises(SystemExit, match=r"v999: pyproject\.toml says version"):
@@ -95,7 +95,10 @@ def test_a_release_has_absolute_links_and_urls(tmp_path: pathlib.Path) -> None:
     readme = (tmp_path / "README.md").read_text()
     assert all(link.startswith("https://") for link in re.findall(r"\]\(([^)\s]+)\)", readme))
     assert f"]({repository}/raw/{tag}/docs/serve-page.png)" in readme
-    assert f"]({repository}/blob/{tag}/docs/vllm.md#security)" in readme
+    assert f"]({repository}/blob/{tag}/docs/vllm.md#a-kv-cache-that-survives)" in readme
+    assert "no package index" not in readme
+    assert "`pip install cumem-sleep`" in readme
+    assert re.search(rf"^## {re.escape(tag[1:])} - \d{{4}}-\d\d-\d\d$", (tmp_path / "CHANGELOG.md").read_text(), re.M)
     assert f'[project.urls]\nHomepage = "{repository}"\n' in (tmp_path / "pyproject.toml").read_text()
 
 
