@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
 import time
 from collections.abc import AsyncIterator
@@ -56,14 +55,6 @@ class Conductor:
         self.unknown_calls = 0  # under way
         self._doubts = 0  # how often API servers had to doubt what they knew
         self._waking: asyncio.Task[None] | None = None
-
-    @property
-    def has_sleep_modes(self) -> bool:
-        """Whether vLLM stops its scheduler before it sleeps, and does no more than that at level 0 (0.18; not 0.14).
-
-        Without modes, it releases memory under running requests, and level 0 drops everything, as level 2 does.
-        """
-        return "mode" in inspect.signature(self.engine.sleep).parameters
 
     @property
     def sleeps_again(self) -> bool:
@@ -156,10 +147,8 @@ class Conductor:
             ranks = await self._ask_ranks()
         elif sleeps or self.model.is_doubtful:
             ranks = await self._status.fresh(self.engine)
-        # vLLM from 0.18 on also says that it sleeps while its scheduler is only paused. The workers know the
-        # difference.
-        says_so = sleeps and ranks is None and hasattr(self.engine, "is_paused")
-        paused = says_so and await within(ASK_WITHIN_S, data_parallel.is_any_paused(self.engine))
+        # vLLM also says that it sleeps while its scheduler is only paused. The workers know the difference.
+        paused = sleeps and ranks is None and await within(ASK_WITHIN_S, data_parallel.is_any_paused(self.engine))
         if changes != self._changes or not (seen is None or self._still_holds(seen)):
             return False
         self.handle(events.Answered(sleeps, None if ranks is None else metrics.states_of(ranks), paused))
@@ -345,8 +334,6 @@ class Conductor:
     async def slept(self, level: int, kept: bool) -> str:
         """The engine's sleep succeeded: why the memory does not sleep all the same, in words, or "".
 
-        Level 0 of a vLLM without modes drops everything, as level 2 does.
-
         What the engine took to be asleep already it has left alone. Where that is mapped, after a wake that failed,
         the workers are told. They keep a backup of all, as at level 1: what vLLM saved at level 2 it may not have
         restored yet, and a second sleep at that level would replace it.
@@ -354,7 +341,6 @@ class Conductor:
         Raises:
             Exception: the engine's own; the workers cannot sleep.
         """
-        level = 2 if level == 0 and not self.has_sleep_modes else level
         self.handle(events.Slept(level, kept, again=self.sleeps_again))
         await self._end()
         if level > 0 and self.model.state.disagrees and await self.ask_workers() and self.model.state.disagrees:

@@ -177,8 +177,7 @@ async def test_a_request_that_comes_as_it_falls_asleep_is_answered(serve: Serve)
     client.engine.waits["sleep"] = asyncio.Event()
     await client.ask()
     await clock.go_on(11)
-    request = client.begin("POST", "/v1/completions")
-    await until_idle()
+    request = await client.under_way("/v1/completions")
     client.engine.waits["sleep"].set()
     assert (await request.response()).body == {"text": "good"}
 
@@ -344,14 +343,7 @@ async def test_a_server_that_cannot_sleep_alone_does_not_begin(serve: Serve, has
     parallel = SimpleNamespace(data_parallel_size=2, **{f"data_parallel_{has}_lb": True})
     model = SimpleNamespace(enable_sleep_mode=has != "no sleep mode")
     client.engine.vllm_config = SimpleNamespace(parallel_config=parallel, model_config=model)
-    said: list[Any] = []
-    to_server: asyncio.Queue[Any] = asyncio.Queue()
-    to_server.put_nowait({"type": "lifespan.startup"})
-
-    async def send(message: Any) -> None:
-        said.append(message)
-
-    await client.gate({"type": "lifespan", "app": client.vllm}, to_server.get, send)
+    said = await client.start()
     if has == "internal":
         assert (said, client.vllm.seen) == ([], ["lifespan"])
     else:
