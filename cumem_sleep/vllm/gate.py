@@ -499,7 +499,7 @@ class SleepGate:
         async with self.conductor.alone(gone):
             answer = await _called(self._controls, scope, inbox, gone)
             if status_of(answer) < 300:
-                self.conductor.handle(events.Paused())
+                self.conductor.handle(events.paused)
             return answer
 
     async def _sleep(
@@ -588,7 +588,7 @@ class SleepGate:
                 return await self._wake(query, {**scope, **WAKE_UP}, inbox, gone)
             answer = await _called(self._controls, scope, inbox, gone)
             if status_of(answer) < 300 and path == "/release_kv_cache_memory":
-                conductor.handle(events.Released())
+                conductor.handle(events.released)
             return answer
 
     async def _wake(
@@ -612,7 +612,7 @@ class SleepGate:
             if code >= 500:
                 await conductor.wake_failed(tags)
         if code < 300:
-            conductor.handle(events.Woken(tags))
+            conductor.handle(events.woken, tags)
         return answer
 
     def _wakes_kept_requests_early(self, tags: frozenset[str]) -> bool:
@@ -639,9 +639,9 @@ class SleepGate:
             await self.conductor.look_what_is_loaded()
             why = why_left_out(self.model.state.left_out)
         if why:
-            self.conductor.handle(events.LoadFailed(why))
+            self.conductor.handle(events.load_failed, why)
             return refusal(500, why)
-        self.conductor.handle(events.Wrote(Effect.LOADS))
+        self.conductor.handle(events.wrote, Effect.LOADS)
         return response(200, {"status": "weights reloaded"})
 
     async def _write(self, taken: Taken, scope: Scope, inbox: Inbox) -> list[Message]:
@@ -692,7 +692,7 @@ class SleepGate:
             if status_of(answer) < 300:
                 if effect in worker_methods.MAY_LOAD_ALL:
                     await self.conductor.look_what_is_loaded()
-                self.conductor.handle(events.Wrote(effect))
+                self.conductor.handle(events.wrote, effect)
                 why = ""
             return answer
         except Exception as error:
@@ -700,7 +700,7 @@ class SleepGate:
             raise
         finally:
             if why and effect in worker_methods.MAY_LOAD_ALL:  # else nobody takes the weights to be loaded
-                self.conductor.handle(events.LoadFailed(why))
+                self.conductor.handle(events.load_failed, why)
 
     def _conflict_of(self, effect: Effect) -> list[Message] | None:
         model = self.model
