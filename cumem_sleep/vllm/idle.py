@@ -12,7 +12,7 @@ from ..settings import GateSettings
 from . import data_parallel
 from .conductor import ASK_WITHIN_S, Conductor
 from .engine_door import EngineDoor
-from .siblings import Busy, Resting
+from .siblings import Busy
 from .sleeping_model import GatePhase
 
 logger = logging.getLogger("cumem_sleep")
@@ -28,7 +28,6 @@ class IdleSleep:
         self._settings, self._conductor, self._door = settings, conductor, door
         self._requests = 0  # in progress: held here, or being answered
         self._until = 0.0  # the model stays awake, as far as this server knows
-        self._resting = Resting()
         self._watch: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -62,16 +61,16 @@ class IdleSleep:
     def _tell(self) -> None:
         """Tell the other API servers."""
         if self._settings.idle_s is not None and self._conductor.several_servers:
-            self._resting.postpone(self._until)
-            self._resting.lock(self._has_requests())
+            self._conductor.siblings.postpone(self._until)
+            self._conductor.siblings.show_requests(self._has_requests())
 
     def _is_kept_awake(self) -> bool:
         """Whether any API server has requests, had some not long ago, or has woken the model since."""
         awake_s = max(self._settings.idle_s or 0.0, self._settings.idle_awake_s)
         until = max(self._until, self._conductor.whole_since + awake_s)
         if self._conductor.several_servers:
-            until = max(until, self._resting.until)
-            if self._resting.others_have_requests():
+            until = max(until, self._conductor.siblings.awake_until)
+            if self._conductor.siblings.others_have_requests():
                 return True
         return self._has_requests() or self._conductor.clock() < until
 

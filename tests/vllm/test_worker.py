@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from environment import Stock, skip_unless_vllm
+from fake_vllm import FakeEngine
 from real_worker import PAGE, Contents, asleep, backends
 from support import Memory, fresh_allocator
 
@@ -362,6 +363,9 @@ class TestExecutor:
         allocator.sleep(1)
         (status,) = executor.collective_rpc("cumem_sleep_status")
         assert json.loads(json.dumps(status)) == pickle.loads(pickle.dumps(status)) == status
+        assert status.keys() - {"pid"} == (said := FakeEngine().status(0)).keys(), "the stand-in's is the same"
+        assert status["usage"]["weights"].keys() == said["usage"]["weights"].keys()
+        assert status["operations"]["sleep"].keys() == said["operations"]["sleep"].keys()
         assert status["simulated"]
         assert status["devices"] == [0]
         assert status["usage"]["weights"]["host_bytes"] == PAGE
