@@ -14,6 +14,7 @@ pytestmark = pytest.mark.usefixtures("gate_environment")
 ADMIN = ("/sleep", "/wake_up", "/wake", "/reload_weights", "/release_kv_cache_memory", "/pause", "/resume")
 ADMIN += ("/collective_rpc", "/update_weights", "/start_weight_update", "/finish_weight_update", "/sleep/")
 ADMIN += ("/start_draft_weight_update", "/init_weight_transfer_engine", "/update_weight_version", "/weight_checker")
+ADMIN += ("/abort_requests", "/scale_elastic_ep", "/fault_tolerance/apply", "/start_profile", "/adapters")
 
 
 async def test_the_admin_token_is_for_posts(serve: Serve) -> None:

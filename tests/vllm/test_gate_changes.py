@@ -89,13 +89,3 @@ async def test_a_sleep_between_the_wake_and_the_request_holds_the_request_again(
     assert not request.task.done()
     await client.post("/wake_up")
     assert (await request.response()).body == {"text": "good"}
-
-
-async def test_running_requests_are_vllms_where_it_has_modes_of_sleep(serve: Serve) -> None:
-    client = serve()
-    client.engine.waits["generate"] = asyncio.Event()
-    request = await client.under_way("/v1/completions")
-    await client.post("/sleep?level=0&mode=keep")
-    assert ("sleep", 0, "keep") in client.engine.calls
-    client.engine.waits["generate"].set()
-    await request.response()

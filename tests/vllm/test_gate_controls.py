@@ -14,7 +14,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import pytest
-from fake_vllm import DEV, TAGS, AnotherClient, Client, FakeEngine, FakeVllm, until_idle
+from fake_vllm import TAGS, AnotherClient, Client, FakeEngine, FakeVllm, until_idle
 from gate_client import TOKEN, Serve
 
 from cumem_sleep import InvalidArgument
@@ -22,17 +22,6 @@ from cumem_sleep.settings import GateSettings
 from cumem_sleep.vllm import SleepGate, admin_listener, siblings
 from cumem_sleep.vllm.control_routes import CONTROLS
 from cumem_sleep.vllm.routes import STATUS
-
-PATHS = (*CONTROLS, *(path for path in DEV if path not in CONTROLS), "/server_info", "/is_paused")
-PATHS += (
-    "/shutdown_weight_transfer_engine",
-    "/reset_mm_cache",
-    "/reset_encoder_cache",
-    "/get_world_size",
-    "/weight_info",
-)
-PATHS += ("/shutdown", "/sleep/", "/wake_up/x", "/is_sleeping/", "/load_weights")
-METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT", "BREW")
 
 
 @pytest.fixture(autouse=True)
@@ -102,24 +91,6 @@ async def test_without_a_token_and_development_mode_there_is_no_status(serve: Se
     client = serve(FakeVllm(dev_mode=False))
     assert (await client.get(STATUS)).code == 404
     assert client.engine.calls == []
-
-
-@pytest.mark.parametrize("listens", [False, True])
-async def test_the_public_port_gives_nothing(serve: Serve, tmp_path: pathlib.Path, listens: bool) -> None:
-    settings = {"admin": f"unix:{tmp_path}/admin"} if listens else {"admin_token": TOKEN}
-    client = serve(FakeVllm(dev_mode=False), on_request="wake", **settings)
-    assert len(set(PATHS)) >= 30
-    for path in PATHS:
-        for method in METHODS:
-            for key in ("", "wrong") if not listens else ("", TOKEN):
-                answer = await client.request(method, path, b'{"method": "sleep"}', key=key)
-                is_read = method in ("GET", "HEAD", "OPTIONS")  # /server_info is vLLM's here, and there is none
-                if not (is_read and path.rstrip("/") in ("/server_info", "/is_sleeping")):
-                    assert answer.code in (307, 401, 404, 405) or (is_read and answer.body == {"path": path})
-                if listens and path.rstrip("/") in CONTROLS:
-                    assert (answer.code, answer.body) == (404, {"detail": "Not Found"})
-    assert set(client.engine.calls) <= {"is_sleeping"}
-    assert client.engine.asleep == set()
 
 
 # The listener

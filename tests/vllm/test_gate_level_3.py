@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from typing import Any
 
 import pytest
-from fake_vllm import Client, FakeVllm
+from fake_vllm import Client
 from gate_client import Serve, asleep
-
-from cumem_sleep.vllm import metrics
 
 pytestmark = pytest.mark.usefixtures("gate_environment")
 
@@ -153,24 +150,3 @@ class TestByAWorkerMethod:
         assert (await client.post("/collective_rpc", DEEPEN)).code == 200
         assert client.gate.model.checkpointed
         assert await state(client) == (True, 3)
-
-
-def test_metrics_say_how_deep() -> None:
-    pytest.importorskip("prometheus_client", reason="needs prometheus_client (in vLLM's environments)")
-    vllm = FakeVllm()
-    engine = vllm.engine
-    levels = []
-    for tags, backed_up, checkpointed in (
-        (set(), True, False),
-        ({"kv_cache"}, True, False),
-        ({"weights", "kv_cache"}, True, False),
-        ({"weights", "kv_cache"}, False, False),
-        ({"weights", "kv_cache"}, True, True),
-    ):
-        engine.asleep, engine.backed_up, engine.checkpointed = tags, backed_up, checkpointed
-        status = metrics.WorkerStatus()
-        status.ranks = [engine.status(0)]
-        families = {family.name: family for family in metrics.Collector(status, Counter()).collect()}
-        levels.append(families["cumem_sleep_sleep_level"].samples[0].value)
-        assert families["cumem_sleep_device_used_bytes"].samples[0].value == 50
-    assert levels == [0, 0, 1, 2, 3]

@@ -238,14 +238,6 @@ async def test_with_several_servers_a_request_wakes_those_that_another_kept(serv
     assert len(first.engine.queue) == (mode == "keep")
 
 
-async def test_with_several_servers_concurrent_requests_do_not_ask_without_end(serve: Serve) -> None:
-    client = serve()
-    client.vllm.state.args.api_server_count = 2
-    responses = await asyncio.gather(*(client.ask() for _ in range(20)))
-    assert {response.code for response in responses} == {200}
-    assert client.engine.count("is_sleeping") == 20
-
-
 @pytest.mark.parametrize("plugin", [True, False])
 @pytest.mark.parametrize("order", [("/wake",), ("/wake?tags=kv_cache", "/wake?tags=weights")])
 async def test_weights_that_one_server_dropped_are_served_by_none(

@@ -54,23 +54,6 @@ async def test_a_sleep_waits_for_a_write(serve: Serve) -> None:
     assert [(await each.response()).code for each in (write, sleep)] == [200, 200]
 
 
-@pytest.mark.parametrize(
-    "method",
-    [
-        *("reload_weights", "update_weights", "start_weight_update", "finish_weight_update", "refit", "load_model"),
-        *("compute_weight_checksums", "save_sharded_state", "save_tensorized_model", "execute_dummy_batch"),
-        *("execute_model", "reset_weights", "add_lora", "something_new"),
-    ],
-)
-@pytest.mark.parametrize("tags", ["", "?tags=kv_cache"])
-async def test_asleep_no_worker_method_touches_weights(serve: Serve, method: str, tags: str) -> None:
-    client = await asleep(serve, loading_methods="refit")
-    if tags:
-        await client.post(f"/wake{tags}")
-    assert await rpc(client, method) == 409
-    assert client.engine.count(method) == 0
-
-
 @pytest.mark.parametrize("method", ["execute_dummy_batch", "elastic_ep_execute", "save_sharded_state"])
 async def test_what_runs_the_model_wants_all_of_it(serve: Serve, method: str) -> None:
     client = await asleep(serve, level=2)

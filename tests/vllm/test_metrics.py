@@ -211,18 +211,6 @@ def test_an_answer_that_is_not_understood_takes_nothing_down(caplog: pytest.LogC
     assert sum("not be understood" in record.message for record in caplog.records) == 1
 
 
-def test_the_text_that_a_scrape_gets() -> None:
-    client = pytest.importorskip("prometheus_client", reason="needs prometheus_client (in vLLM's environments)")
-    registry = client.CollectorRegistry(auto_describe=True)
-    registry.register(collector_of(FakeEngine()))
-    text = client.generate_latest(registry).decode()
-    assert 'cumem_sleep_memory_bytes{rank="0",state="mapped",tag="weights"} 600.0' in text
-    assert "# TYPE cumem_sleep_operation_seconds_total counter" in text
-    assert "# TYPE cumem_sleep_memory_bytes gauge" in text
-    for line in text.splitlines():
-        assert line.startswith(("# HELP cumem_sleep_", "# TYPE cumem_sleep_", "cumem_sleep_"))
-
-
 async def test_a_later_gate_takes_the_place_over() -> None:
     client = pytest.importorskip("prometheus_client", reason="needs prometheus_client (in vLLM's environments)")
     first, second = serve(), serve()
@@ -235,10 +223,3 @@ async def test_a_later_gate_takes_the_place_over() -> None:
     text = client.generate_latest().decode()
     assert text.count('cumem_sleep_gate_requests_total{outcome="rejected"} 1.0') == 1
     assert text.count('cumem_sleep_segments{rank="1",tag="weights"} 2.0') == 1
-
-
-async def test_a_gate_without_prometheus_client(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "prometheus_client", None)
-    client = serve()
-    assert (await client.get("/metrics")).code == 200
-    assert client.engine.calls == []
