@@ -238,8 +238,6 @@ def _worker_misfit() -> str | None:
         own = getattr(wrapper, name, None)
         if own is not None and not own.__module__.startswith(__package__):
             return f"its WorkerWrapperBase.{name} is new"
-    if not hasattr(wrapper, "init_device"):
-        return "its WorkerWrapperBase.init_device is gone"
     if not hasattr(worker, "compile_or_warm_up_model") or "__getattr__" not in vars(wrapper):
         return "its workers warm up in another way (WorkerBase.compile_or_warm_up_model behind WorkerWrapperBase)"
     return None

@@ -303,7 +303,6 @@ MISFITS: list[tuple[str, str, object, str]] = [
     ("allocator", "instance", object(), "its own CuMemAllocator is in use already"),
     ("cumem", "CuMemAllocator", GONE, "vllm.device_allocator.cumem.CuMemAllocator cannot be imported"),
     ("wrapper", "compile_or_warm_up_model", Stock.restore, "WorkerWrapperBase.compile_or_warm_up_model is new"),
-    ("wrapper", "init_device", GONE, "its WorkerWrapperBase.init_device is gone"),
     ("wrapper", "__getattr__", GONE, "its workers warm up in another way"),
     ("wrapper", "cumem_sleep_status", 7, "looking at it failed with AttributeError"),
     ("worker", "compile_or_warm_up_model", GONE, "its workers warm up in another way"),
