@@ -11,11 +11,12 @@
 #   links [~240, several GPUs; $LINKS_OPTIONS, as --compress]
 #   saver_tests [~240]
 # With vLLM, from .gpu/1/*.tar.xz and .gpu/2/*.tar.xz, unless it is installed:
-#   serve [240]  models [~330; $MODELS_OPTIONS, as --restart-seconds 120]
+#   serve [~340; $SERVE_OPTIONS, as --ways prepared_graphs,vllm_best]  models [~330; $MODELS_OPTIONS, as --restart-seconds 120]
 #   serve_level_3 [~240; $LEVEL_3_OPTIONS, as --deadline 330]
 #   serve_level_3_own [~240, at once with it on a second GPU]
 #   kept_kv [~280; $KEPT_KV_OPTIONS, as --shape 8B --tokens 16000]  kept_kv_windows [~80]
 #   scenarios [300]  ranks [~400, two GPUs]
+#   upstream [as long as it may; $UPSTREAM_OPTIONS, as --parts cumem --ways cumem_sleep --gpus 4]
 #
 # With SGLang, from .gpu/4/sglang.tar.xz (gpu_host_archives.py), in a folder of its own:
 #   sglang [~240; $SGLANG_OPTIONS, as --shape 0.6B --ways ours-graphs,theirs-graphs]
@@ -23,6 +24,7 @@
 # What is in .gpu may come in several calls to one machine: each call unpacks what it finds, once. Other things in .gpu:
 #   base/, a wheel of an earlier commit, for `beside`
 #   saver/, the `test` folder of torch_memory_saver's repository and its wheel, for `saver_tests` and `vault`
+#   upstream/*.tar.xz, vLLM's folder `tests`, and in `site` what it needs and the host lacks, for `upstream`
 #
 # Parts joined by + run at the same time, the first on GPU 0, the second on GPU 1; those joined by a comma one after the
 # other (`vault+level_3,links`). A wheel in .gpu/wheel/HASH/ is installed instead of a build if it is of these
@@ -262,7 +264,10 @@ part() {
         with_vllm && measure 560 vllm_scenarios vllm_scenarios --gpus 2 --jobs "${SCENARIO_JOBS:-3}" \
             --limit "${SCENARIO_LIMIT_S:-150}" ${ONLY:+--only "$ONLY"}
         ;;
-    serve) with_vllm && measure 570 vllm_serve vllm_serve --deadline "$(left 550)" ;;
+    serve)
+        # shellcheck disable=SC2086 # several words
+        with_vllm && measure 570 vllm_serve vllm_serve --deadline "$(left 550)" ${SERVE_OPTIONS:-}
+        ;;
     serve_level_3 | serve_level_3_own)
         local other=()
         if [ "$1" = serve_level_3_own ]; then
@@ -275,6 +280,13 @@ part() {
     models)
         # shellcheck disable=SC2086 # several words
         with_vllm && measure 570 serve_models serve_models --deadline "$(left 540)" ${MODELS_OPTIONS:-}
+        ;;
+    upstream)
+        mkdir -p "${site}_of_upstream"
+        tar xJf .gpu/upstream/*.tar.xz -C "${site}_of_upstream" || return 1
+        # shellcheck disable=SC2086 # several words
+        with_vllm && PYTHONPATH=$PYTHONPATH:${site}_of_upstream/site measure 590 upstream_tests upstream_tests \
+            "${site}_of_upstream" --deadline "$(left 560)" ${UPSTREAM_OPTIONS:-}
         ;;
     *) echo "unknown: $what" && false ;;
     esac

@@ -13,7 +13,6 @@ GPU take about five minutes, those on two about seven.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import signal
@@ -28,6 +27,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from ending import kill_descendants
 from scenarios import ALONE, LIMIT_S, LIMITS_S, OTHER_SHAPES, SCENARIOS, TWO_GPUS
 
 
@@ -45,25 +45,6 @@ def run_one(name: str, result: Path, folder: Path) -> None:
     os._exit(0 if outcome["passed"] else 1)  # engines of other processes end with their pipes
 
 
-def descendants(root: int) -> list[int]:
-    """Every process that this one started, that those started, and so on, whatever sessions they made."""
-    children: dict[int, list[int]] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            parent = int(stat.read_text().rpartition(")")[2].split()[1])
-            children.setdefault(parent, []).append(int(stat.parent.name))
-    found = [root]
-    for process in found:
-        found += children.get(process, ())
-    return found[1:]
-
-
-def end(processes: list[int]) -> None:
-    for process in processes:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process, signal.SIGKILL)
-
-
 def run_in_process(name: str, work: Path, logs: Path, limit_s: float) -> dict[str, Any]:
     result, log = work / f"{name}.json", logs / f"{name}.log"
     result.unlink(missing_ok=True)
@@ -76,7 +57,8 @@ def run_in_process(name: str, work: Path, logs: Path, limit_s: float) -> dict[st
         try:
             process.wait(limit_s)
         except subprocess.TimeoutExpired:
-            end([*descendants(process.pid), process.pid])
+            kill_descendants(process.pid)
+            process.kill()
             process.wait()
     late = (
         f"no result in time ({limit_s:g} s)" if process.returncode == -signal.SIGKILL else "it ended without a result"
@@ -113,7 +95,7 @@ def run_all(names: list[str], jobs: int, run: Callable[[str], dict[str, Any]]) -
                     run(name)
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
-            end(descendants(os.getpid()))
+            kill_descendants()
 
 
 def main() -> None:

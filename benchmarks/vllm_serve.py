@@ -5,7 +5,8 @@
 
 One server after the other, random weights (the same for all but `compressed`), torch.compile and CUDA graphs on. After
 every wake the greedy tokens must be those from before the first sleep. What the layer itself says about its phases is
-kept as well. A result file that is there already keeps its other ways.
+kept as well. A result file that is there already keeps its other ways. vLLM before 0.33 knows no `prepared_graphs` and
+no `vllm_best`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import statistics
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from checkpoints import SHAPES, write_config
 from model_server import SERVE, Deadline, Server, exit_on_sigterm, gpu_memory_in_use_bytes
@@ -24,19 +25,40 @@ from record import machine_apart, touch_host_memory
 
 PROMPT = [(7919 * (j + 3)) % 150000 for j in range(64)]
 TOKENS = 16
+GATE = ("--middleware", "cumem_sleep.vllm.SleepGate")
+LESS_STAYS = ("--sleep-mode-offload-cudagraph", "--enable-nccl-comm-suspend")  # of vLLM 0.33
+PINNING = "pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
+
+
+class Way(NamedTuple):
+    """What it says, the environment, more options, and whether another process used as much host memory before."""
+
+    says: str
+    environment: dict[str, str]
+    options: tuple[str, ...] = GATE
+    touched: bool = False
+
+
+COLD, PREPARED, OWN = {"CUMEM_SLEEP_PREPARE": "0"}, {"CUMEM_SLEEP_PREPARE": "1"}, {"CUMEM_SLEEP_DISABLE": "1"}
 WAYS = {
-    "cold": {"CUMEM_SLEEP_DISABLE": "0", "CUMEM_SLEEP_PREPARE": "0"},
-    "touched": {"CUMEM_SLEEP_DISABLE": "0", "CUMEM_SLEEP_PREPARE": "0"},
-    "prepared": {"CUMEM_SLEEP_DISABLE": "0", "CUMEM_SLEEP_PREPARE": "1"},
-    "compressed": {"CUMEM_SLEEP_DISABLE": "0", "CUMEM_SLEEP_PREPARE": "1", "CUMEM_SLEEP_COMPRESS": "auto"},
-    "vllm": {"CUMEM_SLEEP_DISABLE": "1"},
-}
-SAYS = {
-    "cold": "this layer; the first sleep takes and pins its host memory",
-    "touched": "as cold, right after another process used as much host memory: the VM has its RAM by then",
-    "prepared": "this layer, CUMEM_SLEEP_PREPARE=1: backups are made in the background after the start",
-    "compressed": "as prepared, with CUMEM_SLEEP_COMPRESS=auto, and normally distributed weights",
-    "vllm": "vLLM's own layer",
+    "cold": Way("this layer; the first sleep takes and pins its host memory", COLD),
+    "touched": Way(
+        "as cold, right after another process used as much host memory: the VM has its RAM by then", COLD, touched=True
+    ),
+    "prepared": Way("this layer, CUMEM_SLEEP_PREPARE=1: backups are made in the background after the start", PREPARED),
+    "prepared_graphs": Way("as prepared, with the options of vllm_best", PREPARED, (*GATE, *LESS_STAYS)),
+    "compressed": Way(
+        "as prepared, with CUMEM_SLEEP_COMPRESS=auto, and normally distributed weights",
+        {**PREPARED, "CUMEM_SLEEP_COMPRESS": "auto"},
+        (*GATE, "--worker-extension-cls", "worker_extension.Extension"),
+    ),
+    "vllm": Way("vLLM's own layer", OWN, ()),
+    "vllm_best": Way(
+        f"vLLM's own layer at its best: {' '.join(LESS_STAYS)}, PYTORCH_ALLOC_CONF={PINNING}, host memory used before",
+        {**OWN, "PYTORCH_ALLOC_CONF": PINNING},
+        LESS_STAYS,
+        touched=True,
+    ),
 }
 
 
@@ -59,11 +81,11 @@ def measure(
         str(arguments.work / arguments.shape),
         *("--load-format", "dummy", "--skip-tokenizer-init", "--enable-sleep-mode", "--max-model-len", "4096"),
         *("--gpu-memory-utilization", str(arguments.gpu_memory_utilization), "--seed", "0"),
-        *(() if way == "vllm" else ("--middleware", "cumem_sleep.vllm.SleepGate")),
-        *(("--worker-extension-cls", "worker_extension.Extension") if "compressed" in way else ()),
+        *WAYS[way].options,
     ]
-    facts: dict[str, Any] = {"says": SAYS[way], "environment": WAYS[way], "command": command[1:], "machine": machine}
-    environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CACHE_ROOT": str(arguments.work / "cache"), **WAYS[way]}
+    says, own, *_ = WAYS[way]
+    facts: dict[str, Any] = {"says": says, "environment": own, "command": command[1:], "machine": machine}
+    environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CACHE_ROOT": str(arguments.work / "cache"), **own}
     server = Server(way, command, arguments.port, environment, logs / f"serve_{way}.log", deadline)
     serve(way, server, arguments, facts)
     return facts
@@ -73,12 +95,12 @@ def serve(way: str, server: Server, arguments: argparse.Namespace, facts: dict[s
     """From its start to its end."""
     try:
         facts["start_s"] = server.start(240)
-        if WAYS[way].get("CUMEM_SLEEP_COMPRESS"):  # how far weights shrink depends on their values
+        if "CUMEM_SLEEP_COMPRESS" in WAYS[way].environment:  # how far weights shrink depends on their values
             facts["bytes_of_normal_values"] = int(server.call_worker("fill_with_normal_values"))
         before = server.complete(PROMPT, TOKENS).tokens
-        if WAYS[way].get("CUMEM_SLEEP_PREPARE") == "1":
+        if WAYS[way].environment.items() >= PREPARED.items():
             facts["prepared_after_s"] = wait_until_prepared(server, 60)
-        if way == "touched":
+        if WAYS[way].touched:
             touch_host_memory(int(SHAPES[arguments.shape].weights_bytes * 1.1))
         facts["gpu_bytes_awake"] = gpu_memory_in_use_bytes()
         for number in range(1 + arguments.rounds):
@@ -97,7 +119,7 @@ def serve(way: str, server: Server, arguments: argparse.Namespace, facts: dict[s
         time.sleep(arguments.pause)  # the driver has scrubbed the freed memory by then
         facts["wake_after_3_s"] = server.post("/wake_up")
         facts["tokens_identical"] = server.complete(PROMPT, TOKENS).tokens == before
-        if way != "vllm":
+        if not WAYS[way].environment.items() >= OWN.items():
             facts["status"] = server.call_worker("cumem_sleep_status")
     finally:
         server.stop()

@@ -51,10 +51,9 @@ def vllm(arguments: list[str]) -> None:
 
     Settings.from_environment()  # what is wrong in it stops a server
     if asked.middleware is None:
-        from cumem_sleep.serve.simulated_server import SimulatedServer, arguments, serve
+        from cumem_sleep.serve import simulated_server
 
-        names = asked.served_model_name or [asked.model]
-        serve(SimulatedServer(arguments().parse_args([*where, "--served-model-name", *names])))
+        simulated_server.main([*where, "--served-model-name", *(asked.served_model_name or [asked.model])])
     else:
         serve_behind(asked.middleware, asked.host, asked.port, asked.uds)
 

@@ -18,8 +18,10 @@ TITLES = {
     "cold": "cumem-sleep, cold",
     "touched": "cumem-sleep, host memory used before",
     "prepared": "cumem-sleep, `CUMEM_SLEEP_PREPARE=1`",
-    "compressed": "the same, `CUMEM_SLEEP_COMPRESS=auto`",
+    "prepared_graphs": "the same, `--sleep-mode-offload-cudagraph`",
+    "compressed": "prepared, `CUMEM_SLEEP_COMPRESS=auto`",
     "vllm": "vLLM's own",
+    "vllm_best": "vLLM's own, `--sleep-mode-offload-cudagraph`, PyTorch's pinning by 8 threads, host memory used before",
 }
 
 

@@ -27,6 +27,7 @@ from . import (
     kept_kv,
     kv_blocks,
     loaded,
+    view,
     worker_refusals,
 )
 from .undone import undone_if_it_fails
@@ -134,6 +135,7 @@ def _take_over() -> None:
         logger.info(
             "vLLM's own CuMemAllocator was replaced in modules that had already imported it: %s", ", ".join(others)
         )
+    view.install()
     compatibility.copy_to_ray_workers(PREFIX)
     prepare_after_warm_up()
     WorkerWrapperBase.load_model = load_model
@@ -169,7 +171,7 @@ def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
     worker, allocator = deep_worker.of(self), CuMemAllocator.instance
     if allocator is not None and (why := worker_refusals.why_not(worker, "load_model", allocator)):
         return worker_refusals.refuse(worker, "load_model", why)
-    with droppable.noting_what_is_written():
+    with compatibility.weights_pool(worker), droppable.noting_what_is_written():
         result = worker.load_model(*args, **kwargs)
     for _, model in loaded.models(worker):
         worker_refusals.watch(model)

@@ -36,15 +36,10 @@ class Check:
 
 @dataclass(frozen=True)
 class DoctorReport:
-    """All checks, in order.
-
-    Attributes:
-        good_for: what can be done on this machine.
-    """
+    """All checks, in order."""
 
     simulated: bool
     checks: tuple[Check, ...]
-    good_for: str
 
     @property
     def ok(self) -> bool:
@@ -61,7 +56,6 @@ class DoctorReport:
         """For `--json`."""
         return {
             **({"note": SIMULATED_NOTE} if self.simulated else {}),
-            "good_for": self.good_for,
             "checks": [{**asdict(check), "status": check.status.value} for check in self.checks],
         }
 
@@ -82,6 +76,6 @@ class DoctorReport:
         return table
 
     def conclusion(self) -> str:
-        """How many checks had which result, and what this machine is good for: two lines."""
-        ok, warn, fail = (sum(check.status is status for check in self.checks) for status in CheckStatus)
-        return f"{ok} ok, {warn} to look at, {fail} failed\nGood for: {self.good_for}."
+        """One line."""
+        counts = {status: sum(check.status is status for check in self.checks) for status in CheckStatus}
+        return f"{counts[CheckStatus.OK]} ok, {counts[CheckStatus.WARN]} to look at, {counts[CheckStatus.FAIL]} failed"
