@@ -19,6 +19,7 @@ from pathlib import Path
 import pybind11
 from pybind11.setup_helpers import ParallelCompile
 from setuptools import Extension, setup
+from setuptools._distutils.unixccompiler import UnixCCompiler
 from setuptools.command.build import build
 from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
@@ -108,22 +109,71 @@ class Build(build):
         super().run()
 
 
+class KeptObjects:
+    """Stands in for the compiler's `_compile`: takes an object of the same source, flags, compiler and headers.
+
+    They are in `build/`, whichever kind of installation made them: of each source and flags the last one.
+    """
+
+    folder = ROOT / "build" / "objects"
+
+    def __init__(self, compiler: UnixCCompiler) -> None:
+        command = compiler.compiler_so_cxx
+        version = subprocess.run([*command, "--version"], stdout=subprocess.PIPE, check=False).stdout
+        self._compile, self._compiler = compiler._compile, (command, version)
+
+    def __call__(
+        self, obj: str, source: str, ext: str, cc_args: list[str], extra_postargs: list[str], pp_opts: list[str]
+    ) -> None:
+        """Make one object. Where headers are does not matter, nor whether warnings are errors."""
+        flags = [each for each in (*cc_args, *extra_postargs) if not each.startswith("-I") and each != "-Werror"]
+        made_with = hashlib.sha256(repr((self._compiler, flags)).encode()).hexdigest()[:16]
+        content = hashlib.sha256(Path(source).read_bytes() + HEADERS).hexdigest()[:16]
+        name = f"{source.replace(os.sep, '-')}-{made_with}-"
+        kept = self.folder / f"{name}{content}.o"
+        if not kept.exists():
+            self._compile(obj, source, ext, cc_args, extra_postargs, pp_opts)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for old in self.folder.glob(f"{name}*.o"):
+                old.unlink(missing_ok=True)
+            unfinished = kept.with_suffix(f".{os.getpid()}")
+            shutil.copyfile(obj, unfinished)
+            unfinished.replace(kept)
+        shutil.copyfile(kept, obj)
+
+
+def linked(folder: str) -> str:
+    """A link to a folder of headers, whose path is the same in every build, as ccache wants it."""
+    link = ROOT / "build" / "include" / hashlib.sha256("".join(sorted(os.listdir(folder))).encode()).hexdigest()[:8]
+    link.parent.mkdir(parents=True, exist_ok=True)
+    link.unlink(missing_ok=True)
+    link.symlink_to(folder)
+    return str(link.relative_to(ROOT))
+
+
 class BuildExt(build_ext):
     """Gives plain shared objects, which are no Python modules, their file names."""
 
     def finalize_options(self) -> None:
-        """Build what is out of date, or all if `build/` was made otherwise: README's second command builds nothing."""
+        """Link always: what takes long is kept."""
         super().finalize_options()
-        self.built_with = Path(self.build_temp, "built_with")
-        self.force = not self.built_with.is_file() or self.built_with.read_text() != BUILT_WITH
+        self.force = True
 
     def run(self) -> None:
         """Build the extensions; an editable installation runs this without `build`."""
         require_compiler()
-        self.built_with.unlink(missing_ok=True)
         super().run()
-        self.built_with.parent.mkdir(parents=True, exist_ok=True)
-        self.built_with.write_text(BUILT_WITH)
+
+    def build_extensions(self) -> None:
+        """Compile what is not kept, through ccache where it is."""
+        kept = KeptObjects(self.compiler)  # which asks the compiler itself for its version
+        command = self.compiler.compiler_so_cxx
+        if shutil.which("ccache") and "ccache" not in command[0]:
+            self.compiler.compiler_so_cxx = ["ccache", *command]
+        self.compiler._compile = kept
+        for extension in self.extensions:  # pip's environments, where headers are, have a new name each time
+            extension.include_dirs = [linked(folder) for folder in extension.include_dirs]
+        super().build_extensions()
 
     def get_ext_filename(self, fullname: str) -> str:
         """Where the extension `fullname` is put, relative to the root of packages."""
@@ -156,15 +206,14 @@ else:
 # Thread-local data lies beside each thread's stack then, where there is little room. Otherwise a thread's first use of
 # it allocates, and the C library ends the process if there is no memory.
 static_tls = "-ftls-model=initial-exec"
-# All that an extension depends on beside its sources and our headers: whatever warnings are.
-BUILT_WITH = repr(
-    (
-        [os.environ.get(name) for name in ("CC", "CXX", "CPPFLAGS", "CFLAGS", "CXXFLAGS", "LDFLAGS")],
-        ([each for each in compile_args if each != "-Werror"], link_args, pybind11.__version__, sys.version),
-        *(hashlib.sha256(file.read_bytes()).hexdigest() for file in (Path(include, "cuda.h"), Path(__file__))),
-    )
-)
 headers = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*.h"))
+# What objects depend on beside their sources and flags.
+HEADERS = repr(
+    (
+        (pybind11.__version__, sys.version),
+        [hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in (*headers, Path(include, "cuda.h"))],
+    )
+).encode()
 
 ParallelCompile().install()  # a core for each file
 setup(

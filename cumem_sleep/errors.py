@@ -132,8 +132,7 @@ class OutOfHostMemory(CumemSleepError, MemoryError):
         "budget": "raise CUMEM_SLEEP_HOST_BUDGET_BYTES or sleep at level 2",
         "cgroup": "raise the container's memory limit or sleep at level 2",
         "MemAvailable": "free host memory or sleep at level 2",
-        "cuMemHostRegister": "the driver cannot pin that much: free host memory"
-        " (`ulimit -l unlimited`, or --ulimit memlock=-1 for a container)",
+        "cuMemHostRegister": "the driver cannot pin that much: free host memory or sleep at level 2",
         "vault": "wake or end another process, give the vault more --memory, or sleep at level 2",
         "vault_host": "mend what keeps the vault from taking all of its --memory, or sleep at level 2",
     }

@@ -56,6 +56,11 @@ class Variable:
     text: str
 
 
+def parse_list(text: str) -> list[str]:
+    """The words of a list with commas, as `CUDA_VISIBLE_DEVICES` is written: of `0,1` they are `0` and `1`."""
+    return [word.strip() for word in text.split(",")]
+
+
 # Kinds of values: of a field, and of the texts that variables and models.yaml have for them
 
 

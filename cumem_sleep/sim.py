@@ -16,15 +16,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cumem_sleep.errors import DriverError, InvalidArgument, InvalidArgumentType, InvalidState
+from cumem_sleep.errors import (
+    MOST_BYTES,
+    DriverError,
+    InvalidArgument,
+    InvalidArgumentType,
+    InvalidState,
+    check_integer,
+)
 
-_MAX_BYTES = 2**63 - 1
-_MAX_COUNT = 2**64 - 1
 _MAX_PID = 2**31 - 1
 _LIMITS = {  # of what `configure` sets
-    "device_bytes": (1, _MAX_BYTES),
+    "device_bytes": (1, MOST_BYTES),
     "devices": (1, 64),
-    "context_bytes": (0, _MAX_BYTES),
+    "context_bytes": (0, MOST_BYTES),
     "context_us_per_mib": (0, 60_000_000),
 }
 
@@ -68,7 +73,7 @@ def configure(
     given = (device_bytes, devices, context_bytes, context_us_per_mib)
     for value, (name, (least, most)) in zip(given, _LIMITS.items(), strict=True):
         if value is not None:
-            _check_number(name, value, least, most)
+            check_integer(name, value, least, most)
     if _driver().cumemSimConfigure(device_bytes or 0, devices or 0) != 0:
         raise InvalidArgument(f"devices={devices!r}: the simulated driver does not accept it")
     for name, value in (("Bytes", context_bytes), ("Time", context_us_per_mib)):
@@ -89,10 +94,10 @@ def fail(call: str, after: int = 0, error: str = "CUDA_ERROR_OUT_OF_MEMORY", tim
         call: the CUDA name, e.g. "cuMemCreate".
         error: the CUDA name of the error.
     """
-    _check_text("call", call)
-    _check_number("after", after, 0, _MAX_COUNT)
-    _check_text("error", error)
-    _check_number("times", times, 1, _MAX_COUNT)
+    _check_text("call", call, "a CUDA name")
+    check_integer("after", after, 0)
+    _check_text("error", error, "a CUDA name")
+    check_integer("times", times, 1)
     driver = _driver()
     code = driver.cumemSimErrorCode(error.encode())
     if code <= 0:
@@ -135,7 +140,7 @@ def process_memory(pid: int, uuid: str) -> tuple[int, int]:
             use the simulated driver; `CUDA_ERROR_NOT_PERMITTED`: it is another user's; `CUDA_ERROR_INVALID_DEVICE`: it
             sees no such device.
     """
-    _check_number("pid", pid, -_MAX_PID, _MAX_PID)
+    check_integer("pid", pid, -_MAX_PID, _MAX_PID)
     used, total = ctypes.c_uint64(), ctypes.c_uint64()
     driver = _driver()
     code = driver.cumemSimProcessMemory(pid, _uuid_bytes(uuid), ctypes.byref(used), ctypes.byref(total))
@@ -208,16 +213,8 @@ def _open(path: str) -> ctypes.CDLL:
     return driver
 
 
-def _check_number(name: str, value: object, least: int, most: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise InvalidArgumentType(f"{name}={value!r}: expected a whole number")
-    if not least <= value <= most:
-        raise InvalidArgument(f"{name}={value!r}: expected a number from {least} to {most}")
-
-
-def _uuid_bytes(uuid: object) -> bytes:
-    if not isinstance(uuid, str):
-        raise InvalidArgumentType(f"uuid={uuid!r}: expected the UUID of a device, as nvidia-smi prints it")
+def _uuid_bytes(uuid: str) -> bytes:
+    _check_text("uuid", uuid, "the UUID of a device, as nvidia-smi prints it")
     digits = uuid.removeprefix("GPU-").replace("-", "")
     if not re.fullmatch("[0-9a-fA-F]{32}", digits):
         raise InvalidArgument(f"uuid={uuid!r}: expected the UUID of a device, as nvidia-smi prints it")
@@ -230,6 +227,6 @@ def _error_name(driver: ctypes.CDLL, code: int) -> str:
     return name.value.decode() if name.value else f"CUresult {code}"
 
 
-def _check_text(name: str, value: object) -> None:
+def _check_text(name: str, value: object, expected: str) -> None:
     if not isinstance(value, str):
-        raise InvalidArgumentType(f"{name}={value!r}: expected a CUDA name")
+        raise InvalidArgumentType(f"{name}={value!r}: expected {expected}")

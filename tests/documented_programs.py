@@ -51,9 +51,10 @@ def vllm(arguments: list[str]) -> None:
 
     Settings.from_environment()  # what is wrong in it stops a server
     if asked.middleware is None:
-        from cumem_sleep.serve import simulated_server
+        from cumem_sleep.serve.simulated_server import SimulatedServer, arguments, serve
 
-        simulated_server.main([*where, "--served-model-name", *(asked.served_model_name or [asked.model])])
+        names = asked.served_model_name or [asked.model]
+        serve(SimulatedServer(arguments().parse_args([*where, "--served-model-name", *names])))
     else:
         serve_behind(asked.middleware, asked.host, asked.port, asked.uds)
 

@@ -6,14 +6,14 @@ import os
 import pathlib
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import pytest
 from support import MIB, package_path
 
 from cumem_sleep import OutOfHostMemory, host_facts
 from cumem_sleep.core import commitment
-from cumem_sleep.core.commitment import Commitment, Growth, left_bytes
+from cumem_sleep.core.commitment import Commitment, require
 
 
 @pytest.fixture
@@ -105,22 +105,42 @@ def test_folders_that_cannot_be_opened_are_passed_over(
     assert other.others() == {groups[0]: MIB}
     groups[0].rmdir()
     assert Commitment().others() == {}
-    assert other.grow(MIB, MIB) is Growth.COMMITTED
+    take(other, MIB)
+    assert other.bytes == MIB
 
 
-class TestGrowing:
+class Waits(Exception):
+    pass
+
+
+def waits() -> None:
+    raise Waits
+
+
+def take(commitment: Commitment, nbytes: int, before_wait: Callable[[], object] = waits) -> None:
+    total = commitment.bytes + nbytes
+    commitment.take(nbytes, lambda others: require(total, others), before_wait)
+
+
+class TestTaking:
     def test_counts_what_others_have_committed(self, mine: Commitment, other: Commitment) -> None:
         other.set(60 * MIB)
-        assert mine.grow(41 * MIB, 41 * MIB) is Growth.NOT_YET
+        with pytest.raises(Waits):
+            take(mine, 41 * MIB)
         assert (mine.bytes, set(other.others().values())) == (0, {0})
-        assert mine.grow(40 * MIB, 40 * MIB) is Growth.COMMITTED
-        assert mine.bytes == 40 * MIB
-        assert set(other.others().values()) == {40 * MIB}
+        take(mine, 30 * MIB)
+        with pytest.raises(Waits):
+            take(mine, 11 * MIB)
+        assert (mine.bytes, set(other.others().values())) == (30 * MIB, {30 * MIB})
+        take(mine, 10 * MIB)
+        assert (mine.bytes, set(other.others().values())) == (40 * MIB, {40 * MIB})
 
     def test_is_refused_whatever_others_do(self, mine: Commitment, other: Commitment) -> None:
-        assert mine.grow(101 * MIB, 101 * MIB) is Growth.TOO_LITTLE
-        other.set(60 * MIB)
-        assert mine.grow(101 * MIB, 101 * MIB) is Growth.TOO_LITTLE
+        for committed in (0, 60 * MIB):
+            other.set(committed)
+            with pytest.raises(OutOfHostMemory):
+                take(mine, 101 * MIB)
+            assert mine.bytes == 0
 
     def test_each_group_counts_what_was_committed_in_it(
         self, groups: list[pathlib.Path], mine: Commitment, other: Commitment, monkeypatch: pytest.MonkeyPatch
@@ -132,17 +152,11 @@ class TestGrowing:
         with monkeypatch.context() as patch:
             patch.setattr(host_facts, "memory_groups", lambda: groups[:1])
             other.set(15 * MIB)
-        assert mine.grow(30 * MIB, 30 * MIB) is Growth.COMMITTED
+        take(mine, 30 * MIB)
         mine.set(0)
         other.set(25 * MIB)
-        assert mine.grow(30 * MIB, 30 * MIB) is Growth.NOT_YET
-
-
-class TestTaking:
-    @staticmethod
-    def _check(nbytes: int, committed: Mapping[pathlib.Path, int]) -> None:
-        if (left := left_bytes(committed=committed)["MemAvailable"]) < nbytes:
-            raise OutOfHostMemory(nbytes, left, "MemAvailable")
+        with pytest.raises(Waits):
+            take(mine, 30 * MIB)
 
     def test_waits_for_others(self, mine: Commitment, other: Commitment, monkeypatch: pytest.MonkeyPatch) -> None:
         other.set(60 * MIB)
@@ -155,25 +169,26 @@ class TestTaking:
                 other.set(0)
 
         monkeypatch.setattr(commitment.time, "sleep", pause)
-        mine.take(50 * MIB, lambda committed: self._check(50 * MIB, committed))
+        take(mine, 50 * MIB, lambda: None)
         assert len(waited) == 3
         assert mine.bytes == 50 * MIB
 
     def test_passes_over_who_does_not_touch_it(
         self, mine: Commitment, other: Commitment, monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        """From then on it waits for nobody, until it is told to."""
         other.set(60 * MIB)
-        monkeypatch.setattr(commitment, "FOR_OTHERS_S", 0.0)
-        mine.take(50 * MIB, lambda committed: self._check(50 * MIB, committed))
+        monkeypatch.setattr(commitment.time, "sleep", lambda _: waits())
+        mine.short_since = commitment.time.monotonic() - commitment.FOR_OTHERS_S - 1
+        for _ in range(2):
+            take(mine, 50 * MIB, lambda: None)
         with pytest.raises(OutOfHostMemory):
-            mine.take(101 * MIB, lambda committed: self._check(101 * MIB, committed))
-        assert mine.bytes == 0
-
-    def test_ends_if_it_is_over(self, mine: Commitment, other: Commitment) -> None:
-        other.set(60 * MIB)
-        with pytest.raises(OutOfHostMemory):
-            mine.take(50 * MIB, lambda committed: self._check(50 * MIB, committed), lambda: True)
-        assert mine.bytes == 0
+            take(mine, MIB, lambda: None)
+        assert mine.bytes == 100 * MIB
+        mine.set(0)
+        mine.short_since = None
+        with pytest.raises(Waits):
+            take(mine, 50 * MIB, lambda: None)
 
 
 class TestGroups:

@@ -115,15 +115,25 @@ def test_links_between_pages_resolve(page: pathlib.Path) -> None:
             assert not anchor or anchor in anchors(linked), target
 
 
-@pytest.mark.parametrize("path", [README, ROOT / "docs" / "index.md"], ids=lambda path: str(path.name))
-def test_the_table_of_levels_is_what_sleep_does(path: pathlib.Path) -> None:
-    table = {row[0]: row[1:] for row in rows(path) if len(row) == 4 and row[0] in ("0", "1", "2", "3")}
+def test_the_table_of_levels_is_what_sleep_does() -> None:
+    page = ROOT / "docs" / "index.md"
+    table = {row[0]: row[1:] for row in rows(page) if len(row) == 4 and row[0] in ("0", "1", "2", "3")}
     for level in (0, 1, 2, 3):
         is_dropped = dropped_at_level(level)
         assert table[str(level)] == [
             "stays" if is_dropped is None else "dropped" if is_dropped(tag) else "backed up"
             for tag in ("weights", "kv_cache", "any other")
         ]
+
+
+def test_the_readme_is_short_and_leads_everywhere() -> None:
+    text = README.read_text()
+    assert len(text.splitlines()) <= 150
+    first = next(snippet for snippet in snippets_of(README) if snippet.language)  # a picture has no language
+    assert (first.language, len(first.text.splitlines())) == ("bash", 4), "how an idle server sleeps"
+    table = text.partition("| I want … |")[2].partition("\n\n")[0].splitlines()[2:]
+    assert 0 < len(table) <= 9
+    assert all(line.count("](") == 1 for line in table), "one link each"
 
 
 def test_errors_and_exit_codes_are_those_of_the_code() -> None:

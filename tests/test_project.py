@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import os
 import pathlib
 import re
+import subprocess
+import sys
 import types
 
 import pytest
@@ -81,7 +84,7 @@ def test_generated_tables_are_up_to_date() -> None:
 
 def test_a_release_has_absolute_links_and_urls(tmp_path: pathlib.Path) -> None:
     (tmp_path / "cumem_sleep").mkdir()
-    for name in ("README.md", "pyproject.toml"):
+    for name in ("README.md", "pyproject.toml", "CHANGELOG.md"):
         (tmp_path / name).write_bytes((ROOT / name).read_bytes())
     repository, tag = "https://github.com/someone/something", f"v{cumem_sleep.__version__}"
     with pytest.raises(SystemExit, match=r"v999: pyproject\.toml says version"):
@@ -92,5 +95,51 @@ def test_a_release_has_absolute_links_and_urls(tmp_path: pathlib.Path) -> None:
     readme = (tmp_path / "README.md").read_text()
     assert all(link.startswith("https://") for link in re.findall(r"\]\(([^)\s]+)\)", readme))
     assert f"]({repository}/raw/{tag}/docs/serve-page.png)" in readme
-    assert f"]({repository}/blob/{tag}/docs/vllm.md#security)" in readme
+    assert f"]({repository}/blob/{tag}/docs/vllm.md#a-kv-cache-that-survives)" in readme
+    assert "no package index" not in readme
+    assert "`pip install cumem-sleep`" in readme
+    assert re.search(rf"^## {re.escape(tag[1:])} - \d{{4}}-\d\d-\d\d$", (tmp_path / "CHANGELOG.md").read_text(), re.M)
     assert f'[project.urls]\nHomepage = "{repository}"\n' in (tmp_path / "pyproject.toml").read_text()
+
+
+@pytest.mark.slow
+def test_a_build_compiles_only_what_has_changed(tmp_path: pathlib.Path) -> None:
+    """Whatever the kind of installation: each has a folder of its own for what it builds."""
+    pytest.importorskip("pybind11")
+    tree, programs = tmp_path / "tree", tmp_path / "bin"
+    sources = [tree / "csrc" / folder / "one.cpp" for folder in (".", "sim", "serve", "preload")]
+    for file in (*sources, tree / "csrc" / "one.h", tmp_path / "cuda" / "include" / "cuda.h"):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    (tree / "csrc" / "sim" / "exports.map").write_text("{ local: *; };\n")
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        (tree / name).write_bytes((ROOT / name).read_bytes())
+    (tree / "cumem_sleep" / "serve").mkdir(parents=True)
+    (tree / "cumem_sleep" / "integrations" / "torch_memory_saver" / "shim").mkdir(parents=True)
+    programs.mkdir()
+    environment = {**os.environ, "CXX": "compiler", "CUDA_HOME": f"{tmp_path}/cuda"}
+    environment["PATH"] = f"{programs}{os.pathsep}{os.environ['PATH']}"
+    for name in ("compiler", "ccache"):
+        with (programs / name).open("w") as program:
+            program.write(
+                f'#!/bin/sh\ncase "$*" in *" --version") echo "$VERSION"; exit;; esac\necho {name} >>{tmp_path}/calls\n'
+            )
+            program.write('exec "$@"\n' if name == "ccache" else 'exec c++ "$@"\n')
+        os.chmod(programs / name, 0o755)
+
+    def compiled(number: int, **changed: str) -> list[str]:
+        (tmp_path / "calls").write_text("")
+        command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace", "--build-temp", f"{tmp_path}/{number}"]
+        subprocess.run(command, cwd=tree, env={**environment, **changed}, check=True)
+        return (tmp_path / "calls").read_text().split()
+
+    linked = ["compiler"] * 4
+    assert sorted(compiled(1)) == sorted(["ccache", "compiler"] * 4 + linked)
+    assert compiled(2) == linked, "nothing has changed"
+    sources[1].write_text("int one;\n")
+    assert sorted(compiled(3)) == sorted(["ccache", "compiler", *linked])
+    for change in ({"VERSION": "2"}, {"VERSION": "2", "CXXFLAGS": "-DONE"}):
+        assert len(compiled(4, **change)) == 12, change
+    (tree / "csrc" / "one.h").write_text("int one;\n")
+    assert len(compiled(5)) == 12
+    assert len([*(tree / "build").rglob("*.o")]) == 12, "of each kind of build the newest"

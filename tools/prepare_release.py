@@ -2,15 +2,19 @@
 
 python tools/prepare_release.py https://github.com/OWNER/NAME v1.2.3 COMMIT
 
-Links and images of README.md become absolute, so that a package page shows them too; pyproject.toml gets the project's
-URLs, and the package the commit. The tag has to be the version.
+README.md says how to install from the index. Its links and images become absolute, so that a package page shows them
+too, and pyproject.toml gets the project's URLs; not with an empty address. The package gets the commit, and what
+CHANGELOG.md has under "Unreleased" the version and today's date. The tag has to be the version.
 """
 
 from __future__ import annotations
 
 import re
 import sys
+from datetime import date
 from pathlib import Path
+
+UNTIL_THE_RELEASE = re.compile(r"<!-- until the release -->\n.*?\n<!-- /until the release -->\n", re.DOTALL)
 
 
 def absolute(readme: str, repository: str, tag: str) -> str:
@@ -32,14 +36,24 @@ def with_urls(project: str, repository: str, tag: str) -> str:
 
 
 def main(repository: str, tag: str, commit: str, root: Path = Path()) -> None:
-    """Rewrite these three files below `root`."""
+    """Rewrite these four files below `root`.
+
+    Raises:
+        SystemExit: the version is another one, or README.md lacks the marks.
+    """
     readme, project = root / "README.md", root / "pyproject.toml"
     text = project.read_text()
     version = re.search(r'^version = "(.+)"$', text, re.MULTILINE)
     if version is None or tag != f"v{version[1]}":
         raise SystemExit(f"{tag}: pyproject.toml says version {version and version[1]}")
-    readme.write_text(absolute(readme.read_text(), repository, tag))
-    project.write_text(with_urls(text, repository, tag))
+    said, changed = UNTIL_THE_RELEASE.subn("Install it with `pip install cumem-sleep`.\n", readme.read_text())
+    if changed != 1:
+        raise SystemExit("README.md: expected one paragraph between the marks `until the release`")
+    changes = root / "CHANGELOG.md"
+    changes.write_text(changes.read_text().replace("## Unreleased", f"## {version[1]} - {date.today()}", 1))
+    readme.write_text(absolute(said, repository, tag) if repository else said)
+    if repository:
+        project.write_text(with_urls(text, repository, tag))
     (root / "cumem_sleep" / "commit.txt").write_text(f"{commit}\n")  # the build would call it changed
 
 

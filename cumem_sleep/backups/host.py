@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,12 +10,11 @@ from pathlib import Path
 from weakref import WeakValueDictionary
 
 from .. import _core, host_facts
-from ..core import commitment, log
-from ..core.commitment import Commitment, Growth, left_bytes
+from ..core.commitment import Commitment, left_bytes, require
 from ..core.extents import Extent
 from ..core.pinned import node_of
 from ..core.tuning import Tuning
-from ..errors import InvalidState, OutOfHostMemory, format_bytes
+from ..errors import InvalidState, OutOfHostMemory
 from ..report import BackupPlace
 from ..settings import Settings
 from ..store.lanes import HostLane, HostTransfers, blocks_of
@@ -35,7 +33,6 @@ class HostTier(Tier):
         self._untouched: WeakValueDictionary[int, _core.HostBlock] = WeakValueDictionary()
         self._to_touch: WeakValueDictionary[int, _core.HostBlock] = WeakValueDictionary()  # of these, not released
         self._commitment = Commitment()
-        self._short_since: float | None = None  # in this operation, of what others have committed
         self._look_at = 0.0  # when the limits are next looked at while pages are prefaulted
         self._held_bytes = 0  # without what waits to be released
         self._releasing = _Releasing(turn, tuning)
@@ -71,23 +68,18 @@ class HostTier(Tier):
             self._show()
 
     def _commit(self, nbytes: int, beside_work: bool) -> bool:
-        while True:
-            self._show()
-            outcome = self._commitment.grow(self._commitment.bytes + nbytes, nbytes + self._promised_bytes())
-            if outcome is not Growth.NOT_YET:
-                return outcome is Growth.COMMITTED
+        def before_wait() -> None:
             if beside_work:
                 raise NotYet
-            now, others = time.monotonic(), format_bytes(max(self._commitment.others().values(), default=0))
-            if self._short_since is None:
-                self._short_since = now
-                log.info("waits for other processes to touch %s of host memory that they have committed", others)
-            if now > self._short_since + commitment.FOR_OTHERS_S:
-                log.warning("goes on, although others have committed %s of host memory and do not touch it", others)
-                self._commitment.set(self._commitment.bytes + nbytes)
-                return True
             _core.stop_if_asked()
-            time.sleep(random.uniform(*commitment.BETWEEN_TRIES_S))
+            self._show()
+
+        self._show()
+        try:
+            self._commitment.take(nbytes, lambda others: require(nbytes + self._promised_bytes(), others), before_wait)
+        except OutOfHostMemory:
+            return False
+        return True
 
     def _show(self) -> None:
         """Show other processes what is yet to be touched."""
@@ -96,7 +88,7 @@ class HostTier(Tier):
 
     def _all_touched(self) -> None:
         self._show()
-        self._short_since = None
+        self._commitment.short_since = None
 
     def _look_again(self) -> None:
         """Between the blocks that are prefaulted: whoever does not commit what he takes is seen here at the latest.
@@ -110,12 +102,12 @@ class HostTier(Tier):
         self._look_at = now + _BETWEEN_LOOKS_S
         self._show()
         needed = sum(max(0, block.bytes - block.prefault_begun_bytes) for block in self._to_touch.values())
-        for name, left in left_bytes(needed).items():
-            if left < needed and self._releasing.bytes:
-                self._releasing.finish()
-                return
-            if left < needed:
-                raise OutOfHostMemory(needed, max(0, left), name, "other processes took it meanwhile")
+        try:
+            require(needed, note="other processes took it meanwhile")
+        except OutOfHostMemory:
+            if not self._releasing.bytes:
+                raise
+            self._releasing.finish()
 
     def place(self) -> BackupPlace:  # noqa: D102
         return BackupPlace()

@@ -6,6 +6,7 @@ What a vault that has ended has kept, and while none answers, is read from its s
 from __future__ import annotations
 
 import os
+import sys
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
@@ -667,25 +668,10 @@ def _read_all(descriptor: int, nbytes: int, offset: int) -> bytes:
 
 
 def _process_name() -> str:
+    """The title that this process gave itself (vLLM's workers do), its script, or its program."""
     try:
-        return name_of(Path("/proc/self/cmdline").read_text(errors="replace").rstrip("\0").split("\0"))
+        title = Path("/proc/self/cmdline").read_text(errors="replace").split("\0")[0]
     except OSError:
-        return "python"
-
-
-def name_of(command: Sequence[str]) -> str:
-    """What people call a process with this command line: the title that it gave itself (vLLM's workers do), its script
-    or module, or its program.
-    """
-    program = Path(command[0]).name
-    arguments = iter(command[1:] if program.startswith("python") else ())
-    for argument in arguments:
-        if argument == "-m":
-            return next(arguments, program)
-        if argument in ("-W", "-X"):
-            next(arguments, None)
-        elif argument.startswith("-c"):
-            break
-        elif not argument.startswith("-"):
-            return Path(argument).name
-    return program
+        title = "python"
+    script = Path(getattr(sys, "argv", [""])[0]).name if Path(title).name.startswith("python") else ""
+    return Path(title).name if script in ("", "-c") else script

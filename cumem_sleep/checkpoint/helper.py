@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import resource
 import select
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -34,11 +33,7 @@ _CONTEXT_BYTES = 1 << 30
 # Restores succeeded with so much more than free memory had grown by; with less, nobody has tried.
 _SLACK_BYTES = 4 << 20
 _MARGINS = (_UNCOUNTED_BYTES, _CONTEXT_BYTES, _SLACK_BYTES)
-_LIMITS = {
-    "cgroup": "the cgroup",
-    "MemAvailable": "the system (MemAvailable)",
-    "RLIMIT_AS": "its address space (RLIMIT_AS)",
-}
+_LIMITS = {"cgroup": "the cgroup", "MemAvailable": "the system (MemAvailable)"}
 _SOCKET = 0  # standard input
 MESSAGE_BYTES = 1 << 17  # the most of one packet
 
@@ -65,7 +60,7 @@ class Target:
             (`needed_bytes`), and how many are free now (`free_bytes`).
         """
         commitment, needed_bytes = Commitment(), sum(used_bytes(self._pid, uuids).values())
-        commitment.take(needed_bytes, partial(_require_host_memory, self._pid, needed_bytes))
+        commitment.take(needed_bytes, partial(_require_host_memory, needed_bytes))
         try:
             return self._checkpoint(lock_timeout_s, uuids, in_use)
         finally:
@@ -135,7 +130,7 @@ class Target:
             return f"not known ({error})"
 
 
-def _require_host_memory(pid: int, needed_bytes: int, committed: Mapping[Path, int] | None = None) -> None:
+def _require_host_memory(needed_bytes: int, committed: Mapping[Path, int] | None = None) -> None:
     """Before anything is changed: after a checkpoint that found too little, half of the processes crashed later.
 
     Args:
@@ -143,27 +138,14 @@ def _require_host_memory(pid: int, needed_bytes: int, committed: Mapping[Path, i
         committed: by others (`core.commitment`).
 
     Raises:
-        OSError: a limit of the process, which this one shares, leaves less.
+        OSError: a limit of the system, or of the cgroup that this process shares with it, leaves less.
     """
-    limits = left_bytes(needed_bytes, committed)
-    if (left := _address_space_left(pid)) is not None:
-        limits["RLIMIT_AS"] = left
-    for limit, left in limits.items():
+    for limit, left in left_bytes(needed_bytes, committed).items():
         if left < needed_bytes:
             raise OSError(
                 f"a checkpoint copies {format_bytes(needed_bytes)} to host memory, and {_LIMITS[limit]} leaves"
                 f" {format_bytes(max(0, left))}"
             )
-
-
-def _address_space_left(pid: int) -> int | None:
-    """None if it is not limited, or the system does not tell."""
-    try:
-        soft, _ = resource.prlimit(pid, resource.RLIMIT_AS)
-        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[0])
-    except OSError:
-        return None
-    return None if soft == resource.RLIM_INFINITY else soft - pages * resource.getpagesize()
 
 
 def _needed_bytes(grown_bytes: int, counted_bytes: int, in_use: bool) -> int:

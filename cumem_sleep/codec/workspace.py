@@ -1,7 +1,7 @@
 """Compressed backups: chunks are encoded on the GPU on their way to a tier, and decoded on their way back.
 
 First `plan` says how, and so how large, they become; then `encode` brings them to the extents that were taken for them,
-and later `transfer.decoding` brings them back. How they are coded is up to the codecs. Here chunks pass through a few
+and later `decoding` brings them back. How they are coded is up to the codecs. Here chunks pass through a few
 slots of device memory, each with its own stream, so that one slot's copies overlap with another's kernels.
 """
 

@@ -16,11 +16,11 @@ import struct
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from enum import Enum
 from pathlib import Path
 
 from .. import host_facts
-from ..errors import CumemSleepError
+from ..errors import CumemSleepError, OutOfHostMemory, format_bytes
+from . import log
 
 # For others to touch what they have committed: enough for 600 GiB. Who has been stopped, or locks what he does not
 # mean to touch, is passed over then.
@@ -33,14 +33,6 @@ _FIRST_RANGES = 1 << 62  # where ranges begin, at random: it is as good as certa
 _MOST_LOCKS = 4096  # that are counted: to find each takes a call
 
 
-class Growth(Enum):
-    """What became of `Commitment.grow`."""
-
-    COMMITTED = "others see it"
-    NOT_YET = "there would be enough, if others did not have committed it"
-    TOO_LITTLE = "there is too little, whatever others touch"
-
-
 class Commitment:
     """What one process, or one part of it, is about to touch, and what the limits leave beside that of others.
 
@@ -48,51 +40,50 @@ class Commitment:
 
     Attributes:
         bytes: what is committed now.
+        short_since: when it first waited for others since somebody has set this to None.
     """
 
     def __init__(self) -> None:
         self.bytes = 0
+        self.short_since: float | None = None
         self._pages = 0
         self._first = 0  # page of the range
         self._folders: dict[Path, int] = {}  # their descriptors, while anything is committed
 
-    def grow(self, nbytes: int, needed_bytes: int) -> Growth:
-        """Commit so much in all, if every limit leaves `needed_bytes` beside what others have committed.
-
-        Of several that do so at the same time, too few may succeed, but never too many.
-        """
-        before = self.bytes
-        self.set(nbytes)
-        # Others first: what they touch meanwhile counts twice then, not never.
-        others = self.others()
-        if self._leave(needed_bytes, others):
-            return Growth.COMMITTED
-        self.set(before)
-        return Growth.NOT_YET if self._leave(needed_bytes, {}) else Growth.TOO_LITTLE
-
     def take(
-        self, nbytes: int, check: Callable[[Mapping[Path, int]], None], is_over: Callable[[], bool] = lambda: False
+        self,
+        nbytes: int,
+        check: Callable[[Mapping[Path, int]], None],
+        before_wait: Callable[[], object] = lambda: None,
     ) -> None:
-        """Commit so much in all, if `check` raises nothing when it is given what others have committed.
+        """Commit so much more, if `check` raises nothing when it is given what others have committed.
 
-        While it does, and others have committed anything, it waits for them, at most a minute.
+        Where only that is in the way, it waits for others to touch it, at most a minute since `short_since`.
+        Of several that do so at the same time, too few may succeed, but never too many.
 
         Args:
-            is_over: whether to wait no longer.
+            before_wait: called before each wait.
 
         Raises:
-            CumemSleepError, OSError: of `check`. Nothing is committed.
+            CumemSleepError, OSError: of `check`. No more is committed than before; nor if `before_wait` raises.
         """
-        until = time.monotonic() + FOR_OTHERS_S
         while True:
-            self.set(nbytes)
-            others = self.others() if time.monotonic() < until else {}
-            try:
+            before = self.bytes
+            self.set(before + nbytes)
+            # Others after that: what they touch meanwhile counts twice then, not never.
+            others = self.others()
+            with suppress(CumemSleepError, OSError):
                 return check(others)
-            except (CumemSleepError, OSError):
-                self.set(0)
-                if not any(others.values()) or is_over():
-                    raise
+            self.set(before)
+            check({})
+            before_wait()
+            now, most = time.monotonic(), format_bytes(max(others.values(), default=0))
+            if self.short_since is None:
+                self.short_since = now
+                log.info("waits for other processes to touch %s of host memory that they have committed", most)
+            if now > self.short_since + FOR_OTHERS_S:
+                log.warning("goes on, although others have committed %s of host memory and do not touch it", most)
+                return self.set(self.bytes + nbytes)
             time.sleep(random.uniform(*BETWEEN_TRIES_S))
 
     def set(self, nbytes: int) -> None:
@@ -121,8 +112,12 @@ class Commitment:
             if folders is not self._folders:
                 _close(folders.values())
 
-    def _leave(self, nbytes: int, others: Mapping[Path, int]) -> bool:
-        return all(left >= nbytes for left in left_bytes(nbytes, others).values())
+
+def require(nbytes: int, committed: Mapping[Path, int] | None = None, note: str = "") -> None:
+    """Every limit leaves so much beside what others have committed. Raises OutOfHostMemory: one does not."""
+    for name, left in left_bytes(nbytes, committed).items():
+        if left < nbytes:
+            raise OutOfHostMemory(nbytes, max(0, left), name, note)
 
 
 def left_bytes(enough: int | None = None, committed: Mapping[Path, int] | None = None) -> dict[str, int]:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import difflib
-import errno
 import os
 import re
 import shlex
-import stat
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
@@ -27,6 +24,7 @@ from ..settings import (
     SettingKind,
     is_socket,
     one_of,
+    parse_list,
     seconds,
     setting,
     whole,
@@ -39,12 +37,7 @@ from .engines.vllm import VllmEngine
 from .masking import masked
 from .policy import STOP, Spec
 
-MOST_FILE_BYTES = 1 << 20
-MOST_NODES = 100_000  # lists, mappings and values; a file of a few lines can name more, by aliases of aliases
-MOST_BITS = 64  # of a whole number: Python prints none of many thousands
-_YAML_TAG = "tag:yaml.org,2002:"
 MOST_SHOWN = 100  # letters of a value that is wrong
-MOST_HEALTH_LETTERS = 2000
 OF_FRONT = ("CUMEM_SLEEP_IDLE_S", "CUMEM_SLEEP_ON_REQUEST", "CUMEM_SLEEP_DEEP_AFTER_S")  # no server decides for itself
 _NOT_SHOWN = ("api_keys", "api_key", "admin_token", "env", "front", "models")  # keys that have secrets in their values
 DURATION = seconds(0, 3650 * 86400)
@@ -105,7 +98,7 @@ def _levels(value: object) -> object:
 
 
 def _health(value: object) -> object:
-    if isinstance(value, str) and re.fullmatch(rf"/(?!/)[!-~]{{0,{MOST_HEALTH_LETTERS}}}", value):  # `//` is for a host
+    if isinstance(value, str) and re.fullmatch(r"/(?!/)[!-~]*", value):  # `//` is for a host
         return value
     raise ValueError("a path, such as /health")
 
@@ -116,8 +109,10 @@ def _any_of(names: Iterable[str]) -> str:
 
 
 def _gpus(value: object) -> object:
+    if isinstance(value, str):
+        value = [int(word) if re.fullmatch("[0-9]{1,9}", word) else word for word in parse_list(value)]
     numbers = value if isinstance(value, list) else [value]
-    if not numbers or not all(isinstance(each, int) and not isinstance(each, bool) and each >= 0 for each in numbers):
+    if not numbers or not all(type(each) is int and each >= 0 for each in numbers):
         raise ValueError("a list of GPU numbers from 0, such as [0] or [0, 1]")
     if len(set(numbers)) < len(numbers):
         raise ValueError("each GPU once")
@@ -133,19 +128,16 @@ def _command(value: object) -> object:
     if not isinstance(value, list | tuple) or not value or not all(isinstance(word, str | int) for word in value):
         raise ValueError("a command, such as vllm serve Qwen/Qwen3-8B, or its words as a list")
     words = tuple(str(word) for word in value)
-    if not words[0] or not all(map(_can_be_passed, words)):
-        raise ValueError("a program and its words, without NUL and halves of letters")
+    if not words[0]:
+        raise ValueError("a program and its words")
     return words
 
 
 def _env(value: object) -> dict[str, str]:
     found = _all_of(value, lambda _name: _text)
-    for name, text in found.items():
+    for name in found:
         if name in OF_FRONT:
             raise ValueError(f"no {name}: when its server sleeps and wakes is for this front to choose, by idle")
-        if not name or "=" in name or not _can_be_passed(name + text):
-            shown = repr(_cut(name.partition("=")[0]))
-            raise ValueError(f"names without = and values, all without NUL and halves of letters: not {shown}")
     return found
 
 
@@ -156,23 +148,13 @@ def _text(value: object) -> str:
 
 
 def _logs(value: object) -> Path:
-    if not isinstance(value, str) or not _can_be_passed(value):
-        raise ValueError("a path without NUL and halves of letters")
-    return Path(value)
+    return Path(_text(value))
 
 
 def _name(value: object) -> str:
     if not isinstance(value, str) or not re.fullmatch(_ANY_NAME, value):
         raise ValueError("a name of letters, digits and . _ : / @ + -, such as Qwen/Qwen3-8B")
     return value
-
-
-def _can_be_passed(text: str) -> bool:
-    """Whether the system takes a text as an argument, a variable or a path."""
-    try:
-        return b"\0" not in text.encode()
-    except UnicodeEncodeError:
-        return False
 
 
 def _secret(value: object) -> object:
@@ -183,7 +165,7 @@ def _secret(value: object) -> object:
             if kind == "env":
                 value = os.environ[str(where)]
             elif kind == "file":
-                value = _text_of(Path(str(where)).expanduser()).strip()
+                value = Path(str(where)).expanduser().read_text().strip()
         except KeyError:
             raise ValueError(f"a secret that can be read: the environment variable {where} is not set") from None
         except (OSError, ValueError, RuntimeError) as error:  # no such file, not UTF-8, no path, no such user
@@ -202,22 +184,6 @@ def parse_host(value: object) -> str:
     if isinstance(value, str) and re.fullmatch(r"[A-Za-z0-9_.:%-]+", value):
         return value
     raise ValueError("a name or an address, such as 127.0.0.1; 0.0.0.0 for all addresses of this machine")
-
-
-def _text_of(path: Path) -> str:
-    """What a file says, read without waiting for anybody to write it: this is done while requests are served.
-
-    Raises:
-        OSError: it cannot be read, is no plain file, or too long.
-        UnicodeDecodeError: it is not UTF-8.
-    """
-    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise OSError(errno.EINVAL, "expected a plain file, not a pipe or a device", str(path))
-        content = file.read(MOST_FILE_BYTES + 1) or b""
-    if len(content) > MOST_FILE_BYTES:
-        raise OSError(errno.EFBIG, f"expected at most {MOST_FILE_BYTES} bytes", str(path))
-    return content.decode()
 
 
 def _url(value: object) -> object:
@@ -449,7 +415,7 @@ def load(path: Path) -> Config:
         ConfigError: it cannot be read, or something in it is wrong.
     """
     try:
-        text = _text_of(path)
+        text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: {error}") from None
     return parse(text, str(path))
@@ -461,119 +427,61 @@ def parse(text: str, file: str = "models.yaml") -> Config:
     Raises:
         ConfigError: something in it is wrong.
     """
-    document = _Document(file)
+    loader = _Loader(text)
     try:
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
-        document.data = data = {} if root is None else document.value(root, ())
+        root = loader.get_single_node()
+        data = {} if root is None else loader.construct_document(root)
+    except yaml.MarkedYAMLError as error:
+        line, column = (error.problem_mark.line + 1, error.problem_mark.column + 1) if error.problem_mark else (1, 1)
+        problem = re.sub(r"'[^'<]{2,}'", "'…'", error.problem or "")  # the name of an alias may be a secret with a *
+        raise ConfigError(f"{file}:{line}: not YAML: {problem} at column {column}") from None
     except yaml.YAMLError as error:
-        raise ConfigError(_yaml_fault(file, error)) from None
-    except RecursionError:
-        raise ConfigError(f"{file}: lists and mappings are nested too deeply") from None
-    faults = document.faults
-    if not faults:
-        try:
-            config = section(Config)(data)
-            faults = list(_contradictions(config))
-        except Faulty as error:
-            faults = error.faults
-        except ValueError as error:
-            faults = [Fault((), f"expected {error}")]
+        raise ConfigError(f"{file}: not YAML: {error}") from None
+    except (ValueError, KeyError, AttributeError):  # of PyYAML's own constructors
+        raise ConfigError(f"{file}: not YAML: a value is not what its tag or its form says") from None
+    try:
+        config = section(Config)(data)
+        faults = list(_contradictions(config))
+    except Faulty as error:
+        faults = error.faults
+    except ValueError as error:
+        faults = [Fault((), f"expected {error}")]
     if faults:
-        raise ConfigError("\n".join(document.says(fault) for fault in faults))
+        raise ConfigError("\n".join(f"{file}:{_says(fault, root)}" for fault in faults))
     return config
 
 
 # Where things are
 
 
-class _Document:
-    """A YAML document, with the line of everything.
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]
+    """Plain values alone. A key that is there twice is an error."""
 
-    Attributes:
-        data: what it says, as plain data; None until it was read.
-        faults: that were found while it was read.
-    """
-
-    def __init__(self, file: str) -> None:
-        self._file = file
-        self._lines: dict[tuple[str | int, ...], int] = {(): 1}
-        self._texts: dict[tuple[str | int, ...], str] = {}
-        self._nodes = 0
-        self.data: object = None
-        self.faults: list[Fault] = []
-
-    def value(self, node: yaml.Node, path: tuple[str | int, ...]) -> object:
-        """What a node says."""
-        self._lines.setdefault(path, node.start_mark.line + 1)
-        self._nodes += 1
-        if self._nodes > MOST_NODES:
-            raise ConfigError(f"{self._file}: aliases and merge keys make more than {MOST_NODES} values of it")
-        if isinstance(node, yaml.ScalarNode):
-            self._texts[path] = node.value
-            return self._scalar(node, path)
-        if isinstance(node, yaml.SequenceNode):
-            return [self.value(each, (*path, number)) for number, each in enumerate(node.value)]
-        return self._mapping(node, path)
-
-    def _scalar(self, node: yaml.ScalarNode, path: tuple[str | int, ...]) -> object:
-        try:
-            found: object = yaml.SafeLoader("").construct_object(node)
-        except (yaml.YAMLError, ValueError, KeyError, AttributeError):  # as its tag or its form says what it is not
-            what = node.tag if node.tag.startswith(_YAML_TAG) else "a tag of its own"  # which may be a secret with a !
-            self.faults.append(Fault(path, f"expected a plain value, and not one that YAML takes for {what}"))
-            return None
-        if isinstance(found, int) and found.bit_length() > MOST_BITS:
-            self.faults.append(Fault(path, f"expected a number of at most {MOST_BITS} bits"))
-            return None
-        return found
-
-    def says(self, fault: Fault) -> str:
-        """A fault for people. Secrets are not repeated."""
-        path = fault.path
-        while path not in self._lines:
-            path = path[:-1]
-        key = _key(fault.path) or "the file"
-        is_shown = fault.path in self._texts and not _may_hold_secrets(fault.path)
-        value = f": {_cut(masked(repr(self._texts[fault.path])))}" if is_shown else ""
-        return f"{self._file}:{self._lines[path]}: {key}{value}: {fault.says}"
-
-    def _mapping(self, node: yaml.Node, path: tuple[str | int, ...]) -> dict[object, object]:
-        found: dict[object, object] = {}
-        written = Counter(str(key_node.value) for key_node, _ in node.value if isinstance(key_node, yaml.ScalarNode))
-        for key_node, value_node in node.value:
-            if key_node.tag == "tag:yaml.org,2002:merge":
-                merged = value_node.value if isinstance(value_node, yaml.SequenceNode) else [value_node]
-                for each in merged:
-                    values = self.value(each, path)
-                    if isinstance(values, dict):
-                        found = {**values, **found}
-                    else:
-                        self.faults.append(Fault(path, "<<: expected an alias of keys with values, such as *common"))
-                continue
-            if not isinstance(key_node, yaml.ScalarNode):
-                self.faults.append(Fault(path, f"a key on line {key_node.start_mark.line + 1} is not a single word"))
-                continue
-            key = self._scalar(key_node, path)
-            inner = (*path, key if isinstance(key, int) else str(key))
-            line = key_node.start_mark.line + 1
-            if inner in self._lines and key in found and written[key_node.value] > 1:  # and not merged
-                self._lines[inner], first = line, self._lines[inner]
-                self.faults.append(Fault(inner, f"is there twice, on line {first} already"))
-            self._lines[inner] = line
-            found[key] = self.value(value_node, inner)
-        return found
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """The keys of a mapping with their values."""
+        seen: dict[str, yaml.Node] = {}
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and (first := seen.setdefault(key.value, key)) is not key:
+                why = f"a key is there twice, on line {first.start_mark.line + 1} already,"
+                raise yaml.constructor.ConstructorError(None, None, why, key.start_mark)
+        return dict(super().construct_mapping(node, deep))
 
 
-def _cut(text: str) -> str:
-    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}…"
-
-
-def _yaml_fault(file: str, error: yaml.YAMLError) -> str:
-    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
-        mark = error.problem_mark
-        problem = re.sub(r"'[^'<]{2,}'", "'…'", error.problem or "")  # the name of an alias may be a secret with a *
-        return f"{file}:{mark.line + 1}: not YAML: {problem} at column {mark.column + 1}"
-    return f"{file}: not YAML: {error}"
+def _says(fault: Fault, root: yaml.Node | None) -> str:
+    """A fault for people, from its line on. Secrets are not repeated."""
+    line, node = 1, root
+    for place in fault.path:
+        below: list[tuple[yaml.Node, yaml.Node]] = []
+        if isinstance(node, yaml.MappingNode):
+            below = [(key, value) for key, value in node.value if key.value == str(place)]
+        elif isinstance(node, yaml.SequenceNode):
+            below = [(node.value[int(place)], node.value[int(place)])]
+        key, node = below[-1] if below else (None, None)  # it is not there, or was merged, and then given
+        line = key.start_mark.line + 1 if key is not None else line
+    is_shown = isinstance(node, yaml.ScalarNode) and not _may_hold_secrets(fault.path)
+    text = masked(repr(node.value)) if node is not None and is_shown else ""
+    value = f": {text if len(text) <= MOST_SHOWN else f'{text[:MOST_SHOWN]}…'}" if text else ""
+    return f"{line}: {_key(fault.path) or 'the file'}{value}: {fault.says}"
 
 
 def _owner(path: tuple[str | int, ...]) -> tuple[type[Any], int]:

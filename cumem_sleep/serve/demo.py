@@ -48,7 +48,7 @@ def invitation(port: int, token: str) -> list[str]:
     ask = '{{"model": "{}", "messages": [{{"role": "user", "content": "Who are you?"}}]}}'
     return [
         "three simulated models share one simulated GPU; no real one is used",
-        f"the page:   {url}/   (admin token: {token})",
+        f"the page:   {url}/#token={token}   (with the admin token)",
         f"a request:  curl {url}/v1/chat/completions -d {shlex.quote(ask.format('qwen-14b'))}",
         f"a switch:   curl {url}/v1/chat/completions -d {shlex.quote(ask.format('qwen-8b'))}",
         f"the models: cumem-sleep status --url {url}",

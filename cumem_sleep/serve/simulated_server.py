@@ -11,9 +11,8 @@ import argparse
 import asyncio
 import json
 import logging
-import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,34 +31,17 @@ WORDS = (
 
 
 @dataclass
-class SimulatedServerOptions:
-    """How it behaves; times in seconds."""
-
-    names: tuple[str, ...]
-    start_s: float = 0.0
-    sleep_s: float = 0.0
-    wake_s: float = 0.0
-    token_s: float = 0.0
-    fail_sleeps: int = 0
-    fail_wakes: int = 0
-    fail_resets: int = 0
-    weights_bytes: int = 0
-    prepared_bytes: int = 0
-    keep_bytes: int = 0
-    record: Path | None = None
-
-
-@dataclass
 class SimulatedServer:
     """The server: ASGI.
 
     Attributes:
+        options: as `arguments` reads them.
         asleep: the parts that sleep.
         kept_bytes: of its KV cache, what a sleep at level 1 has kept.
         running: requests that it answers now.
     """
 
-    options: SimulatedServerOptions
+    options: argparse.Namespace
     asleep: frozenset[str] = frozenset()
     level: int = 0
     kept_bytes: int = 0
@@ -220,41 +202,31 @@ async def _send_all(send: Send, answer: list[Message]) -> None:
         await send(message)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Serve until SIGTERM. What it does not know of vLLM's arguments, it leaves alone."""
+def arguments() -> argparse.ArgumentParser:
+    """Reads how it behaves."""
     parser = argparse.ArgumentParser(description="A model server without a model.")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--uds", help="a Unix socket instead of host and port")
-    parser.add_argument("--served-model-name", nargs="+", required=True)
+    parser.add_argument("--served-model-name", nargs="+", required=True, dest="names")
     for name in ("start", "sleep", "wake", "token"):
-        parser.add_argument(f"--{name}-seconds", type=float, default=0.0)
+        parser.add_argument(f"--{name}-seconds", type=float, default=0.0, dest=f"{name}_s")
     for name in ("sleeps", "wakes", "resets"):
         parser.add_argument(f"--fail-{name}", type=int, default=0, metavar="N", help="the first N fail")
     parser.add_argument("--weights-bytes", type=int, default=0, help="that its backups are said to take")
     parser.add_argument("--prepared-bytes", type=int, default=0, help="of these, those that are said to be backed up")
     parser.add_argument("--keep-bytes", type=int, default=0, help="of its KV cache, that a sleep is said to keep")
     parser.add_argument("--record", type=Path, help="requests that came while it slept are appended to this file")
-    asked, _ = parser.parse_known_args(arguments)
-    times = {f"{name}_s": getattr(asked, f"{name}_seconds") for name in ("start", "sleep", "wake", "token")}
-    fails = {name: getattr(asked, name) for name in ("fail_sleeps", "fail_wakes", "fail_resets")}
-    memory = {name: getattr(asked, name) for name in ("weights_bytes", "prepared_bytes", "keep_bytes")}
-    app = SimulatedServer(
-        SimulatedServerOptions(tuple(asked.served_model_name), **times, **fails, **memory, record=asked.record)
-    )
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    where = {"uds": asked.uds} if asked.uds else {"host": asked.host, "port": asked.port}
-    uvicorn.run(
-        app,
-        **where,
-        http="httptools",
-        ws="none",
-        lifespan="off",
-        log_level="warning",
-        timeout_graceful_shutdown=1,
-    )
-    return 0
+    return parser
+
+
+def serve(app: SimulatedServer) -> None:
+    """Until SIGTERM."""
+    where = {"uds": app.options.uds} if app.options.uds else {"host": app.options.host, "port": app.options.port}
+    more = {"ws": "none", "lifespan": "off", "log_level": "warning", "timeout_graceful_shutdown": 1}
+    uvicorn.run(app, **where, http="httptools", **more)  # type: ignore[arg-type]
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    serve(SimulatedServer(arguments().parse_known_args()[0]))  # what it does not know of vLLM's, it leaves alone

@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _refuse(error, given)
     options.command_line = ["cumem-sleep", *given]
     if options.command is None:
-        print(help_texts.SHORT, file=sys.stderr)
+        print(help_texts.WHOLE, file=sys.stderr)
         return EXIT_ERROR
     warn_of_misspelt()
     try:
@@ -174,9 +174,9 @@ def _shim(options: argparse.Namespace) -> int:
 
 def _help(options: argparse.Namespace) -> int:
     if options.topic is None:
-        parser(_build()).print_help()
+        print(help_texts.WHOLE)
     else:
-        print(help_texts.keys() if options.topic == "models.yaml" else help_texts.environment(tests=True))
+        print(help_texts.keys() if options.topic == "models.yaml" else help_texts.environment())
     return EXIT_OK
 
 

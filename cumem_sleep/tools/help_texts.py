@@ -10,59 +10,31 @@ from ..settings import VARIABLES, plain
 DEFAULT_URL = "http://127.0.0.1:8000"
 URL_VARIABLE, TOKEN_VARIABLE = "CUMEM_SLEEP_SERVE_URL", "CUMEM_SLEEP_SERVE_TOKEN"
 
-DESCRIPTION = """\
-Sleep mode for GPU memory: weights and KV cache give their GPU memory back in
-seconds and take it again at the same addresses, in the same process."""
-
-EPILOG = """\
-examples:
-  cumem-sleep demo                     sleep and wake a small model, compare every byte
-  cumem-sleep demo Qwen3-8B/           the same with your own model: a folder, or its files
-  cumem-sleep doctor                   check whether this machine is ready, and fast
-  cumem-sleep doctor --json            the same for programs
-  cumem-sleep bench                    measure sleep and wake here, compared with the link
-
-several models behind one port:
-  cumem-sleep serve --demo             try it, without a GPU
-  cumem-sleep serve models.yaml        start the servers, and switch between them by request
-  cumem-sleep status                   who is awake
-
-with vLLM:
-  vllm serve MODEL --enable-sleep-mode   installing this package is enough; over HTTP, see docs/vllm.md
-
-exit codes:
-  0  everything is fine
-  1  a check failed, or bytes differ
-  2  bad usage, or an error of the memory layer (one line on standard error)
-  130  interrupted
-  141  the reader of the output closed it
-
-With --json, every command prints one object that begins with command, version, ok, simulated
-(no GPU was used) and error (null, or what went wrong).
-
-environment variables of the memory layer, the HTTP gate, the plugin, the simulated driver, and the build
-(cumem-sleep help settings lists those of the test suite as well):
-"""
-
-SHORT = """\
+WHOLE = """\
 usage: cumem-sleep COMMAND ...
 
 Sleep mode for GPU memory: weights and KV cache give their GPU memory back in
 seconds and take it again at the same addresses, in the same process.
+In vLLM, installing the package is enough.
 
-examples:
-  cumem-sleep demo           sleep and wake a small model, compare every byte (also without a GPU)
-  cumem-sleep doctor         check whether this machine is ready, and fast
-  cumem-sleep bench          measure sleep and wake here, compared with the link
+on this machine:
+  demo      sleep and wake a small model, or yours, and compare every byte; also without a GPU
+  doctor    check whether this machine is ready, and fast, and what it is good for
+  bench     measure sleep and wake here, compared with the link
 
 more than one process:
-  cumem-sleep vault          keep the backups of all processes of this host
-  cumem-sleep serve          several models behind one port (serve --demo needs no GPU)
-  cumem-sleep status, sleep, wake, stop    look at these models, and tell them
-  cumem-sleep help settings  every environment variable that changes how it behaves
+  vault     keep the backups of all processes of this host
+  serve     several models behind one port (serve --demo needs no GPU)
+  status, sleep, wake, stop    look at the models of a running front, and tell them
 
-cumem-sleep COMMAND --help explains a command, cumem-sleep --help all of it, exit codes too.
-In vLLM, installing the package is enough."""
+for other programs:
+  shim      print the folder of a package that takes torch_memory_saver's place
+
+exit codes:  0 all is well, 1 a check failed or bytes differ, 2 bad usage or an error,
+             130 interrupted, 141 the reader of the output closed it
+
+cumem-sleep COMMAND --help explains a command, cumem-sleep help settings every environment
+variable, cumem-sleep help models.yaml every key of serve's file. The pages: docs/ of the sources."""
 
 DEMO_DESCRIPTION = """\
 Loads a model's weights, allocates a KV cache, and does with both what a server
@@ -186,14 +158,9 @@ environment variables:
   {TOKEN_VARIABLE}   its admin token, or for `status` an API key"""
 
 
-def environment(*, tests: bool = False) -> str:
-    """Every variable with its meaning.
-
-    Args:
-        tests: also those of the test suite.
-    """
-    rows = (each for each in VARIABLES.values() if tests or "_TEST_" not in each.name)
-    return "\n".join(_described(row.name, row.default, row.text) for row in rows)
+def environment() -> str:
+    """Every variable with its meaning."""
+    return "\n".join(_described(each.name, each.default, each.text) for each in VARIABLES.values())
 
 
 def keys() -> str:

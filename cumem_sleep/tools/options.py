@@ -22,8 +22,13 @@ class BadUsage(Exception):
 
 
 class _Parser(argparse.ArgumentParser):
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, text: str = "", **options: Any) -> None:
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+        self._text = text
+
+    def format_help(self) -> str:
+        """The text that was given, or one of the arguments."""
+        return f"{self._text}\n" if self._text else super().format_help()
 
     def error(self, message: str) -> NoReturn:
         """Leave to `main` what argparse would print itself, and never as JSON."""
@@ -36,11 +41,7 @@ def parser(version: str) -> argparse.ArgumentParser:
     Args:
         version: what `--version` prints.
     """
-    whole = _Parser(
-        prog="cumem-sleep",
-        description=help_texts.DESCRIPTION,
-        epilog=help_texts.EPILOG + help_texts.environment(),
-    )
+    whole = _Parser(prog="cumem-sleep", text=help_texts.WHOLE)
     whole.add_argument("--version", action="version", version=version)
     whole.set_defaults(command=None, json=False)
     commands = whole.add_subparsers(title="commands", metavar="COMMAND")

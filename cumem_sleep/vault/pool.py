@@ -13,7 +13,7 @@ from pathlib import Path
 
 from .. import _core
 from ..core.commitment import Commitment
-from ..errors import CumemSleepError, InvalidArgument, OutOfHostMemory, format_bytes
+from ..errors import CumemSleepError, InvalidArgument, OutOfHostMemory, VaultError, format_bytes
 from . import memory
 from .files import SpillFiles
 from .ledger import UNIT_BYTES, Entry, Ledger
@@ -190,11 +190,15 @@ class VaultPool:
             if commitment.bytes:
                 self._require_room(commitment.bytes, {})
 
-        commitment.take(nbytes, partial(self._require_room, nbytes), lambda: self.is_stopped)
+        commitment.take(nbytes, partial(self._require_room, nbytes), self._end_if_stopped)
         try:
             return take(prefaulted)
         finally:
             commitment.set(0)
+
+    def _end_if_stopped(self) -> None:
+        if self.is_stopped:
+            raise VaultError("the vault ends")
 
     def _require_room(self, nbytes: int, committed: Mapping[Path, int]) -> None:
         room = self._host.room_bytes(committed)

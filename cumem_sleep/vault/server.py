@@ -22,6 +22,7 @@ from functools import partial
 
 from .. import _core
 from ..errors import InvalidArgument, VaultError, format_bytes
+from ..settings import parse_list
 from . import protocol
 from .address import VaultAddress
 from .files import SpillFiles, SpillFolder
@@ -39,7 +40,7 @@ _TURN_S = 0.002  # of a client that has sent several requests: then others are h
 
 
 def visible_gpus(wanted: Sequence[str] = ()) -> list[VaultGpu]:
-    """The GPUs of this process; those of these UUIDs or ordinals only, if any are given.
+    """The GPUs of this process; those of these UUIDs or ordinals only, if any are given, also with commas.
 
     Raises:
         InvalidArgument: there is no such GPU.
@@ -47,10 +48,11 @@ def visible_gpus(wanted: Sequence[str] = ()) -> list[VaultGpu]:
     facts = [(ordinal, _core.device_info(ordinal)) for ordinal in range(_core.device_count())]
     gpus = [VaultGpu(info.uuid, ordinal, info.name, info.numa_node) for ordinal, info in facts]
     known = {name: gpu for gpu in gpus for name in (gpu.uuid, str(gpu.ordinal))}
-    for name in wanted:
+    names = dict.fromkeys(name for each in wanted for name in parse_list(each))
+    for name in names:
         if name not in known:
             raise InvalidArgument(f"gpu={name!r}: expected a visible GPU, one of {', '.join(known) or 'none'}")
-    return [known[name] for name in dict.fromkeys(wanted)] or gpus
+    return [known[name] for name in names] or gpus
 
 
 def keep_pauses_short() -> None:

@@ -2,7 +2,6 @@
 
 | | since |
 |---|---|
-| `load_model` enters the pool for weights | not from 0.14 to 0.16 |
 | `ray.ray_env.DEFAULT_ENV_VAR_PREFIXES` | 0.18.0 |
 | `enable_cumem_allocator`: the allocator without sleep mode | between 0.19 and 0.22 |
 | `device_allocator.get_mem_allocator_instance` | 0.23.0 |
@@ -28,7 +27,6 @@ import inspect
 import re
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from ..allocator import CuMemAllocator
@@ -36,6 +34,7 @@ from ..settings import PREFIX
 
 # Minor versions; older ones need a PyTorch below 2.9, newer ones did not exist yet.
 OLDEST, NEWEST = (0, 11), (0, 33)
+WEIGHTS_OUTSIDE_POOLS = (0, 14), (0, 16)  # `load_model` makes the pool for weights, and does not enter it
 # If set, other versions are served as well, if they have everything that is needed.
 UNTESTED = PREFIX + "VLLM_UNTESTED"
 
@@ -95,27 +94,6 @@ def before_engine_config(check: Callable[[Any], None]) -> None:
 
     create_engine_config.checked_by = check  # type: ignore[attr-defined]
     arguments.create_engine_config = create_engine_config
-
-
-def weights_pool(worker: Any) -> AbstractContextManager[Any]:
-    """The worker's pool for weights, if its `load_model` makes that without entering it; else nothing.
-
-    From 0.14 to 0.16 its `with pool and config:` enters only the second: the weights would stay on the GPU, and only
-    the KV cache sleep.
-    """
-    sources = [vars(each)["load_model"] for each in type(worker).__mro__ if "load_model" in vars(each)]
-    if not any(map(_only_makes_the_pool, sources)):
-        return nullcontext()
-    pool: AbstractContextManager[Any] = worker._maybe_get_memory_pool_context(tag="weights")
-    return pool
-
-
-def _only_makes_the_pool(load_model: Any) -> bool:
-    try:
-        source = inspect.getsource(load_model)
-    except (OSError, TypeError):  # it has none to look at
-        return False
-    return re.search(r"_maybe_get_memory_pool_context\([^()]*\)\s*and\b", source) is not None
 
 
 def clear_senders_cache() -> None:
@@ -201,10 +179,12 @@ def ray_prefixes() -> Any:
 def version_misfit(version: str) -> str | None:
     """Why vLLM of this version is left alone, or None if the version is known."""
     numbers = re.match(r"(\d+)\.(\d+)", version)
-    known = f"known versions are {_dotted(OLDEST)} to {_dotted(NEWEST)}"
+    first, last = WEIGHTS_OUTSIDE_POOLS
+    known = f"known versions are {_dotted(OLDEST)} to {_dotted(NEWEST)}, but for {_dotted(first)} to {_dotted(last)}"
     if not numbers:
         return f"its version {version!r} cannot be parsed; {known}"
-    if not OLDEST <= (int(numbers[1]), int(numbers[2])) <= NEWEST:
+    minor = int(numbers[1]), int(numbers[2])
+    if not OLDEST <= minor <= NEWEST or first <= minor <= last:
         return f"its version {version} is not known to work with it; {known}"
     return None
 
@@ -258,8 +238,6 @@ def _worker_misfit() -> str | None:
         own = getattr(wrapper, name, None)
         if own is not None and not own.__module__.startswith(__package__):
             return f"its WorkerWrapperBase.{name} is new"
-    if not hasattr(wrapper, "init_device"):
-        return "its WorkerWrapperBase.init_device is gone"
     if not hasattr(worker, "compile_or_warm_up_model") or "__getattr__" not in vars(wrapper):
         return "its workers warm up in another way (WorkerBase.compile_or_warm_up_model behind WorkerWrapperBase)"
     return None

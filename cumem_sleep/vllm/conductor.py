@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, nullcontext
-from typing import Any
+from typing import Any, Concatenate
 
 from ..http.asgi import ClientGone, within
 from ..settings import GateSettings
 from . import data_parallel, events, metrics
 from .siblings import Busy, Siblings
-from .sleeping_model import TAGS, EngineCall, GatePhase, SleepingModel, State, Weights, why_left_out
+from .sleeping_model import TAGS, EngineCall, GatePhase, P, SleepingModel, State, Weights, why_left_out
 from .worker_methods import DEEPEN, FORGET, Effect
 
 logger = logging.getLogger("cumem_sleep")
@@ -58,22 +57,14 @@ class Conductor:
         self._waking: asyncio.Task[None] | None = None
 
     @property
-    def has_sleep_modes(self) -> bool:
-        """Whether vLLM stops its scheduler before it sleeps, and does no more than that at level 0 (0.18; not 0.14).
-
-        Without modes, it releases memory under running requests, and level 0 drops everything, as level 2 does.
-        """
-        return "mode" in inspect.signature(self.engine.sleep).parameters
-
-    @property
     def sleeps_again(self) -> bool:
         """Whether the engine also sleeps while only its KV cache does (0.33)."""
         return hasattr(self.engine, "release_kv_cache_memory")
 
-    def handle(self, event: events.GateEvent) -> None:
+    def handle(self, event: Callable[Concatenate[State, P], State], *args: P.args, **kwargs: P.kwargs) -> None:
         """Tell the model, and those who wait for it."""
         before = self.model.state
-        self.model.handle(event)
+        self.model.handle(event, *args, **kwargs)
         self._tell_of_change(before)
 
     def _adopt(self, told: dict[str, Any]) -> None:
@@ -82,7 +73,7 @@ class Conductor:
         self.model.adopt(told.get("facts", {}))
         if self._doubts != (doubts := told.get("doubts", 0)):
             self._doubts = doubts
-            self.model.handle(events.Doubted())
+            self.model.handle(events.doubted)
         self._tell_of_change(before)
 
     def _tell_of_change(self, before: State) -> None:
@@ -99,7 +90,7 @@ class Conductor:
             Exception: the engine's own, if it cannot serve.
         """
         if self.unknown_calls:
-            self.handle(events.Doubted())
+            self.handle(events.doubted)
         if self.several_servers:
             return await self._look_beside_siblings()
         while self.model.phase is GatePhase.UNKNOWN:  # one question for all callers
@@ -134,7 +125,7 @@ class Conductor:
         while not self._changing:
             heard = self.siblings.read_shared()
             if heard is None:
-                return self.handle(events.Began())
+                return self.handle(events.began)
             self._adopt(heard)
             seen = int(heard.get("changes", 0))
             if await self._ask(seen):
@@ -156,13 +147,11 @@ class Conductor:
             ranks = await self._ask_ranks()
         elif sleeps or self.model.is_doubtful:
             ranks = await self._status.fresh(self.engine)
-        # vLLM from 0.18 on also says that it sleeps while its scheduler is only paused. The workers know the
-        # difference.
-        says_so = sleeps and ranks is None and hasattr(self.engine, "is_paused")
-        paused = says_so and await within(ASK_WITHIN_S, data_parallel.is_any_paused(self.engine))
+        # vLLM also says that it sleeps while its scheduler is only paused. The workers know the difference.
+        paused = sleeps and ranks is None and await within(ASK_WITHIN_S, data_parallel.is_any_paused(self.engine))
         if changes != self._changes or not (seen is None or self._still_holds(seen)):
             return False
-        self.handle(events.Answered(sleeps, None if ranks is None else metrics.states_of(ranks), paused))
+        self.handle(events.answered, sleeps, None if ranks is None else metrics.states_of(ranks), paused)
         if self.model.phase is GatePhase.AWAKE:
             self.failure = None
         return True
@@ -178,7 +167,7 @@ class Conductor:
         """Find out what is mapped, where the engine's word is not enough; False if they do not answer."""
         ranks = await self._ask_ranks()
         if ranks:
-            self.handle(events.WorkersSaid(metrics.states_of(ranks)))
+            self.handle(events.workers_said, metrics.states_of(ranks))
         return bool(ranks)
 
     async def look_how_deep(self) -> None:
@@ -190,13 +179,13 @@ class Conductor:
         if not (self.model.asleep or self.model.is_doubtful):
             return
         if (ranks := await self._status.fresh(self.engine)) and changes == self._changes:
-            self.handle(events.WorkersSaid(metrics.states_of(ranks)))
+            self.handle(events.workers_said, metrics.states_of(ranks))
 
     async def look_what_is_loaded(self) -> None:
         """After a load, before it is noted: what the workers say that it left out. Asked twice, as in `ask_workers`."""
         if self.model.state.weights is not Weights.LOADED and "weights" not in self.model.asleep:
             ranks = await self._status.now(self.engine) or await self._status.now(self.engine)
-            self.handle(events.LeftOut(metrics.not_loaded(ranks) if ranks else None))
+            self.handle(events.left_out, metrics.not_loaded(ranks) if ranks else None)
 
     # Calls that pass through the gate
 
@@ -206,7 +195,7 @@ class Conductor:
         """
         self._changes += 1
         self._doubts += 1
-        self.handle(events.Doubted())
+        self.handle(events.doubted)
 
     @asynccontextmanager
     async def unknown_call(self) -> AsyncIterator[None]:
@@ -279,7 +268,7 @@ class Conductor:
             await self.look_alone()
             self._changes += 1
             self._changing, self._is_over = True, False
-            self.handle(events.Began(disturbs))
+            self.handle(events.began, disturbs)
             try:
                 yield
             finally:
@@ -290,7 +279,7 @@ class Conductor:
 
     async def _end(self) -> None:
         """The calls of a change have been made."""
-        self.handle(events.Ended())
+        self.handle(events.ended)
         await self.look_alone()
         self._is_over = True
 
@@ -322,7 +311,7 @@ class Conductor:
             if _is_unknown(error):
                 return _NOT_ACTIVE
             raise
-        self.handle(events.Deepened(any(answer["checkpointed"] for answer in answers)))
+        self.handle(events.deepened, any(answer["checkpointed"] for answer in answers))
         return next((str(answer["why"]) for answer in answers if answer["why"]), "")
 
     async def forget(self, tags: frozenset[str]) -> str:
@@ -340,12 +329,10 @@ class Conductor:
     async def look_what_is_forgotten(self) -> None:
         """Find out, after workers may have forgotten backups: what one of them has forgotten is lost."""
         if not await self.ask_workers() and self._status.exists:
-            self.handle(events.Forgot())
+            self.handle(events.forgot)
 
     async def slept(self, level: int, kept: bool) -> str:
         """The engine's sleep succeeded: why the memory does not sleep all the same, in words, or "".
-
-        Level 0 of a vLLM without modes drops everything, as level 2 does.
 
         What the engine took to be asleep already it has left alone. Where that is mapped, after a wake that failed,
         the workers are told. They keep a backup of all, as at level 1: what vLLM saved at level 2 it may not have
@@ -354,12 +341,11 @@ class Conductor:
         Raises:
             Exception: the engine's own; the workers cannot sleep.
         """
-        level = 2 if level == 0 and not self.has_sleep_modes else level
-        self.handle(events.Slept(level, kept, again=self.sleeps_again))
+        self.handle(events.slept, level, kept, again=self.sleeps_again)
         await self._end()
         if level > 0 and self.model.state.disagrees and await self.ask_workers() and self.model.state.disagrees:
             await self.engine.collective_rpc("sleep", kwargs={"level": 1})
-            self.handle(events.WorkersPutToSleep())
+            self.handle(events.workers_put_to_sleep)
             await self._end()
         if self.model.state.disagrees:
             return self.model.why_disagrees
@@ -382,7 +368,7 @@ class Conductor:
 
     async def sleep_failed(self) -> None:
         """A sleep failed. It may have stopped the scheduler before, which amounts to level 0."""
-        self.handle(events.SleepFailed())
+        self.handle(events.sleep_failed)
         await self.ask_workers()
         try:
             await self.mend()
@@ -391,7 +377,7 @@ class Conductor:
 
     async def wake_failed(self, tags: frozenset[str] = frozenset()) -> None:
         """A wake of these tags failed, perhaps after the memory was mapped."""
-        self.handle(events.WakeFailed(tags))
+        self.handle(events.wake_failed, tags)
         await self.ask_workers()
 
     async def mend(self) -> None:
@@ -403,7 +389,7 @@ class Conductor:
         """
         if self.model.workers_sleep_unknown:
             await self.engine.collective_rpc("wake_up")
-            self.handle(events.WorkersWoken())
+            self.handle(events.workers_woken)
 
     # Waking on request
 
@@ -444,7 +430,7 @@ class Conductor:
             await self.look_what_is_loaded()
             if why := why_left_out(self.model.state.left_out):
                 raise RuntimeError(why)
-            self.handle(events.Wrote(Effect.LOADS))
+            self.handle(events.wrote, Effect.LOADS)
         elif call is EngineCall.RESUME:
             await self.engine.wake_up(["scheduling"])
         else:
@@ -454,7 +440,7 @@ class Conductor:
             except Exception:
                 await self.wake_failed(frozenset(tags or ()))
                 raise
-            self.handle(events.Woken(frozenset(tags or ()), loads_next=True))
+            self.handle(events.woken, frozenset(tags or ()), loads_next=True)
 
 
 def _is_unknown(error: Exception) -> bool:

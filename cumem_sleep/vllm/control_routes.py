@@ -38,7 +38,7 @@ async def _answer(engine: Any, path: str, query: Query) -> list[Message]:
 
 async def _sleep(engine: Any, query: Query) -> dict[str, Any]:
     level = int(query["level"][0])
-    await engine.sleep(level, *query.get("mode", []))
+    await engine.sleep(level, query["mode"][0])
     return {"status": "sleeping", "level": level}
 
 

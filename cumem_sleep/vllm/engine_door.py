@@ -10,17 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
+import inspect
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
+from ..errors import InvalidState
 from ..http.asgi import within
-
-logger = logging.getLogger("cumem_sleep")
-
-ASK_EVERY_S = 0.01
 
 
 @dataclass(eq=False)
@@ -29,12 +26,10 @@ class RequestLease:
 
     Attributes:
         may_wait: whether it may be held and wake the model: it has a valid API key, or vLLM has no keys.
-        admitted: whether it was let through to the engine.
         refusal: why it was not; the gate then answers it.
     """
 
     may_wait: bool = True
-    admitted: bool = False
     refusal: Exception | None = None
 
 
@@ -43,7 +38,7 @@ Admit = Callable[[RequestLease], Awaitable[Callable[[], None]]]
 
 
 class EngineDoor:
-    """Wraps `engine_core.add_request_async`, through which every vLLM from 0.11 on sends a request to its engine.
+    """Wraps `engine_core.add_request_async`, through which vLLM sends a request to its engine.
 
     `admit` returns when a request may go to the engine; it returns a function to call once the request is there.
     """
@@ -54,20 +49,18 @@ class EngineDoor:
         self._empty = asyncio.Event()
         self._aborts: set[asyncio.Future[None]] = set()
         self._requests: Any = None
-        self.exists = False
 
     def attach(self, engine: Any) -> None:
-        """Wrap this engine."""
-        self._requests = getattr(engine, "output_processor", None)
-        core = getattr(engine, "engine_core", None)
+        """Wrap this engine.
+
+        Raises:
+            InvalidState: requests reach it in an unknown way, or its sleeps would pull memory from under them.
+        """
+        core: Any = getattr(engine, "engine_core", None)
         send = getattr(core, "add_request_async", None)
-        self.exists = send is not None
-        if core is None or send is None:
-            logger.warning(
-                "cumem-sleep gate: this vLLM sends requests to its engine in an unknown way, so sleeps wait"
-                " until all requests are answered"
-            )
-            return
+        if send is None or "mode" not in inspect.signature(engine.sleep).parameters:
+            raise InvalidState("cumem-sleep's gate needs the engine of vLLM 0.18 or newer, whose sleeps have modes")
+        self._requests = engine.output_processor
 
         async def add_request_async(*arguments: Any, **keywords: Any) -> Any:
             lease = LEASE.get() or RequestLease()
@@ -82,7 +75,6 @@ class EngineDoor:
             finally:
                 self._waiting -= 1
             self._passing += 1  # no await since it was admitted
-            lease.admitted = True
             try:
                 return await send(*arguments, **keywords)
             finally:
@@ -107,25 +99,15 @@ class EngineDoor:
 
     @property
     def unfinished(self) -> int:
-        """How many requests vLLM's frontend knows of, as far as it says. One whose client left runs in the engine until
-        the frontend has told it to abort: after its response is over.
+        """How many requests vLLM's frontend knows of. Some go on after their answer; one whose client left runs until
+        the frontend has told the engine to abort it.
         """
-        count = getattr(self._requests, "get_num_unfinished_requests", None)
-        return 0 if count is None else int(count())
+        return int(self._requests.get_num_unfinished_requests())
 
     @property
     def let_in(self) -> int:
         """How many of these are not waiting here."""
         return self.unfinished - self._waiting
-
-    async def forgets(self, within_s: float) -> bool:
-        """Whether vLLM's frontend knows of no request any more in time."""
-        deadline = asyncio.get_running_loop().time() + within_s
-        while self.unfinished:
-            if asyncio.get_running_loop().time() >= deadline:
-                return False
-            await asyncio.sleep(ASK_EVERY_S)
-        return True
 
     def _forget(self, engine: Any, *arguments: Any) -> None:
         """Remove the request from the frontend, which has registered it already and would keep it forever."""

@@ -16,7 +16,7 @@ from typing import Any
 from urllib.parse import urlencode
 
 from ..core.misspelt import warn_of_misspelt
-from ..errors import InvalidArgument, counted
+from ..errors import InvalidArgument, InvalidState
 from ..http.asgi import (
     App,
     ClientGone,
@@ -103,8 +103,6 @@ class SleepGate:
         warn_of_misspelt()
         self._status = metrics.WorkerStatus()
         self._outcomes: Counter[str] = Counter()
-        self._leases: set[RequestLease] = set()
-        self._lease_ended = asyncio.Event()
         self._held = HeldRequests(settings.max_held_bytes)
         self._watch: asyncio.Task[None] | None = None
         dev_mode = os.environ.get("VLLM_SERVER_DEV_MODE", "0").strip() not in ("", "0")
@@ -114,7 +112,7 @@ class SleepGate:
         self.conductor = Conductor(settings, self._status)
         self.model = self.conductor.model
         self._door = EngineDoor(self._admit)
-        self._idle = IdleSleep(settings, self.conductor, lambda: self._door.unfinished, lambda: self._is_clear(0))
+        self._idle = IdleSleep(settings, self.conductor, self._door)
         self._routes = Routes({(method, path) for path, method in CONTROLS.items()} if self._has_controls else OWN)
         self._is_scraped = metrics.register(self._status, self._outcomes)
         hold = "" if settings.on_request == "reject" else f" (at most {settings.request_deadline_s:g} s)"
@@ -150,8 +148,8 @@ class SleepGate:
         state: Any = getattr(scope.get("app"), "state", None)
         engine = getattr(state, "engine_client", None)
         if self.conductor.engine is not engine and engine is not None:
-            self.conductor.engine, self.conductor.several_servers = engine, _several_servers(state)
             self._door.attach(engine)
+            self.conductor.engine, self.conductor.several_servers = engine, _several_servers(state)
             self._idle.start()
         return engine
 
@@ -166,7 +164,7 @@ class SleepGate:
                 _check_that_it_may_sleep(config)
             if self._settings.admin is not None:
                 listener = await self._listener(self._settings.admin, scope)
-        except (InvalidArgument, OSError, SiblingsUnknown) as error:
+        except (InvalidArgument, InvalidState, OSError, SiblingsUnknown) as error:
             await receive()
             return await send({"type": "lifespan.startup.failed", "message": str(error)})
         try:
@@ -413,7 +411,6 @@ class SleepGate:
                 await send(message)
 
         LEASE.set(lease)
-        self._leases.add(lease)
         try:
             await self._app(scope, inbox, send_if_admitted)
         except Exception:
@@ -421,9 +418,6 @@ class SleepGate:
                 raise
             if started:
                 await send({"type": "websocket.close", "code": 1013, "reason": str(lease.refusal)[:120]})
-        finally:
-            self._leases.discard(lease)
-            self._lease_ended.set()
         if isinstance(lease.refusal, GateRefused) and not started:
             self._outcomes[lease.refusal.outcome] += 1
             await self._answer(scope, inbox, send, lease.refusal.answer(), str(lease.refusal))
@@ -470,29 +464,6 @@ class SleepGate:
         finally:
             self._held.requests -= 1
 
-    def _in_engine(self) -> int:
-        """How many requests are in the engine, or may be."""
-        return sum(lease.admitted or not self._door.exists for lease in self._leases)
-
-    async def _is_clear(self, within_s: float) -> bool:
-        """Whether vLLM may be told to sleep: versions without sleep modes release memory that running requests use."""
-        has_to_drain = not (self.conductor.has_sleep_modes and self._door.exists)
-        if has_to_drain and not (await self._drained(within_s) and await self._door.forgets(within_s)):
-            return False
-        return await self._door.empties(within_s)
-
-    async def _drained(self, within_s: float) -> bool:
-        """Whether all requests left the engine in time."""
-        deadline = asyncio.get_running_loop().time() + within_s
-        while self._in_engine():
-            self._lease_ended.clear()
-            left_s = deadline - asyncio.get_running_loop().time()
-            try:
-                await within(max(left_s, 0), self._lease_ended.wait())
-            except asyncio.TimeoutError:
-                return False
-        return True
-
     # Calls that change the model's sleep, or its weights
 
     async def _control(self, taken: Taken, scope: Scope, inbox: Inbox) -> list[Message]:
@@ -528,7 +499,7 @@ class SleepGate:
         async with self.conductor.alone(gone):
             answer = await _called(self._controls, scope, inbox, gone)
             if status_of(answer) < 300:
-                self.conductor.handle(events.Paused())
+                self.conductor.handle(events.paused)
             return answer
 
     async def _sleep(
@@ -538,18 +509,16 @@ class SleepGate:
         asked, (mode,) = int(query.get("level", ("1",))[0]), query.get("mode", ("abort",))
         is_deep = asked == 3
         level = 1 if is_deep else asked  # vLLM itself knows no other
-        wanted = {"level": level, "mode": mode} if conductor.has_sleep_modes else {"level": level}
-        scope = {**scope, "query_string": urlencode(wanted).encode()}
+        scope = {**scope, "query_string": urlencode({"level": level, "mode": mode}).encode()}
         if level == 2 and mode == "keep":
             return _conflict("requests cannot be kept over a level-2 sleep: they would run before weights are loaded")
         async with conductor.change(gone=gone):
             await conductor.look_how_deep()
             if model.checkpointed or (is_deep and model.asleep >= TAGS and not model.state.disagrees):
                 return await self._deepen(is_deep)
-            if not await self._is_clear(self._settings.request_deadline_s):
+            if not await self._door.empties(self._settings.request_deadline_s):
                 late = {"Retry-After": str(self._settings.retry_after_s)}
-                running = counted(max(self._in_engine(), self._door.unfinished), "request")
-                return refusal(503, f"still running in the engine: {running}; nothing has changed", late)
+                return refusal(503, "requests are still on their way to the engine, so nothing has changed", late)
             await conductor.mend()
             try:
                 await conductor.complete_wake()
@@ -569,7 +538,7 @@ class SleepGate:
                     await conductor.sleep_failed()
             if code >= 300:
                 return answer
-            if mode == "wait" and level == 2 and conductor.has_sleep_modes:  # vLLM waited for those that ran
+            if mode == "wait" and level == 2:  # vLLM waited for those that ran
                 await conductor.flush()
             # Requests left in the engine run when the scheduler resumes: at the first tag (0.18), or the last.
             kept = mode == "keep" or (mode == "wait" and level < 2)
@@ -619,7 +588,7 @@ class SleepGate:
                 return await self._wake(query, {**scope, **WAKE_UP}, inbox, gone)
             answer = await _called(self._controls, scope, inbox, gone)
             if status_of(answer) < 300 and path == "/release_kv_cache_memory":
-                conductor.handle(events.Released())
+                conductor.handle(events.released)
             return answer
 
     async def _wake(
@@ -643,7 +612,7 @@ class SleepGate:
             if code >= 500:
                 await conductor.wake_failed(tags)
         if code < 300:
-            conductor.handle(events.Woken(tags))
+            conductor.handle(events.woken, tags)
         return answer
 
     def _wakes_kept_requests_early(self, tags: frozenset[str]) -> bool:
@@ -652,8 +621,7 @@ class SleepGate:
         return partial and self._has_kept_requests()
 
     def _has_kept_requests(self) -> bool:
-        has_some = self._in_engine() > 0 or self._door.let_in > 0  # some go on after their answer
-        return self.model.state.kept and (self.conductor.several_servers or has_some)
+        return self.model.state.kept and (self.conductor.several_servers or self._door.let_in > 0)
 
     def _conflict_of_forgetting(self) -> list[Message] | None:
         if not self._has_kept_requests():
@@ -671,9 +639,9 @@ class SleepGate:
             await self.conductor.look_what_is_loaded()
             why = why_left_out(self.model.state.left_out)
         if why:
-            self.conductor.handle(events.LoadFailed(why))
+            self.conductor.handle(events.load_failed, why)
             return refusal(500, why)
-        self.conductor.handle(events.Wrote(Effect.LOADS))
+        self.conductor.handle(events.wrote, Effect.LOADS)
         return response(200, {"status": "weights reloaded"})
 
     async def _write(self, taken: Taken, scope: Scope, inbox: Inbox) -> list[Message]:
@@ -724,7 +692,7 @@ class SleepGate:
             if status_of(answer) < 300:
                 if effect in worker_methods.MAY_LOAD_ALL:
                     await self.conductor.look_what_is_loaded()
-                self.conductor.handle(events.Wrote(effect))
+                self.conductor.handle(events.wrote, effect)
                 why = ""
             return answer
         except Exception as error:
@@ -732,7 +700,7 @@ class SleepGate:
             raise
         finally:
             if why and effect in worker_methods.MAY_LOAD_ALL:  # else nobody takes the weights to be loaded
-                self.conductor.handle(events.LoadFailed(why))
+                self.conductor.handle(events.load_failed, why)
 
     def _conflict_of(self, effect: Effect) -> list[Message] | None:
         model = self.model

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ..http.asgi import within
 from ..settings import GateSettings
 from . import data_parallel
 from .conductor import ASK_WITHIN_S, Conductor
-from .siblings import Busy, Resting
+from .engine_door import EngineDoor
+from .siblings import Busy
 from .sleeping_model import GatePhase
 
 logger = logging.getLogger("cumem_sleep")
@@ -21,24 +22,12 @@ AGAIN_AFTER_S = 60.0  # after a sleep that failed
 
 
 class IdleSleep:
-    """Puts a model to sleep that has had no request for `GateSettings.idle_s`; does nothing where that is None.
+    """Puts a model to sleep that has had no request for `GateSettings.idle_s`; does nothing where that is None."""
 
-    `unfinished` says how many requests vLLM's frontend knows of: some go on after their answer. `is_clear` says whether
-    vLLM may be told to sleep.
-    """
-
-    def __init__(
-        self,
-        settings: GateSettings,
-        conductor: Conductor,
-        unfinished: Callable[[], int],
-        is_clear: Callable[[], Awaitable[bool]],
-    ) -> None:
-        self._settings, self._conductor = settings, conductor
-        self._unfinished, self._is_clear = unfinished, is_clear
+    def __init__(self, settings: GateSettings, conductor: Conductor, door: EngineDoor) -> None:
+        self._settings, self._conductor, self._door = settings, conductor, door
         self._requests = 0  # in progress: held here, or being answered
         self._until = 0.0  # the model stays awake, as far as this server knows
-        self._resting = Resting()
         self._watch: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -67,21 +56,21 @@ class IdleSleep:
         self._until = max(self._until, self._conductor.clock() + seconds)
 
     def _has_requests(self) -> bool:
-        return self._requests > 0 or self._unfinished() > 0
+        return self._requests > 0 or self._door.unfinished > 0
 
     def _tell(self) -> None:
         """Tell the other API servers."""
         if self._settings.idle_s is not None and self._conductor.several_servers:
-            self._resting.postpone(self._until)
-            self._resting.lock(self._has_requests())
+            self._conductor.siblings.postpone(self._until)
+            self._conductor.siblings.show_requests(self._has_requests())
 
     def _is_kept_awake(self) -> bool:
         """Whether any API server has requests, had some not long ago, or has woken the model since."""
         awake_s = max(self._settings.idle_s or 0.0, self._settings.idle_awake_s)
         until = max(self._until, self._conductor.whole_since + awake_s)
         if self._conductor.several_servers:
-            until = max(until, self._resting.until)
-            if self._resting.others_have_requests():
+            until = max(until, self._conductor.siblings.awake_until)
+            if self._conductor.siblings.others_have_requests():
                 return True
         return self._has_requests() or self._conductor.clock() < until
 
@@ -115,7 +104,7 @@ class IdleSleep:
         """Why it failed, in words, or ""."""
         conductor, level = self._conductor, self._settings.idle_level
         async with conductor.change():  # nothing is let through to the engine meanwhile, by no API server
-            if self._is_kept_awake() or not conductor.model.may_rest or not await self._is_clear():
+            if self._is_kept_awake() or not conductor.model.may_rest or not await self._door.empties(0):
                 return ""
             if await within(ASK_WITHIN_S, data_parallel.is_any_sleeping(conductor.engine)):
                 return ""  # somebody has paused it

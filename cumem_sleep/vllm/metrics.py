@@ -7,7 +7,7 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import Any, TypedDict
+from typing import Any
 
 from ..metrics import ENGINE, Samples
 from . import data_parallel
@@ -19,53 +19,7 @@ STATUS_METHOD = "cumem_sleep_status"
 ANSWER_WITHIN_S = 1.0
 
 
-class Usage(TypedDict):
-    """One tag's memory in one worker, as in `cumem_sleep.TagUsage`."""
-
-    segments: int
-    bytes: int
-    mapped_bytes: int
-    host_bytes: int
-    vault_bytes: int
-    kept_bytes: int
-    shared_bytes: int
-    asleep_segments: int
-    backed_up_bytes: int
-
-
-class WorkerOperationTotals(TypedDict):
-    """The totals of one worker's sleeps, wakes or discards, as in `cumem_sleep.OperationTotals`."""
-
-    count: int
-    failures: int
-    seconds: float
-    phases: dict[str, float]
-    bytes: dict[str, int]
-
-
-class WorkerBackupPlace(TypedDict):
-    """Where one worker's backups lie, as in `cumem_sleep.BackupPlace`."""
-
-    vault: str
-    lost: str
-
-
-class _Optional(TypedDict, total=False):
-    not_loaded: str  # parameters, in words
-
-
-class RankStatus(_Optional):
-    """One worker's answer to `cumem_sleep_status`."""
-
-    rank: int
-    devices: list[int]
-    simulated: bool
-    usage: dict[str, Usage]
-    place: WorkerBackupPlace
-    operations: dict[str, WorkerOperationTotals]
-    device_used_bytes: int
-    device_total_bytes: int
-    checkpointed: bool
+RankStatus = dict[str, Any]  # one worker's answer: see `plugin.cumem_sleep_status`
 
 
 def asleep_and_lost(ranks: Iterable[RankStatus]) -> tuple[set[str], bool]:
@@ -147,7 +101,7 @@ class WorkerStatus:
             return None
         # After a call failed in one worker, vLLM's executors take the other workers' answers for those of the next
         # call.
-        if not all(isinstance(rank, dict) and RankStatus.__required_keys__ <= rank.keys() for rank in ranks):
+        if not all(isinstance(rank, dict) and rank.keys() >= {"usage", "checkpointed"} for rank in ranks):
             logger.debug("no answer to %s: %s", STATUS_METHOD, ranks)
             return None
         self.ranks = engines[0]  # others have the same ranks, which tell samples apart
@@ -192,14 +146,11 @@ class Collector:
                 of = {"rank": rank, "tag": tag}
                 samples.add("memory_bytes", usage["mapped_bytes"], **of, state="mapped")
                 samples.add("memory_bytes", usage["bytes"] - usage["mapped_bytes"], **of, state="asleep")
-                samples.add("host_bytes", usage["host_bytes"], **of)
-                samples.add("vault_bytes", usage["vault_bytes"], **of)
-                samples.add("kept_bytes", usage["kept_bytes"], **of)
-                samples.add("shared_bytes", usage["shared_bytes"], **of)
-                samples.add("backed_up_bytes", usage["backed_up_bytes"], **of)
+                for name in ("host_bytes", "vault_bytes", "kept_bytes", "shared_bytes", "backed_up_bytes"):
+                    samples.add(name, usage[name], **of)
                 samples.add("segments", usage["segments"], **of)
-            for name, done in worker["operations"].items():
-                of = {"rank": rank, "operation": name}
+            for operation, done in worker["operations"].items():
+                of = {"rank": rank, "operation": operation}
                 samples.add("operations", done["count"], **of, result="ok")
                 samples.add("operations", done["failures"], **of, result="failed")
                 samples.add("operation_seconds", done["seconds"], **of)

@@ -171,7 +171,7 @@ def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
     worker, allocator = deep_worker.of(self), CuMemAllocator.instance
     if allocator is not None and (why := worker_refusals.why_not(worker, "load_model", allocator)):
         return worker_refusals.refuse(worker, "load_model", why)
-    with compatibility.weights_pool(worker), droppable.noting_what_is_written():
+    with droppable.noting_what_is_written():
         result = worker.load_model(*args, **kwargs)
     for _, model in loaded.models(worker):
         worker_refusals.watch(model)

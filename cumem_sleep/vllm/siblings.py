@@ -23,6 +23,7 @@ from typing import Any
 TRIES, BETWEEN_S = 20, 0.01  # a sibling that only reads has the lock for a moment
 _FLOCK = "hhqqi4x"  # struct flock
 _NAME = "api-servers-"
+_UNTIL_BYTES = 8  # at the beginning of the file: a time; the facts are behind it
 _FACTS_BYTES = 16 << 10  # which the file has from the start, so that a full disk keeps no server from telling
 
 
@@ -43,59 +44,37 @@ class _Lock(IntEnum):
     LISTENER = 3  # the server that listens for calls that change the sleep
 
 
-class SharedFile:
-    """A file of the API servers of one vLLM, in a folder of this user alone, and its locks.
+class Siblings:
+    """A file that API servers share, in a folder of this user alone: its content, facts for each other, and its locks.
 
-    They belong to an open file description (fcntl(2)): a server that dies gives them back. Every method raises
-    `SiblingsUnknown` where the file cannot be had.
+    A server that changes the model's sleep has the lock exclusively, and writes the facts. A server whose requests are
+    on their way to the engine, or that reads the facts, shares it. Nobody waits for a shared lock. Locks belong to an
+    open file description (fcntl(2)): a server that dies gives them back. Every method raises `SiblingsUnknown` where
+    the file cannot be had, read or written.
     """
 
-    def __init__(self, suffix: str) -> None:
-        self._suffix = suffix
+    def __init__(self) -> None:
         self._opened = -1
+        self._is_exclusive = False
+        self._sharers = 0  # in this server, which has one lock for all of them
 
-    @property
-    def descriptor(self) -> int:
-        """Of the file, open."""
+    def open(self) -> int:
+        """The descriptor of the file, which this server has from now on."""
         if self._opened < 0:
             with _known():
-                self._opened = _open(f"{_NAME}{_parent()}.{self._suffix}")
+                self._opened = _open(f"{_NAME}{_parent()}")
         return self._opened
 
-    def lock(self, what: _Lock, kind: int) -> bool:
+    def _lock(self, what: _Lock, kind: int) -> bool:
         """Have a lock instead of the one that was had (`fcntl.F_RDLCK`, `F_WRLCK`), or none (`F_UNLCK`). False if
         another server's prevents it.
         """
         with _known():
-            return _lock(self.descriptor, what, kind)
-
-    def is_locked(self, what: _Lock) -> bool:
-        """Whether another server has any such lock."""
-        with _known():
-            found = fcntl.fcntl(self.descriptor, fcntl.F_OFD_GETLK, _flock(what, fcntl.F_WRLCK))
-        return bool(struct.unpack(_FLOCK, found)[0] != fcntl.F_UNLCK)
-
-
-class Siblings:
-    """A file that API servers share: its content, facts for each other, and its lock, shared or exclusive.
-
-    A server that changes the model's sleep has the lock exclusively, and writes the facts. A server whose requests are
-    on their way to the engine, or that reads the facts, shares it. Nobody waits for a shared lock. Every method raises
-    `SiblingsUnknown` where the file cannot be had, read or written.
-    """
-
-    def __init__(self) -> None:
-        self._file = SharedFile("facts")
-        self._is_exclusive = False
-        self._sharers = 0  # in this server, which has one lock for all of them
-
-    def open(self) -> None:
-        """Have the file from now on."""
-        self._file.descriptor  # noqa: B018
+            return _lock(self.open(), what, kind)
 
     def become_listener(self) -> bool:
         """Whether this server is the one that listens for all of them: the first that asked."""
-        return self._file.lock(_Lock.LISTENER, fcntl.F_WRLCK)
+        return self._lock(_Lock.LISTENER, fcntl.F_WRLCK)
 
     @asynccontextmanager
     async def exclusive(self) -> AsyncIterator[None]:
@@ -105,7 +84,7 @@ class Siblings:
             Busy: another server has the lock.
         """
         for _ in range(TRIES):
-            if not self._sharers and self._file.lock(_Lock.CHANGE, fcntl.F_WRLCK):
+            if not self._sharers and self._lock(_Lock.CHANGE, fcntl.F_WRLCK):
                 break
             await asyncio.sleep(BETWEEN_S)
         else:
@@ -118,27 +97,26 @@ class Siblings:
             yield
         finally:
             self._is_exclusive = False
-            self._file.lock(_Lock.CHANGE, fcntl.F_UNLCK)
+            self._lock(_Lock.CHANGE, fcntl.F_UNLCK)
 
     def withdraw(self) -> None:
         """From now on nobody can read the facts, until others are written; only inside `exclusive`."""
         with _known():
-            os.pwrite(self._file.descriptor, b"?", 0)
+            os.pwrite(self.open(), b"?", _UNTIL_BYTES)
 
     def write(self, facts: dict[str, Any]) -> None:
         """Replace the facts, which were withdrawn; only inside `exclusive`."""
         content = json.dumps(facts).encode().ljust(_FACTS_BYTES, b"\0")
         with _known():
-            if os.pwrite(self._file.descriptor, content[1:], 1) < len(content) - 1:
+            if os.pwrite(self.open(), content[1:], _UNTIL_BYTES + 1) < len(content) - 1:
                 raise OSError("not all of it could be written")
-            os.ftruncate(self._file.descriptor, len(content))
-            os.pwrite(self._file.descriptor, content[:1], 0)
+            os.ftruncate(self.open(), _UNTIL_BYTES + len(content))
+            os.pwrite(self.open(), content[:1], _UNTIL_BYTES)
 
     def read(self) -> dict[str, Any]:
         """The facts, {} at the start; only with a lock, shared or exclusive."""
         with _known():
-            descriptor = self._file.descriptor
-            content = os.pread(descriptor, os.fstat(descriptor).st_size, 0).rstrip(b"\0")
+            content = os.pread(self.open(), os.fstat(self.open()).st_size, _UNTIL_BYTES).rstrip(b"\0")
             return dict(json.loads(content)) if content else {}
 
     def read_shared(self) -> dict[str, Any] | None:
@@ -152,7 +130,7 @@ class Siblings:
 
     def share(self) -> bool:
         """Shared lock: nobody changes anything until `unshare`. False if a server is changing something."""
-        if self._is_exclusive or not (self._sharers or self._file.lock(_Lock.CHANGE, fcntl.F_RDLCK)):
+        if self._is_exclusive or not (self._sharers or self._lock(_Lock.CHANGE, fcntl.F_RDLCK)):
             return False  # a second lock on the same byte would replace the first
         self._sharers += 1
         return True
@@ -161,37 +139,31 @@ class Siblings:
         """Release the shared lock: what was read may change now."""
         self._sharers -= 1
         if not self._sharers:
-            self._file.lock(_Lock.CHANGE, fcntl.F_UNLCK)
+            self._lock(_Lock.CHANGE, fcntl.F_UNLCK)
 
+    # Whether any of them has requests, and until when the model stays awake
 
-class Resting:
-    """A file by which API servers know whether any of them has requests, and until when the model stays awake.
-
-    Raises as `Siblings`.
-    """
-
-    def __init__(self) -> None:
-        self._file = SharedFile("rest")
-
-    def lock(self, has_requests: bool) -> None:
+    def show_requests(self, has_some: bool) -> None:
         """Let the others see whether this server has requests."""
-        self._file.lock(_Lock.REQUESTS, fcntl.F_RDLCK if has_requests else fcntl.F_UNLCK)
+        self._lock(_Lock.REQUESTS, fcntl.F_RDLCK if has_some else fcntl.F_UNLCK)
 
     def others_have_requests(self) -> bool:
         """Whether another server has some."""
-        return self._file.is_locked(_Lock.REQUESTS)
+        with _known():
+            found = fcntl.fcntl(self.open(), fcntl.F_OFD_GETLK, _flock(_Lock.REQUESTS, fcntl.F_WRLCK))
+        return bool(struct.unpack(_FLOCK, found)[0] != fcntl.F_UNLCK)
 
     @property
-    def until(self) -> float:
+    def awake_until(self) -> float:
         """By `time.monotonic`, which is the same in all processes of a host."""
         with _known():
-            return float(struct.unpack("d", os.pread(self._file.descriptor, 8, 0))[0])
+            return float(struct.unpack("d", os.pread(self.open(), _UNTIL_BYTES, 0))[0])
 
     def postpone(self, until: float) -> None:
         """Keep the model awake at least until then."""
-        if until > self.until:
+        if until > self.awake_until:
             with _known():
-                os.pwrite(self._file.descriptor, struct.pack("d", until), 0)
+                os.pwrite(self.open(), struct.pack("d", until), 0)
 
 
 @contextmanager
@@ -224,7 +196,7 @@ def _open(name: str) -> int:
             descriptor = os.open(name, flags, 0o600, dir_fd=folder)
             try:
                 if _lock(descriptor, _Lock.IN_USE, fcntl.F_RDLCK) and os.fstat(descriptor).st_nlink:
-                    os.posix_fallocate(descriptor, 0, _FACTS_BYTES)
+                    os.posix_fallocate(descriptor, 0, _UNTIL_BYTES + _FACTS_BYTES)
                     atexit.register(_close, descriptor)
                     return descriptor
             except BaseException:

@@ -3,20 +3,20 @@
 Events go in, decisions come out: what is to be done with a request, and which calls wake the model. The table of all
 states and events is in `tests/vllm/state_table.py`; `Conductor` asks the engine and makes the calls.
 
-    model.handle(events.Slept(level=1))
-    model.handle(events.Answered(sleeps=True, workers=…))
+    model.handle(events.slept, level=1)
+    model.handle(events.answered, sleeps=True, workers=…)
     model.decide("wake")     # Decision.WAKE
     model.calls_to_wake()    # (Call.WAKE_REST,)
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from enum import Enum, Flag
-from typing import Any
+from typing import Any, Concatenate, ParamSpec
 
-from . import events
-from .worker_methods import Effect
+P = ParamSpec("P")
 
 TAGS = frozenset(("weights", "kv_cache"))  # the tags that vLLM's executors put to sleep
 NOTHING: frozenset[str] = frozenset()
@@ -88,7 +88,7 @@ class EngineCall(Enum):
 
 @dataclass(frozen=True)
 class State:
-    """All that is known. What begins and ends each fact stands in the handlers of `SleepingModel`.
+    """All that is known. What begins and ends each fact stands in `events`.
 
     Attributes:
         known: whether the rest holds now; it outlives a change.
@@ -136,9 +136,9 @@ class SleepingModel:
     def __init__(self, state: State = State()) -> None:
         self.state = state
 
-    def handle(self, event: events.GateEvent) -> None:
-        """Take note of an event."""
-        self.state = self._after(event)
+    def handle(self, event: Callable[Concatenate[State, P], State], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Take note of an event: one of `events`, and its arguments."""
+        self.state = event(self.state, *args, **kwargs)
 
     # What is so
 
@@ -267,59 +267,6 @@ class SleepingModel:
         """Whether workers sleep that the engine takes to be awake: its next wake would run them unmapped."""
         return bool(self.state.asleep - self.state.engine_asleep)
 
-    # Events
-
-    def _after(self, event: events.GateEvent) -> State:
-        state = self.state
-        match event:
-            case events.Began():
-                return replace(state, known=Known.CHANGING) if event.disturbs or not self.serves else state
-            case events.Ended():
-                return replace(state, known=Known.NO)
-            case events.Doubted():
-                known = Known.NO if state.known is Known.YES else state.known
-                return replace(state, known=known, doubted=True)
-            case events.Answered():
-                return _answered(state, event)
-            case events.WorkersSaid():
-                return _heard(state, event.workers)
-            case events.Deepened():
-                return replace(state, checkpointed=event.checkpointed)
-            case events.Slept():
-                return _slept(state, event)
-            case events.SleepFailed():
-                by_sleep = Stopped.NOBODY if Stopped.PAUSE in state.stopped else Stopped.SLEEP
-                return replace(state, engine=state.engine_asleep, stopped=state.stopped | by_sleep)
-            case events.Woken():
-                return _woken(state, event)
-            case events.WakeFailed():
-                # They may be mapped: nobody is told that they sleep before the workers say so.
-                tried = (event.tags or state.engine_asleep) & state.engine_asleep
-                return replace(
-                    state, engine=state.engine_asleep, asleep=state.asleep - tried, mapped=state.mapped | tried
-                )
-            case events.Released():
-                kv_cache = {"kv_cache"}
-                return replace(state, asleep=state.asleep | kv_cache, mapped=state.mapped - kv_cache)
-            case events.Forgot():
-                return _lost(state) if "weights" in state.asleep else state
-            case events.Paused():
-                return replace(state, stopped=state.stopped | Stopped.PAUSE)
-            case events.WorkersWoken():
-                by_sleep = Stopped.NOBODY if Stopped.PAUSE in state.stopped else Stopped.SLEEP
-                woken = replace(state, asleep=NOTHING, mapped=state.mapped | state.asleep, engine=state.engine_asleep)
-                return _agreed(replace(woken, stopped=state.stopped | by_sleep))
-            case events.WorkersPutToSleep():
-                return _agreed(replace(state, asleep=TAGS, mapped=NOTHING, engine=state.engine_asleep))
-            case events.Wrote():
-                return _wrote(state, event.effect)
-            case events.LeftOut():
-                return replace(state, left_out=event.names)
-            case events.LoadFailed():
-                if state.weights is Weights.LOADED or "weights" in state.asleep:
-                    return state
-                return replace(state, weights=Weights.FAILED, cause=event.why)
-
     # What several API servers of one engine tell each other, which the engine cannot tell them
 
     def facts(self) -> dict[str, Any]:
@@ -347,90 +294,6 @@ class SleepingModel:
                 checkpointed=facts["checkpointed"],
                 doubted=self.state.doubted,
             )
-
-
-def _answered(state: State, event: events.Answered) -> State:
-    known = replace(state, known=Known.YES, doubted=False)
-    if event.sleeps:
-        if event.workers is not None:
-            return _heard(known, event.workers)
-        is_unseen = not (state.asleep or state.engine or Stopped.SLEEP in state.stopped or event.scheduler_paused)
-        # vLLM means memory but does not say which.
-        return replace(known, asleep=TAGS, mapped=NOTHING) if is_unseen else known
-    awake = replace(known, stopped=Stopped.NOBODY, kept=False)
-    if event.workers is not None:  # memory that others tag and put to sleep is theirs
-        return _heard(replace(awake, engine=NOTHING), replace(event.workers, asleep=event.workers.asleep & TAGS))
-    if state.asleep - state.engine_asleep:  # the workers do not say that this is over
-        return replace(awake, engine=NOTHING)
-    return replace(awake, asleep=NOTHING, mapped=NOTHING, engine=None, checkpointed=False)
-
-
-def _heard(state: State, workers: events.Workers) -> State:
-    """What is mapped comes from the workers. What the engine took to be asleep before, it still does."""
-    engine = state.asleep if state.engine is None and state.asleep & workers.mapped else state.engine
-    state = replace(
-        _lost(state) if workers.lost else state,
-        asleep=workers.asleep,
-        mapped=workers.mapped,
-        engine=engine,
-        checkpointed=workers.checkpointed,
-    )
-    return _agreed(state)
-
-
-def _agreed(state: State) -> State:
-    """The state, without the engine's own view where the workers' is the same."""
-    return state if state.disagrees else replace(state, engine=None)
-
-
-def _slept(state: State, event: events.Slept) -> State:
-    state = replace(state, kept=event.kept)
-    if state.engine_asleep and not (event.again and "weights" not in state.engine_asleep):
-        return state  # vLLM leaves sleeping memory alone; since 0.33 not if only the KV cache sleeps
-    if event.level == 0:
-        return replace(state, stopped=state.stopped | Stopped.SLEEP)
-    weights = Weights.LOADED if state.weights is Weights.LOADED else Weights.LOST
-    slept = replace(state, asleep=TAGS, mapped=NOTHING, engine=None, weights=weights, cause="")
-    return _lost(slept) if event.level == 2 else slept
-
-
-def _lost(state: State) -> State:
-    update = Update.NONE if state.update is Update.NONE else Update.TORN
-    return replace(state, weights=Weights.LOST, update=update, cause="", left_out="")
-
-
-def _woken(state: State, event: events.Woken) -> State:
-    wanted = event.tags - {"scheduling"} if event.tags else state.engine_asleep
-    if wanted <= state.engine_asleep:
-        engine = None if state.engine is None else state.engine - wanted
-        state = replace(state, asleep=state.asleep - wanted, mapped=state.mapped | wanted, engine=engine)
-    if state.weights is Weights.LOST and "weights" not in state.asleep and not event.loads_next:
-        return replace(state, weights=Weights.STAGED)
-    return state
-
-
-def _wrote(state: State, effect: Effect) -> State:
-    update = state.update
-    if effect is Effect.STARTS:
-        return replace(state, update=Update.OPEN)
-    if effect is Effect.STARTS_DRAFT:
-        return replace(state, update=Update.DRAFT)
-    if effect is Effect.LOADS or (effect is Effect.UPDATES and update is Update.NONE):
-        return _loaded(state)
-    if effect is Effect.UPDATES and update is Update.OPEN:
-        return replace(state, update=Update.WRITTEN)
-    if effect is Effect.FINISHES:
-        finished = replace(state, update=Update.NONE)
-        # Whether a draft model was the last of all weights to be loaded, the workers alone can say.
-        is_last = update is Update.DRAFT and state.left_out is not None
-        return _loaded(finished) if is_last or update in (Update.NONE, Update.WRITTEN) else finished
-    return state
-
-
-def _loaded(state: State) -> State:
-    """All weights were written, unless the workers say otherwise."""
-    is_whole = "weights" not in state.asleep and not state.left_out
-    return replace(state, weights=Weights.LOADED, cause="") if is_whole else state
 
 
 def why_left_out(names: str | None) -> str:

@@ -381,43 +381,17 @@ def test_a_restore_without_enough_memory_is_the_last_one() -> None:
     assert (process.returncode, "ends at once" in process.stderr) == (1, True)
 
 
-TOO_LITTLE_HOST_MEMORY = """
-import os, pathlib, resource
-from cumem_sleep import CuMemAllocator, sim
-
-sim.configure(device_bytes=2 << 30, context_bytes=512 << 20)
-allocator = CuMemAllocator()
-address = allocator.malloc(2 << 20, "weights")
-assert not allocator.sleep(level=3).why_not_deeper
-allocator.wake_up()
-pages = int(pathlib.Path("/proc/self/statm").read_text().split()[0])
-soft = resource.prlimit(0, resource.RLIMIT_AS, (pages * resource.getpagesize() + (256 << 20), resource.RLIM_INFINITY))
-print(allocator.sleep(level=3).why_not_deeper)
-resource.prlimit(0, resource.RLIMIT_AS, soft)
-assert allocator.checkpoint is None
-assert not allocator.sleep(level=3).why_not_deeper
-allocator.wake_up()
-"""
-
-
-@pytest.mark.slow
-def test_a_checkpoint_for_which_there_is_too_little_host_memory_is_not_begun() -> None:
-    process = run_script(TOO_LITTLE_HOST_MEMORY)
-    assert process.returncode == 0, process.stderr
-    assert "a checkpoint copies 512.00 MiB to host memory, and its address space (RLIMIT_AS) leaves " in process.stdout
-
-
 @pytest.mark.parametrize(
     ("limit", "name"), [("cgroup_available_bytes", "the cgroup"), ("mem_available_bytes", "the system (MemAvailable)")]
 )
 def test_limits_of_the_system_count_before_a_checkpoint(monkeypatch: pytest.MonkeyPatch, limit: str, name: str) -> None:
     for each in ("cgroup_available_bytes", "mem_available_bytes"):
         monkeypatch.setattr(host_facts, each, lambda **_: None)
-    helper._require_host_memory(os.getpid(), 1 << 50)  # nothing is limited
+    helper._require_host_memory(1 << 50)  # nothing is limited
     monkeypatch.setattr(host_facts, limit, lambda **_: PAGE)
-    helper._require_host_memory(os.getpid(), PAGE)
+    helper._require_host_memory(PAGE)
     with pytest.raises(OSError, match=f"copies 4.00 MiB to host memory, and {re.escape(name)} leaves 2.00 MiB"):
-        helper._require_host_memory(os.getpid(), 2 * PAGE)
+        helper._require_host_memory(2 * PAGE)
 
 
 def _helper_pid() -> int:

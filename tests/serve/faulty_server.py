@@ -19,10 +19,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
 
-import uvicorn
-
 from cumem_sleep.http.asgi import Message, refusal, response
-from cumem_sleep.serve.simulated_server import PARTS, SimulatedServer, SimulatedServerOptions, _send_all
+from cumem_sleep.serve.simulated_server import PARTS, SimulatedServer, _send_all, arguments, serve
 
 NOTICED_WITHIN_S = 20.0  # that a client has left; on a busy machine this takes its time
 
@@ -36,17 +34,16 @@ def lives(pid: str) -> bool:
 
 
 class FaultyServer(SimulatedServer):
-    def __init__(
-        self, options: SimulatedServerOptions, gpus: list[Path], executed: Path, faults: float, seed: int
-    ) -> None:
+    def __init__(self, options: argparse.Namespace) -> None:
         super().__init__(options)
-        self.gpus = gpus
-        self.executed = executed
-        self.lasted = executed.with_name("lasted")  # seconds of requests
+        self.gpus: list[Path] = options.gpus
+        self.executed: Path = options.executed
+        self.lasted = self.executed.with_name("lasted")  # seconds of requests
         self.under_way: set[str] = set()
         self.abandoned: set[str] = set()  # by their clients
+        seed = hash((options.seed, options.names[0], os.getpid())) & 0xFFFFFFFF
         self.chance = random.Random(seed)
-        self.faults = faults
+        self.faults: float = options.faults
         self.has_layer = seed % 3 > 0
         self.lost = False  # weights that were dropped and not loaded again
         self.half_woken = False  # a wake failed after it had mapped its memory
@@ -205,32 +202,19 @@ class FaultyPlainServer(FaultyServer):
 SERVERS = {"vllm": FaultyServer, "sglang": FaultySglangServer, "command": FaultyPlainServer}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
+if __name__ == "__main__":
+    parser = arguments()
+    parser.set_defaults(token_s=0.001, keep_bytes=6 << 30)
     parser.add_argument("--engine", choices=SERVERS, default="vllm")
-    parser.add_argument("--token-seconds", type=float, default=0.001)
-    parser.add_argument("--uds", required=True)
-    parser.add_argument("--served-model-name", nargs="+", required=True)
     parser.add_argument("--gpus", nargs="+", type=Path, required=True)
-    parser.add_argument("--record", type=Path, required=True)
     parser.add_argument("--executed", type=Path, required=True)
     parser.add_argument("--faults", type=float, required=True)
     parser.add_argument("--seed", type=int, required=True)
     asked = parser.parse_args()
-    seed = hash((asked.seed, asked.served_model_name[0], os.getpid())) & 0xFFFFFFFF
     for gpu in asked.gpus:  # whoever held it under this name has ended
-        (gpu / asked.served_model_name[0]).unlink(missing_ok=True)
-    options = SimulatedServerOptions(
-        tuple(asked.served_model_name), token_s=asked.token_seconds, keep_bytes=6 << 30, record=asked.record
-    )
-    app = SERVERS[asked.engine](options, asked.gpus, asked.executed, asked.faults, seed)
+        (gpu / asked.names[0]).unlink(missing_ok=True)
+    app = SERVERS[asked.engine](asked)
     if app.happens(0.1):
         sys.exit(5)
-    uvicorn.run(
-        app, uds=asked.uds, http="httptools", ws="none", lifespan="off", log_level="error", timeout_graceful_shutdown=1
-    )
+    serve(app)
     app.give()
-
-
-if __name__ == "__main__":
-    main()

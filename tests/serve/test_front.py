@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from front_world import (
     OK,
     STREAM,
     Asked,
-    World,
     a_world,
     ask,
     chunk,
@@ -22,7 +20,6 @@ from front_world import (
     run,
     until,
 )
-from processor import slowness
 
 from cumem_sleep.http.asgi import Inbox
 from cumem_sleep.serve import exchange, front, upstream
@@ -81,7 +78,7 @@ def test_a_stream_comes_piece_by_piece() -> None:
                 assert await client.chunk() == b"data: %d\n\n" % number
                 turn.set()
             assert await client.chunk() == b""
-            assert len(world.fleet.granted) == 0 or await _ends(world)
+            await until(lambda: not world.fleet.granted)
 
     run(scenario)
 
@@ -114,11 +111,6 @@ def test_the_first_piece_of_a_stream_is_counted_and_no_other_answer() -> None:
             assert sum(counted["one", "awake"].counts) == 1
 
     run(scenario)
-
-
-async def _ends(world: World) -> bool:
-    await until(lambda: not world.fleet.granted)
-    return True
 
 
 def test_connections_to_a_server_are_used_again_and_not_when_they_are_old(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,35 +268,6 @@ def test_no_server_gets_all_of_a_long_body_that_names_its_model_again(is_awake: 
             assert (answer.code, "named again" in answer.error["message"]) == (400, True)
             await until(lambda: not world.fleet.granted)
             assert server.asked == [], "it would be here if all of it had been read"
-
-    run(scenario)
-
-
-@pytest.mark.parametrize("unit", [b"\\", b'\\"', b"x"])
-def test_the_loop_is_free_while_the_model_of_a_long_body_is_looked_for(unit: bytes) -> None:
-    """By the time that this thread has spent between two rounds of the loop, the client's share included."""
-
-    async def scenario() -> None:
-        async with a_world(aliases={"alias": "one"}) as world:
-            await world.server("one", reads_body=False)
-            longest_s = 0.0
-
-            async def tick() -> None:
-                nonlocal longest_s
-                while True:
-                    before_s = time.thread_time()
-                    await asyncio.sleep(0)
-                    longest_s = max(longest_s, time.thread_time() - before_s)
-
-            client = await world.client()
-            size = 32 << 20
-            client.writer.write(
-                post("/v1/completions", b'{"prompt": "' + unit * (size // len(unit)) + b'", "model": "alias"}')
-            )
-            ticking = asyncio.create_task(tick())
-            assert (await client.answer()).code == 200
-            ticking.cancel()
-            assert longest_s < 0.1 * slowness()
 
     run(scenario)
 

@@ -93,7 +93,7 @@ def test_a_vault_has_a_bar_of_its_own() -> None:
                 "Host memory: 5 B of 10 B held by sleepers, 3 B of KV cache kept",
                 "Vault: 6 B of 20 B held by sleepers",
             ]
-            parts = f"{bars}.map((bar) => [...bar.children].map((part) => [part.textContent, part.style.width]))"
+            parts = f"{bars}.map((bar) => [...bar.children].map((part) => [part.title, part.style.width]))"
             assert await page.value(parts) == [[["beside", "80%"]], [["one", "15%"], ["two", "15%"]]]
             text = await page.value("document.body.innerText")
             assert "14 B left" in text
@@ -129,6 +129,49 @@ def test_buttons_are_for_those_with_the_token() -> None:
             await page.value("document.querySelector('#key').click(), document.querySelector('#forget').click()")
             await page.until("document.querySelectorAll('[data-call]').length === 0 && last !== null && !last.operator")
             assert page.complaints == []
+
+    run(scenario)
+
+
+@needs_browser
+def test_a_link_brings_the_token_and_forgets_it() -> None:
+    async def scenario() -> None:
+        async with a_world("one", api_keys=["key"], admin_token=TOKEN) as world, a_page() as page:
+            url = f"http://127.0.0.1:{world.port}/"
+            await page.go(f"{url}#token=key")
+            await page.until("document.querySelector('#link').className === 'link live'")
+            assert await page.value("location.href") == url
+            assert await page.value("document.querySelectorAll('[data-call]').length") == 0
+            await page.go(f"{url}#token={TOKEN}")  # which loads nothing
+            await page.until("document.querySelectorAll('[data-call]').length === 3")
+            assert await page.value("location.href") == url
+            assert page.complaints == []
+
+    run(scenario)
+
+
+@needs_browser
+def test_names_are_whole_and_a_gpu_of_nobody_says_so() -> None:
+    names = tuple(f"{each}/a-name-that-is-much-longer-than-its-part-of-a-bar-{'x' * 40}" for each in ("one", "two"))
+
+    async def scenario() -> None:
+        async with a_world(*names) as world, a_page() as page:
+            status = world.fleet.status()
+            taken, free = status.gpus[0], replace(status.gpus[0], gpu=1, holders=())
+            holders = tuple(replace(taken.holders[0], model=name, share=0.05) for name in names)
+            gpus = (replace(taken, holders=holders), free)
+            world.fleet.status = lambda: replace(status, gpus=gpus)  # type: ignore[method-assign]
+            for width in (1000, 360):
+                await page.looks(width, 800)
+                await page.go(f"http://127.0.0.1:{world.port}/")
+                await page.until("document.querySelector('#link').className === 'link live'")
+                shown = "[...document.querySelectorAll('#gpus .names')].slice(0, 2).map((names) => names.innerText)"
+                assert await page.value(shown) == ["\n".join(names), "nobody is awake"]
+                is_cut = "(each) => each.scrollWidth > each.clientWidth"
+                assert await page.value(f"[...document.querySelectorAll('.names span')].filter({is_cut}).length") == 0
+                assert await page.value("document.documentElement.scrollWidth") <= width
+            labels = "[...document.querySelectorAll('#gpus [role=img]')].map((bar) => bar.getAttribute('aria-label'))"
+            assert (await page.value(labels))[1] == "GPU 1: nobody is awake"
 
     run(scenario)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections import Counter
 from dataclasses import dataclass, field, replace
@@ -63,6 +62,7 @@ class World:
     refused: dict[int, Refuse] = field(default_factory=dict)
     granted_after: dict[int, float] = field(default_factory=dict)
     granted_of: dict[int, str] = field(default_factory=dict)
+    asked: list[int] = field(default_factory=list)  # by a history
     obeyed: list[Obeyed] = field(default_factory=list)
     log: list[Action] = field(default_factory=list)
     kept: dict[str, int] = field(default_factory=dict)
@@ -290,112 +290,248 @@ def awake(world: World, *models: str) -> None:
         world.end(request)
 
 
-# Case by case
+# Case by case: what happens, step by step, and what is to be seen between
 
 
-def test_room_is_made_by_the_least_recently_used_idle_model() -> None:
-    world = World([spec(name, share=0.5) for name in "abc"])
-    awake(world, "a")
-    world.now = 1.0
-    awake(world, "b")
-    world.now = 2.0
-    world.end(world.ask("a"))  # b is now the one that was used least recently
-    world.now = 3.0
-    world.ask("c")
-    assert world.phase("b") is Phase.FALLING_ASLEEP
-    assert world.phase("a") is Phase.AWAKE
-    world.done("b")
-    assert world.phase("c") is Phase.STARTING
+def case(*specs: Spec, history: str) -> tuple[tuple[Spec, ...], str]:
+    return specs, history
 
 
-def test_an_idle_model_leaves_before_a_busy_one() -> None:
-    world = World([spec(name, share=0.5) for name in "abc"])
-    awake(world, "a")
-    world.ask("a")
-    world.now = 1.0
-    awake(world, "b")
-    world.ask("c")
-    assert (world.phase("a"), world.phase("b")) == (Phase.AWAKE, Phase.FALLING_ASLEEP)
+def half(name: str) -> Spec:
+    return spec(name, share=0.5)
 
 
-def test_a_busy_model_is_drained_and_its_new_requests_come_after_those_that_waited() -> None:
-    world = World([spec("a"), spec("b")])
-    awake(world, "b", "a")
-    running = world.ask("a")
-    waits = world.ask("b")
-    late = world.ask("a")
-    assert world.phase("a") is Phase.DRAINING
-    assert {waits, late} == set(world.waiting)
-    world.end(running)
-    world.done("a")
-    world.done("b")
-    assert waits in world.running
-    assert world.phase("b") is Phase.DRAINING  # for the late one
-    world.end(waits)
-    world.done("b")
-    world.done("a")
-    assert late in world.running
+HISTORIES = {
+    "room is made by the least recently used idle model": case(
+        *map(half, "abc"),
+        history="awake a, +1, awake b, +1, ask a, end #1, +1, ask c, b falling asleep, a awake, done b, c starting",
+    ),
+    "an idle model leaves before a busy one": case(
+        *map(half, "abc"), history="awake a, ask a, +1, awake b, ask c, a awake, b falling asleep"
+    ),
+    "a busy model is drained, and its new requests come after those that waited": case(
+        spec("a"),
+        spec("b"),
+        history="awake b a, ask a, ask b, ask a, a draining, #2 waits, #3 waits, end #1, done a, done b, #2 runs,"
+        " b draining, end #2, done b, done a, #3 runs",
+    ),
+    "a drain ends when nobody wants the room any more": case(
+        spec("a"), spec("b"), history="awake b a, ask a, ask b, ask a, end #2, a awake, #3 runs"
+    ),
+    "a drain is bounded": case(
+        spec("a", drain_s=5.0),
+        spec("b"),
+        history="awake b a, ask a, ask b, +4.9, #1 runs, +0.2, #1 revoked, a draining, end #1, a falling asleep",
+    ),
+    "nobody is pushed out within keep, and serves meanwhile": case(
+        spec("a", keep_s=30.0),
+        spec("b"),
+        history="awake b a, ask b, +29.9, a awake, ask a, #2 runs, end #2, +0.2, a falling asleep",
+    ),
+    "a model with many GPUs is not passed by": case(
+        *(spec("both", 0, 1), spec("a", 0), spec("b", 1, keep_s=10.0), spec("c", 0)),
+        history="awake c both a b, ask both, ask c, c asleep, +10, a falling asleep, b falling asleep,"
+        " done a, both asleep, done b, done both, #2 waits",
+    ),
+    "switches on different GPUs overlap": case(
+        *(spec("a", 0), spec("b", 0), spec("c", 1), spec("d", 1)),
+        history="awake b a d c, ask b, ask d, changes a c, done a, b waking, c falling asleep",
+    ),
+    "models in the vault leave host memory to the others, and it refuses them itself": case(
+        *(spec(name, host_bytes=600) for name in "abcd"),
+        history="vault a b c, awake a b c d, holds 0, ask a, d begins sleep 1, done d, holds 600, done a, end #1,"
+        " ask b, lacks a, a begins sleep 2",
+    ),
+    "a sleep that lacks host memory goes deeper at once, and the next one tries again": case(
+        spec("a"),
+        spec("b"),
+        history="awake b a, ask b, a begins sleep 1, lacks a, a begins sleep 2, done a, b waking, done b, end #1,"
+        " awake a, ask b, a begins sleep 1",
+    ),
+    "a sleep that fails is tried again with pauses, and then deeper": case(
+        spec("a", levels=(1, STOP)),
+        spec("b"),
+        history="awake b a, ask b, a begins sleep 1, fails a awake, changes, +1, a begins sleep 1, fails a awake,"
+        " +1, changes, +1, a begins sleep 1, fails a awake, +4, a begins stop, done a, done b, #1 runs",
+    ),
+    "a wake that fails is tried again, and then its server starts afresh": case(
+        spec("a"),
+        spec("b"),
+        history="awake a b, ask a, done b, a begins wake, fails a asleep, +1, a begins wake, fails a asleep, +2,"
+        " a begins wake, fails a asleep, a begins stop, #1 waits, done a, +60, done a, #1 runs",
+    ),
+    "while one model pauses after a failure others get its GPU": case(
+        *map(spec, "abc"), history="awake a c b, ask a, done b, fails a asleep, ask c, c waking"
+    ),
+    "nobody waits for a server that does not start": case(
+        spec("a"),
+        history="ask a, fails a stopped, +1, fails a stopped, #1 waits, +2, fails a stopped, #1 refused, ask a,"
+        " #2 refused, +60, ask a, done a, #3 runs",
+    ),
+    "what nobody knows is made certain": case(
+        spec("a"),
+        spec("b", owned=False),
+        history="awake b a, ask b, fails a unknown, a begins stop, b asleep, done a, fails b unknown, b begins start,"
+        " a stopped",
+    ),
+    "at the start servers start one after the other, and sleep at once": case(
+        *(spec("a", at_start="asleep"), spec("b", at_start="asleep"), spec("c", 1, at_start="awake")),
+        history="changes a c, done a, a falling asleep, b stopped, done a, done b, done b, done c, a asleep, b asleep,"
+        " c awake",
+    ),
+    "idle models go deeper and deeper": case(
+        spec("a", idle=((60.0, 1), (600.0, 3), (7200.0, STOP))),
+        history="awake a, +60, a begins sleep 1, done a, +540, a begins sleep 3, done a, +6600, a begins stop, done a,"
+        " a stopped, next inf",
+    ),
+    "with the layer level 3 needs no GPU": case(
+        spec("a", idle=((60.0, 1), (600.0, 3))),
+        spec("b"),
+        history="layer a, awake a b, +600, b awake, a begins sleep 3, free 0, done a, a asleep, a at 3",
+    ),
+    "a model that stays at level 1 is not asked again before it has woken": case(
+        spec("a", idle=((60.0, 1), (600.0, 3), (7200.0, STOP))),
+        history="layer a"
+        + ", awake a, +60, done a, +540, stays a, +60, changes, a asleep, a at 1, order a 3, obeyed a 3 failed" * 2
+        + ", +7200, a begins stop",
+    ),
+    "an operator puts a model to sleep, and stops it": case(
+        spec("a"),
+        history="awake a, ask a, order a 1, ask a, a draining, end #1, done a, obeyed a 1, done a, #2 runs, end #2,"
+        " order a stop, done a, obeyed a stop, a stopped, order a 1, obeyed a 1",
+    ),
+    "an order that cannot be carried out is answered": case(
+        *(spec("a"), spec("b"), spec("c", 1, owned=False)),
+        history="awake a b c, ask b, order a 2, obeyed a 2 failed, order c stop, obeyed c stop failed, order c 1,"
+        " fails c awake, obeyed c 1 failed",
+    ),
+    "an order to sleep deeper that fails is answered, and not tried again at once": case(
+        spec("a"),
+        history="awake a, order a 1, done a, obeyed a 1, order a 2, fails a asleep, obeyed a 2 failed, changes",
+    ),
+    "going deeper takes no host memory that is in use": case(
+        spec("a", levels=(2,), host_bytes=600),
+        spec("b", 1, host_bytes=600),
+        history="awake a b, order a 2, done a, order b 1, done b, order a 3, changes, obeyed a 3 failed",
+    ),
+    "a model that nobody asks for and that does not start leaves others alone": case(
+        spec("a", at_start="asleep"),
+        spec("b"),
+        history="fails a stopped, awake b, +60, ask b, end #1, +60, ask b, end #2, b awake, order b 1, done b, +60,"
+        " fails a stopped, +60, fails a stopped, +600, changes, ask a, a begins start",
+    ),
+    "a model that somebody else wakes where there is room stays awake, and is idle from then on": case(
+        spec("a", share=0.5, idle=((10.0, 1),)),
+        half("b"),
+        history="awake a b, +10, done a, +5, woken a, +9.9, a awake, b awake, +0.2, a falling asleep",
+    ),
+    "what cannot sleep stays once started, though its client has left": case(
+        spec("a", levels=(STOP,)), history="ask a, +5, end #1, done a, a awake"
+    ),
+    "the least recently used sleeper gives up its KV cache first, and nobody sleeps deeper for it": case(
+        *(spec(name, host_bytes=250) for name in "abcd"),
+        history="awake b, +1, awake a, +1, awake c, +1, awake d, +1, keeps a 60, keeps b 100, keeps c 60, gave up,"
+        " ask c, d begins sleep 1, gave up b a c, kept 0",
+    ),
+    "no more kept KV cache leaves than is needed, and nobody is told twice": case(
+        *(spec(name, host_bytes=200) for name in "abcd"),
+        history="awake a, +1, awake b, +1, awake c, +1, awake d, +1, keeps a 100, keeps b 100, keeps c 100, ask a,"
+        " gave up b, +0, gave up b, refuses to give up, gave up b c, gives up, done d, short d, gave up b c, done a,"
+        " kept 100",
+    ),
+    "kept KV cache in the vault takes nothing of the budget": case(
+        spec("a", host_bytes=600),
+        spec("b", host_bytes=600),
+        history="vault a, awake a b, keeps a 5000, short b, gave up, kept 0, awake a, keeps b 100, short a, gave up",
+    ),
+}
 
 
-def test_a_drain_ends_when_nobody_wants_the_room_any_more() -> None:
-    world = World([spec("a"), spec("b")])
-    awake(world, "b", "a")
-    world.ask("a")
-    waits, late = world.ask("b"), world.ask("a")
-    world.end(waits)
-    assert world.phase("a") is Phase.AWAKE
-    assert late in world.running
+@pytest.mark.parametrize("case", HISTORIES.values(), ids=HISTORIES)
+def test_history(case: tuple[tuple[Spec, ...], str]) -> None:
+    specs, history = case
+    world = World(list(specs))
+    for step in history.split(", "):
+        if not happens(world, step):
+            see(world, step)
 
 
-def test_a_drain_is_bounded() -> None:
-    world = World([spec("a", drain_s=5.0), spec("b")])
-    awake(world, "b", "a")
-    running = world.ask("a")
-    world.ask("b")
-    world.pass_time(4.9)
-    assert not world.revoked
-    world.pass_time(0.2)
-    assert world.revoked == {running}
-    assert world.phase("a") is Phase.DRAINING
-    world.end(running)
-    assert world.phase("a") is Phase.FALLING_ASLEEP
+DEPTHS = {"1": 1, "2": 2, "3": 3, "stop": STOP}
+STATES = {"awake": Phase.AWAKE, "asleep": Phase.ASLEEP, "stopped": Phase.STOPPED, "unknown": None}
 
 
-def test_nobody_is_pushed_out_within_keep() -> None:
-    world = World([spec("a", keep_s=30.0), spec("b")])
-    awake(world, "b", "a")
-    world.ask("b")
-    world.pass_time(29.9)
-    assert world.phase("a") is Phase.AWAKE
-    assert world.ask("a") in world.running  # it serves meanwhile
-    world.end(world.number)
-    world.pass_time(0.2)
-    assert world.phase("a") is Phase.FALLING_ASLEEP
+def happens(world: World, step: str) -> bool:
+    """Whether a step is one that happens. `#2`: the second request."""
+    match step.split():
+        case ["awake", *models]:
+            awake(world, *models)
+        case ["layer", model]:
+            world.has_layer(model)
+        case ["vault", *models]:
+            for model in models:
+                world.send(HasLayer(model, True, in_vault=True))
+        case ["ask", model]:
+            world.asked.append(world.ask(model))
+        case ["end", request]:
+            world.end(world.asked[int(request[1:]) - 1])
+        case ["done", model]:
+            world.done(model)
+        case ["stays", model]:
+            world.done(model, stays="it is one of 2 ranks")
+        case ["fails", model, state]:
+            world.done(model, "it failed", STATES[state])
+            assert world.scheduler.models[model].error == "it failed"
+        case ["lacks", model]:
+            world.done(model, "no host memory", Phase.AWAKE, lacks=True)
+        case ["short", model]:
+            world.send(LacksHostMemory(model))
+        case ["keeps", model, nbytes]:
+            world.keep(model, int(nbytes))
+        case ["gives", "up"]:
+            world.give_up()
+        case ["refuses", "to", "give", "up"]:
+            world.give_up(fails=True)
+        case ["order", model, wanted]:
+            world.send(Ordered(model, DEPTHS[wanted]))
+        case ["woken", model]:
+            world.somebody_else(model, Phase.AWAKE)
+        case [seconds] if seconds.startswith("+"):
+            world.pass_time(float(seconds))
+        case _:
+            return False
+    return True
 
 
-def test_a_model_with_many_gpus_is_not_passed_by() -> None:
-    world = World([spec("both", 0, 1), spec("a", 0), spec("b", 1, keep_s=10.0), spec("c", 0)])
-    awake(world, "c", "both", "a", "b")
-    world.ask("both")  # has to wait for b's keep
-    late = world.ask("c")
-    assert world.phase("c") is Phase.ASLEEP, "it came later, and must not take GPU 0"
-    world.pass_time(10.0)
-    assert {world.phase("a"), world.phase("b")} == {Phase.FALLING_ASLEEP}, "both at the same time"
-    world.done("a")
-    assert world.phase("both") is Phase.ASLEEP, "b still holds its GPU"
-    world.done("b")
-    world.done("both")
-    assert late in world.waiting
-
-
-def test_switches_on_different_gpus_overlap() -> None:
-    world = World([spec("a", 0), spec("b", 0), spec("c", 1), spec("d", 1)])
-    awake(world, "b", "a", "d", "c")
-    world.ask("b")
-    world.ask("d")
-    assert set(world.changes) == {"a", "c"}
-    world.done("a")
-    assert {world.phase("b"), world.phase("c")} == {Phase.WAKING, Phase.FALLING_ASLEEP}
+def see(world: World, step: str) -> None:
+    """What is to be seen."""
+    scheduler = world.scheduler
+    match step.split():
+        case ["gave", "up", *models]:
+            assert [each.model for each in world.log if isinstance(each, GiveUpKept)] == models, step
+        case ["obeyed", model, wanted, *failed]:
+            last = world.obeyed[-1]
+            assert (last.model, last.depth, bool(last.error)) == (model, DEPTHS[wanted], bool(failed)), (step, last)
+        case ["changes", *models]:
+            assert {*world.changes} == {*models}, (step, world.changes)
+        case [model, "begins", kind, *level]:
+            change = world.changes[model]
+            assert type(change).__name__.lower() == kind, (step, change)
+            assert not level or getattr(change, "level", None) == int(level[0]), (step, change)
+        case [model, "at", level]:
+            assert world.level[model] == int(level), step
+        case ["holds", nbytes]:
+            assert scheduler.held_bytes() == int(nbytes), step
+        case ["kept", nbytes]:
+            assert scheduler.kept_bytes() == int(nbytes), step
+        case ["free", share]:
+            assert scheduler.free_share(0) == float(share), step
+        case ["next", time]:
+            assert scheduler.next_time() == float(time), step
+        case [request, state] if request.startswith("#"):
+            found = {"runs": world.running, "waits": world.waiting, "revoked": world.revoked, "refused": world.refused}
+            assert world.asked[int(request[1:]) - 1] in found[state], step
+        case [model, *phase]:
+            assert world.phase(model).value == " ".join(phase), (step, world.phase(model))
 
 
 def test_a_model_without_a_level_that_fits_the_host_sleeps_deeper_or_stops() -> None:
@@ -404,172 +540,6 @@ def test_a_model_without_a_level_that_fits_the_host_sleeps_deeper_or_stops() -> 
     asleep = [(each.model, each.level) for each in world.log if isinstance(each, Sleep)]
     assert asleep == [("a", 1), ("b", 2)]
     assert [each.model for each in world.log if isinstance(each, Stop)] == ["c"]
-
-
-def test_models_in_the_vault_leave_host_memory_to_the_others() -> None:
-    """And the vault is the one that refuses them."""
-    world = World([spec(name, host_bytes=600) for name in "abcd"])
-    for name in "abc":
-        world.send(HasLayer(name, True, in_vault=True))
-    awake(world, "a", "b", "c", "d")
-    assert world.scheduler.held_bytes() == 0
-    request = world.ask("a")
-    assert world.changes["d"].level == 1  # type: ignore[union-attr]
-    world.done("d")
-    assert world.scheduler.held_bytes() == 600
-    world.done("a")
-    world.end(request)
-    world.ask("b")
-    world.done("a", "the vault has no host memory", Phase.AWAKE, lacks=True)
-    assert world.changes["a"].level == 2  # type: ignore[union-attr]
-
-
-def awake_in_turns(world: World, *models: str) -> None:
-    for model in models:
-        awake(world, model)
-        world.pass_time(1.0)
-
-
-def gives_up(world: World) -> list[str]:
-    return [each.model for each in world.log if isinstance(each, GiveUpKept)]
-
-
-def test_the_least_recently_used_sleeper_gives_up_its_kv_cache_first() -> None:
-    world = World([spec(name, host_bytes=250) for name in "abcd"])
-    awake_in_turns(world, "b", "a", "c", "d")
-    for name, nbytes in (("a", 60), ("b", 100), ("c", 60)):
-        world.keep(name, nbytes)
-    assert gives_up(world) == []
-    world.ask("c")
-    sleep = world.changes["d"]
-    assert isinstance(sleep, Sleep)
-    assert sleep.level == 1, "kept KV cache never costs a model its sleep"
-    assert gives_up(world) == ["b", "a", "c"]
-    assert world.scheduler.kept_bytes() == 0
-    assert [world.give_up() for _ in "bac"] == [[], [], []]
-
-
-def test_no_more_kept_kv_cache_leaves_than_is_needed() -> None:
-    world = World([spec(name, host_bytes=200) for name in "abcd"])
-    awake_in_turns(world, "a", "b", "c", "d")
-    for name in "abc":
-        world.keep(name, 100)
-    world.ask("a")
-    assert gives_up(world) == ["b"], "somebody waits for a"
-    world.send(TimePassed())
-    assert gives_up(world) == ["b"], "it is under way"
-    world.give_up(fails=True)
-    assert gives_up(world) == ["b", "c"], "what fails is counted as not given up"
-    assert (world.scheduler.models["b"].kept_bytes, world.scheduler.models["b"].kept) == (100, KeptState.STAYS)
-    world.give_up()
-    world.done("d")
-    world.send(LacksHostMemory("d"))
-    assert gives_up(world) == ["b", "c"], "nobody is told twice, and a wakes"
-    world.done("a")
-    assert world.scheduler.kept_bytes() == 100
-    assert world.scheduler.models["a"].kept_bytes == 0, "it is on the GPU again"
-
-
-def test_kept_kv_cache_in_the_vault_takes_nothing_of_the_budget() -> None:
-    world = World([spec("a", host_bytes=600), spec("b", host_bytes=600)])
-    world.send(HasLayer("a", True, in_vault=True))
-    awake(world, "a", "b")
-    world.keep("a", 5000)
-    world.send(LacksHostMemory("b"))
-    assert (gives_up(world), world.scheduler.kept_bytes()) == ([], 0)
-    assert world.scheduler.models["a"].kept_bytes == 5000
-    awake(world, "a")
-    world.keep("b", 100)
-    world.send(LacksHostMemory("a"))
-    assert gives_up(world) == [], "that would give the vault nothing"
-
-
-def test_a_sleep_that_lacks_host_memory_goes_deeper_at_once() -> None:
-    world = World([spec("a"), spec("b")])
-    awake(world, "b", "a")
-    world.ask("b")
-    world.done("a", "no host memory", Phase.AWAKE, lacks=True)
-    assert world.changes["a"].level == 2  # type: ignore[union-attr]
-    world.done("a")
-    assert world.phase("b") is Phase.WAKING
-    world.done("b")
-    world.end(world.number)
-    awake(world, "a", "b")
-    assert [each.level for each in world.log if isinstance(each, Sleep) and each.model == "a"] == [1, 2, 1]
-
-
-def test_a_sleep_that_fails_is_tried_again_with_pauses_and_then_deeper() -> None:
-    world = World([spec("a", levels=(1, STOP)), spec("b")])
-    awake(world, "b", "a")
-    world.ask("b")
-    for number in range(policy.ATTEMPTS):
-        assert isinstance(world.changes["a"], Sleep)
-        world.done("a", "it failed", Phase.AWAKE)
-        assert "a" not in world.changes
-        assert world.scheduler.models["a"].error == "it failed"
-        world.pass_time(policy.pause_s(number + 1))
-    assert isinstance(world.changes["a"], Stop)
-    world.done("a")
-    world.done("b")
-    assert world.running
-
-
-def test_a_wake_that_fails_is_tried_again_and_then_its_server_starts_afresh() -> None:
-    world = World([spec("a"), spec("b")])
-    awake(world, "a", "b")
-    waits = world.ask("a")
-    world.done("b")
-    for number in range(policy.ATTEMPTS):
-        assert isinstance(world.changes["a"], Wake)
-        world.done("a", "it failed", Phase.ASLEEP)
-        if number < policy.ATTEMPTS - 1:
-            world.pass_time(policy.pause_s(number + 1))
-    assert isinstance(world.changes["a"], Stop)
-    assert world.refused == {}
-    world.done("a")
-    world.pass_time(policy.LONGEST_PAUSE_S)
-    world.done("a")
-    assert waits in world.running
-
-
-def test_while_one_model_pauses_after_a_failure_others_get_its_gpu() -> None:
-    world = World([spec("a"), spec("b"), spec("c")])
-    awake(world, "a", "c", "b")
-    world.ask("a")
-    world.done("b")
-    world.done("a", "it failed", Phase.ASLEEP)
-    world.ask("c")
-    assert world.phase("c") is Phase.WAKING
-
-
-def test_nobody_waits_for_a_server_that_does_not_start() -> None:
-    world = World([spec("a")])
-    waits = world.ask("a")
-    for number in range(policy.ATTEMPTS):
-        world.done("a", "no such file", Phase.STOPPED)
-        assert (waits in world.refused) == (number == policy.ATTEMPTS - 1)
-        if number < policy.ATTEMPTS - 1:
-            world.pass_time(policy.pause_s(number + 1))
-    assert world.refused[waits] == Refuse(waits, "no such file", world.refused[waits].retry_after_s, failed=True)
-    late = world.ask("a")
-    assert late in world.refused
-    world.pass_time(policy.LONGEST_PAUSE_S)
-    later = world.ask("a")
-    world.done("a")
-    assert later in world.running
-
-
-def test_what_nobody_knows_is_made_certain() -> None:
-    world = World([spec("a"), spec("b", owned=False)])
-    awake(world, "b", "a")
-    world.ask("b")
-    world.done("a", "no answer", None)
-    assert isinstance(world.changes["a"], Stop)
-    assert world.phase("b") is Phase.ASLEEP, "a may hold its GPU still"
-    world.done("a")
-    world.done("b", "no answer", None)
-    assert isinstance(world.changes["b"], Start), "somebody else's server is asked again"
-    assert world.phase("a") is Phase.STOPPED
 
 
 def test_a_server_that_starts_and_dies_again_and_again_is_started_less_and_less_often() -> None:
@@ -585,98 +555,6 @@ def test_a_server_that_starts_and_dies_again_and_again_is_started_less_and_less_
         pauses.append(world.now - died)
     assert pauses == [policy.pause_s(number) for number in range(1, 9)]
     assert pauses[-1] == policy.LONGEST_PAUSE_S
-
-
-def test_at_the_start_servers_start_one_after_the_other_and_sleep_at_once() -> None:
-    world = World([spec("a", at_start="asleep"), spec("b", at_start="asleep"), spec("c", 1, at_start="awake")])
-    assert set(world.changes) == {"a", "c"}
-    world.done("a")
-    assert world.phase("a") is Phase.FALLING_ASLEEP
-    assert world.phase("b") is Phase.STOPPED
-    world.done("a")
-    world.done("b")
-    world.done("b")
-    world.done("c")
-    assert [world.phase(name) for name in "abc"] == [Phase.ASLEEP, Phase.ASLEEP, Phase.AWAKE]
-
-
-def test_idle_models_go_deeper_and_deeper() -> None:
-    world = World([spec("a", idle=((60.0, 1), (600.0, 3), (7200.0, STOP)))])
-    awake(world, "a")
-    world.pass_time(60.0)
-    assert world.changes["a"] == Sleep("a", world.changes["a"].operation, 1)
-    world.done("a")
-    world.pass_time(540.0)
-    assert world.changes["a"] == Sleep("a", world.changes["a"].operation, 3, 0, 1)
-    world.done("a")
-    world.pass_time(6600.0)
-    assert isinstance(world.changes["a"], Stop)
-    world.done("a")
-    assert world.phase("a") is Phase.STOPPED
-    assert world.scheduler.next_time() == math.inf
-
-
-def test_with_the_layer_level_3_needs_no_gpu() -> None:
-    world = World([spec("a", idle=((60.0, 1), (600.0, 3))), spec("b")])
-    world.has_layer("a")
-    awake(world, "a", "b")
-    world.pass_time(600.0)
-    assert world.phase("b") is Phase.AWAKE
-    assert world.changes["a"] == Sleep("a", world.changes["a"].operation, 3, 0, 1)
-    assert world.scheduler.free_share(0) == 0.0, "it holds none of it"
-    world.done("a")
-    assert (world.phase("a"), world.level["a"]) == (Phase.ASLEEP, 3)
-
-
-def test_a_model_that_stays_at_level_1_is_not_asked_again_before_it_has_woken() -> None:
-    world = World([spec("a", idle=((60.0, 1), (600.0, 3), (7200.0, STOP)))])
-    world.has_layer("a")
-    for _ in range(2):
-        awake(world, "a")
-        world.pass_time(60.0)
-        world.done("a")
-        world.pass_time(540.0)
-        world.done("a", stays="it is one of 2 ranks")
-        world.pass_time(60.0)
-        assert not world.changes
-        assert (world.phase("a"), world.level["a"]) == (Phase.ASLEEP, 1)
-        world.send(Ordered("a", 3))
-        assert world.obeyed[-1].error == "it is one of 2 ranks"
-    world.pass_time(7200.0)
-    assert isinstance(world.changes["a"], Stop)
-
-
-def test_an_operator_puts_a_model_to_sleep_and_stops_it() -> None:
-    world = World([spec("a")])
-    awake(world, "a")
-    request = world.ask("a")
-    world.send(Ordered("a", 1))
-    late = world.ask("a")
-    assert world.phase("a") is Phase.DRAINING
-    world.end(request)
-    world.done("a")
-    assert world.obeyed == [Obeyed("a", 1)]
-    world.done("a")
-    assert late in world.running, "a request wakes it again"
-    world.end(late)
-    world.send(Ordered("a", STOP))
-    world.done("a")
-    assert world.obeyed[1:] == [Obeyed("a", STOP)]
-    assert world.phase("a") is Phase.STOPPED
-    world.send(Ordered("a", 1))
-    assert world.obeyed[2:] == [Obeyed("a", 1)]
-
-
-def test_an_order_that_cannot_be_carried_out_is_answered() -> None:
-    world = World([spec("a"), spec("b"), spec("c", 1, owned=False)])
-    awake(world, "a", "b", "c")
-    world.ask("b")
-    world.send(Ordered("a", 2))
-    world.send(Ordered("c", STOP))
-    assert [(each.model, bool(each.error)) for each in world.obeyed] == [("a", True), ("c", True)]
-    world.send(Ordered("c", 1))
-    world.done("c", "it failed", Phase.AWAKE)
-    assert world.obeyed[-1] == Obeyed("c", 1, "it failed")
 
 
 @pytest.mark.parametrize("change", ["removed", "another key"])
@@ -695,26 +573,6 @@ def test_somebody_elses_server_sleeps_before_it_is_dropped(change: str) -> None:
     world.done("b")
     assert waits in world.running
     assert ("u" in world.scheduler.models) == (change != "removed")
-
-
-def test_a_model_that_nobody_asks_for_and_that_does_not_start_leaves_others_alone() -> None:
-    world = World([spec("a", at_start="asleep"), spec("b", keep_s=0.0)])
-    world.done("a", "it hangs", Phase.STOPPED)
-    awake(world, "b")
-    for _ in range(20):
-        world.pass_time(policy.LONGEST_PAUSE_S)
-        world.end(world.ask("b"))
-    assert world.phase("b") is Phase.AWAKE, "it was not pushed out for the next attempt"
-    world.send(Ordered("b", 1))
-    world.done("b")
-    for _ in range(policy.ATTEMPTS):
-        world.pass_time(policy.LONGEST_PAUSE_S)
-        if "a" in world.changes:
-            world.done("a", "it hangs", Phase.STOPPED)
-    world.pass_time(10 * policy.LONGEST_PAUSE_S)
-    assert "a" not in world.changes, "it is not tried for ever"
-    world.ask("a")
-    assert isinstance(world.changes["a"], Start)
 
 
 def test_a_new_configuration_stops_what_is_gone_and_restarts_what_is_different() -> None:
@@ -755,29 +613,6 @@ def test_what_requests_wait_for_is_known() -> None:
     after = world.scheduler.waited_s(model, world.now)
     waited = {cause: after[cause] - before.get(cause, 0.0) for cause in after}
     assert {cause: seconds for cause, seconds in waited.items() if seconds} == {"room": 4.0, "wake": 2.0}
-
-
-def test_an_order_to_sleep_deeper_that_fails_is_answered_and_not_tried_again_at_once() -> None:
-    world = World([spec("a")])
-    awake(world, "a")
-    for depth in (1, 2):
-        world.send(Ordered("a", depth))
-        world.done("a", *([] if depth == 1 else ["it failed", Phase.ASLEEP]))
-    assert world.obeyed == [Obeyed("a", 1), Obeyed("a", 2, "it failed")]
-    assert world.changes == {}
-
-
-def test_a_model_that_somebody_else_wakes_where_there_is_room_stays_awake_and_is_idle_from_then_on() -> None:
-    world = World([spec("a", share=0.5, idle=((10.0, 1),)), spec("b", share=0.5)])
-    awake(world, "a", "b")
-    world.pass_time(10.0)
-    world.done("a")
-    world.pass_time(5.0)
-    world.somebody_else("a", Phase.AWAKE)
-    world.pass_time(9.9)
-    assert (world.phase("a"), world.phase("b")) == (Phase.AWAKE, Phase.AWAKE)
-    world.pass_time(0.2)
-    assert world.phase("a") is Phase.FALLING_ASLEEP
 
 
 # At random
@@ -948,17 +783,6 @@ def test_kept_kv_cache_costs_nobody_anything(seed: int) -> None:
     assert [each for each in keeps.log if not isinstance(each, GiveUpKept)] == without.log
 
 
-def test_going_deeper_takes_no_host_memory_that_is_in_use() -> None:
-    world = World([spec("a", levels=(2,), host_bytes=600), spec("b", 1, host_bytes=600)])
-    awake(world, "a", "b")
-    for model, depth in (("a", 2), ("b", 1)):
-        world.send(Ordered(model, depth))
-        world.done(model)
-    world.send(Ordered("a", 3))
-    assert not world.changes
-    assert "host's memory" in str(world.obeyed[-1].error)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(30, 60))
 def test_much_random_traffic(seed: int) -> None:
@@ -988,16 +812,6 @@ def test_under_constant_load_for_all_models_everybody_gets_turns(seed: int) -> N
     turn_s = 1.0 + 1.0 + 4 * switch_s
     assert max(world.granted_after.values()) <= len(specs) * turn_s
     assert min(Counter(world.granted_of.values())[each.name] for each in specs) >= 300 / (len(specs) * turn_s)
-
-
-def test_what_cannot_sleep_stays_once_started_though_its_client_has_left() -> None:
-    """Its start is not thrown away: the next client would wait for another one."""
-    world = World([replace(spec("a"), levels=(STOP,))])
-    request = world.ask("a")
-    world.pass_time(5)
-    world.end(request)
-    world.done("a")
-    assert world.phase("a") is Phase.AWAKE
 
 
 def test_what_an_earlier_sleep_kept_says_nothing_of_this_one() -> None:

@@ -233,30 +233,6 @@ def test_a_front_after_one_that_was_killed_waits_for_its_servers(tmp_path: Path)
     assert not list(tmp_path.glob(".*"))
 
 
-def test_a_pipe_is_no_file_of_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    os.mkfifo(tmp_path / "models.yaml")
-    assert cli.main(["serve", str(tmp_path / "models.yaml"), "--check"]) == 2
-    assert "expected a plain file, not a pipe or a device" in capsys.readouterr().err
-    file = tmp_path / "with_secret.yaml"
-    file.write_text(f"front: {{admin_token: {{file: {tmp_path / 'models.yaml'}}}}}\nmodels: {{one: {{command: x}}}}")
-    assert cli.main(["serve", str(file), "--check"]) == 2
-    assert "expected a plain file" in capsys.readouterr().err
-    assert cli.main(["serve", "/dev/zero", "--check"]) == 2
-
-
-def test_what_is_far_too_long_is_no_file_of_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It is not even read: a reload of it would fill the front's memory."""
-    long, file = tmp_path / "long.yaml", write(tmp_path / "models.yaml", one={})
-    with long.open("wb") as sparse:
-        sparse.truncate(1 << 40)
-    for key in (f"front: {{admin_token: {{file: {long}}}}}\n", f"front: {{api_keys: [{{file: {long}}}]}}\n"):
-        file.write_text(f"{key}models: {{one: {{command: x}}}}")
-        assert cli.main(["serve", str(file), "--check"]) == 2
-        assert "expected at most 1048576 bytes" in capsys.readouterr().err
-    assert cli.main(["serve", str(long), "--check"]) == 2
-    assert "expected at most 1048576 bytes" in capsys.readouterr().err
-
-
 def test_requests_are_answered_while_the_file_is_read(tmp_path: Path) -> None:
     async def scenario() -> None:
         loop, may_read = asyncio.get_running_loop(), threading.Event()
@@ -453,7 +429,7 @@ def test_the_file_is_read_again_when_it_changes_and_at_sighup(tmp_path: Path) ->
         front.says(r"the configuration stays as it is: .*models.yaml:1: models: expected keys with values")
         file.write_text("models: {one: {command: x, keep: !env KEEP}}")
         front.says(
-            r"the configuration stays as it is: .*models.yaml:1: models.one.keep: 'KEEP': expected a plain value"
+            r"the configuration stays as it is: .*models.yaml:1: not YAML: could not determine a constructor for"
         )
         front.process.send_signal(signal.SIGHUP)
         write(file, two={"at_start": "stopped"})
@@ -472,7 +448,7 @@ def test_the_demo_switches_and_leaves_nothing(
             status = json.load(answer)
         assert status["simulated"]
         assert {model["layer"] for model in status["models"]} == {"simulated"}
-        found = re.search(r"admin token: (\S+)\)", front.log.read_text())
+        found = re.search(r"/#token=(\S+) ", front.log.read_text())
         assert found is not None
         monkeypatch.setenv("CUMEM_SLEEP_SERVE_TOKEN", found[1])
         assert cli.main(["sleep", "embedder", "--level", "3", "--url", front.url, "--json"]) == 0
@@ -482,19 +458,6 @@ def test_the_demo_switches_and_leaves_nothing(
         children = Path(f"/proc/{front.process.pid}/task/{front.process.pid}/children").read_text().split()
         assert len(children) == 3
     assert not [pid for pid in children if Path(f"/proc/{pid}/cmdline").exists() and alive(pid)]
-
-
-@pytest.mark.slow
-def test_servers_end_with_a_front_that_is_killed(tmp_path: Path) -> None:
-    file = write(tmp_path / "models.yaml", one={})
-    front = Command(str(file), log=tmp_path / "log")
-    front.says("one: sleep in")
-    children = Path(f"/proc/{front.process.pid}/task/{front.process.pid}/children").read_text().split()
-    assert len(children) == 1
-    front.process.kill()
-    front.process.wait()
-    while alive(children[0]):
-        time.sleep(0.02)
 
 
 @pytest.mark.slow

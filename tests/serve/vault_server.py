@@ -14,25 +14,24 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import uvicorn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from support import Memory
 
 from cumem_sleep import CuMemAllocator, CumemSleepError
 from cumem_sleep.http.asgi import Message, Scope, refusal, response
-from cumem_sleep.serve.simulated_server import SimulatedServer, SimulatedServerOptions
+from cumem_sleep.serve.simulated_server import SimulatedServer, arguments, serve
 
 
 class VaultServer(SimulatedServer):
     """Servers of one seed have the same weights."""
 
-    def __init__(self, options: SimulatedServerOptions, seed: int) -> None:
+    def __init__(self, options: argparse.Namespace) -> None:
         super().__init__(options)
         self.allocator = CuMemAllocator.get_instance()
         address = self.allocator.malloc(options.weights_bytes, "weights", 0)
         memory = Memory()
-        memory.write(address, np.random.default_rng(seed).bytes(options.weights_bytes))
+        memory.write(address, np.random.default_rng(options.seed).bytes(options.weights_bytes))
         memory.close()
 
     async def _answer(self, method: str, path: str, scope: Scope) -> list[Message]:
@@ -58,17 +57,7 @@ class VaultServer(SimulatedServer):
         return await super()._wake(tags)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--uds", required=True)
-    parser.add_argument("--served-model-name", nargs="+", required=True)
-    parser.add_argument("--weights-bytes", type=int, required=True)
-    parser.add_argument("--seed", type=int, required=True)
-    asked = parser.parse_args()
-    options = SimulatedServerOptions(tuple(asked.served_model_name), weights_bytes=asked.weights_bytes)
-    uvicorn.run(VaultServer(options, asked.seed), uds=asked.uds, ws="none", lifespan="off", log_level="warning")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    parser = arguments()
+    parser.add_argument("--seed", type=int, required=True)
+    serve(VaultServer(parser.parse_args()))

@@ -27,7 +27,7 @@ def test_a_terminal_obeys_nothing_that_is_printed(capsys: pytest.CaptureFixture[
 
 
 def test_what_the_doctor_finds_is_printed_as_letters(capsys: pytest.CaptureFixture[str]) -> None:
-    print_all(DoctorReport(True, (Check("driver", CheckStatus.WARN, "\x1b[2J", "\x1b[3J"),)).table())
+    print_all(DoctorReport(True, (Check("driver", CheckStatus.WARN, "\x1b[2J", "\x1b[3J"),), "").table())
     said = capsys.readouterr().out
     assert (r"\x1b[2J" in said, r"\x1b[3J" in said, "\x1b" in said) == (True, True, False)
 

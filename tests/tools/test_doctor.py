@@ -18,7 +18,7 @@ from cumem_sleep.errors import format_bytes
 from cumem_sleep.settings import VARIABLES
 from cumem_sleep.tools import cli, doctor
 from cumem_sleep.tools.doctor import CheckStatus, DoctorReport, gpus, host, level_3, packages, variables
-from cumem_sleep.tools.doctor.examine import examine
+from cumem_sleep.tools.doctor.examine import examine, good_for
 from cumem_sleep.tools.machine import Machine, machine_facts
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
@@ -320,6 +320,37 @@ def test_no_driver(
 
 def examined(**environment: str) -> DoctorReport:
     return examine(Machine(environment={"CUMEM_SLEEP_DRIVER": DRIVER, **environment}))
+
+
+@pytest.mark.parametrize(
+    ("simulated", "driver", "level_3", "says"),
+    [
+        (
+            False,
+            CheckStatus.OK,
+            CheckStatus.OK,
+            "sleep at levels 1 to 3; level 1 of models with up to 70.00 GiB of we",
+        ),
+        (False, CheckStatus.WARN, CheckStatus.WARN, "sleep at levels 1 to 2; level 1 of models with up to 70.00 GiB"),
+        (False, CheckStatus.FAIL, CheckStatus.OK, "demo, bench and serve --demo, which need no GPU; for more, mend wh"),
+        (True, CheckStatus.OK, CheckStatus.OK, "demo, bench and serve --demo, which need no GPU, and any test on the"),
+    ],
+)
+def test_it_says_what_the_machine_is_good_for(
+    simulated: bool, driver: CheckStatus, level_3: CheckStatus, says: str, tmp_path: pathlib.Path
+) -> None:
+    files = {
+        "proc/meminfo": f"MemTotal: {200 << 20} kB\nMemAvailable: {128 << 20} kB\n",
+        "proc/self/cgroup": "0::/\n",
+        "sys/fs/cgroup/memory.max": f"{100 << 30}\n",
+        "sys/fs/cgroup/memory.current": f"{30 << 30}\n",
+    }
+    checks = (doctor.Check("driver", driver, ""), doctor.Check("level 3 helper", level_3, ""))
+    said = good_for(machine(tmp_path, files), simulated, checks)
+    assert said.startswith(says)
+    report = DoctorReport(simulated, checks, said)
+    assert report.conclusion().splitlines()[1:] == [f"Good for: {said}."]
+    assert report.to_json()["good_for"] == said
 
 
 def test_devices_are_tried() -> None:

@@ -24,8 +24,11 @@ def has_context(vault: RunningVault, at: int) -> bool:
     return used >= CONTEXT
 
 
-def test_gpus_that_are_named_have_their_contexts_before_a_client_comes(start_vault: StartVault) -> None:
-    vault = start_vault("16MiB", "--gpus", "1", "0", CUMEM_SLEEP_SIM_CONTEXT_BYTES=str(CONTEXT), **TWO_GPUS)
+@pytest.mark.parametrize("named", [["1", "0"], ["1,0"]])
+def test_gpus_that_are_named_have_their_contexts_before_a_client_comes(
+    start_vault: StartVault, named: list[str]
+) -> None:
+    vault = start_vault("16MiB", "--gpus", *named, CUMEM_SLEEP_SIM_CONTEXT_BYTES=str(CONTEXT), **TWO_GPUS)
     eventually(lambda: has_context(vault, 0) and has_context(vault, 1), "both are there")
     eventually(lambda: vault.said("takes about 512.03 MiB of GPU 1 and 0 for a context\n"), "it has said so")
 
@@ -45,7 +48,10 @@ def test_gpus_that_relay_have_their_contexts_before_a_client_comes(start_vault: 
     eventually(lambda: vault.said("takes about 512.03 MiB of GPU 0 and 1 for a context\n"), "it has said so")
 
 
-@pytest.mark.parametrize(("options", "refusal"), [([], ""), (["--relay", "off"], "--relay leaves it out")])
+@pytest.mark.parametrize(
+    ("options", "refusal"),
+    [([], ""), (["--relay", "0,1"], ""), (["--relay", "off"], "--relay leaves it out")],
+)
 def test_links_of_gpus_in_use_help_each_other_unless_told_not_to(
     start_vault: StartVault, options: list[str], refusal: str
 ) -> None:

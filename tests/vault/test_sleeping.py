@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pathlib
 import signal
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -22,7 +23,7 @@ from support import (
 )
 
 from cumem_sleep import CuMemAllocator, _core, sim
-from cumem_sleep.backups.vault import VaultTier, VaultTransfers, name_of
+from cumem_sleep.backups.vault import VaultTier, VaultTransfers, _process_name
 from cumem_sleep.errors import VaultError, VaultLost, VaultUnavailable
 from cumem_sleep.vault.client import Sealed, VaultClient
 
@@ -364,19 +365,20 @@ class TestNoVault:
 
 
 @pytest.mark.parametrize(
-    ("command", "name"),
+    ("command", "script", "name"),
     [
-        (["VLLM::Worker_TP0"], "VLLM::Worker_TP0"),
-        (["/usr/bin/python3", "/venv/bin/vllm", "serve", "--port", "1"], "vllm"),
-        (["python", "-u", "-W", "ignore", "-m", "sglang.launch_server", "x"], "sglang.launch_server"),
-        (["python3.11", "-c", "from multiprocessing.spawn import spawn_main"], "python3.11"),
-        (["python", "-m"], "python"),
-        (["/opt/server/serve", "model"], "serve"),
-        ([""], ""),
+        ("VLLM::Worker_TP0", "/venv/bin/vllm", "VLLM::Worker_TP0"),
+        ("/usr/bin/python3\0/venv/bin/vllm\0serve", "/venv/bin/vllm", "vllm"),
+        ("python3.11\0-c\0pass", "-c", "python3.11"),
+        ("/opt/server/serve\0model", "", "serve"),
     ],
 )
-def test_clients_have_names_that_people_know(command: list[str], name: str) -> None:
-    assert name_of(command) == name
+def test_clients_have_names_that_people_know(
+    monkeypatch: pytest.MonkeyPatch, command: str, script: str, name: str
+) -> None:
+    monkeypatch.setattr(pathlib.Path, "read_text", lambda *_, **__: command + "\0")
+    monkeypatch.setattr(sys, "argv", [script])
+    assert _process_name() == name
 
 
 class TestWhatOnceBroke:

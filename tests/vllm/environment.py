@@ -103,7 +103,6 @@ class Stock:
         self.allocator = cumem.CuMemAllocator
         self.cumem = cumem
         self.wrapper = WorkerWrapperBase
-        self.init_device = WorkerWrapperBase.init_device
         factory = compatibility._backend_factory()
         self.registry: dict[str, Any] | None = None if factory is None else factory._registry
         self._wrapper_names = set(vars(WorkerWrapperBase))
@@ -121,7 +120,6 @@ class Stock:
         self.allocator.instance = None
         CuMemAllocator._prepares_after_pools = True
         self.engine_args.create_engine_config = self.configure
-        self.wrapper.init_device = self.init_device
         for name in set(vars(self.wrapper)) - self._wrapper_names:
             delattr(self.wrapper, name)
         for name in set(self.registry or ()) - self._backends:
@@ -135,7 +133,7 @@ class Stock:
 
     def is_untouched(self) -> bool:
         backends = self.registry is None or set(self.registry) == self._backends
-        wrapper = set(vars(self.wrapper)) == self._wrapper_names and self.wrapper.init_device is self.init_device
+        wrapper = set(vars(self.wrapper)) == self._wrapper_names
         return self.cumem.CuMemAllocator is self.allocator and wrapper and backends
 
 

@@ -11,6 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 from urllib.parse import parse_qs
 
+import pytest
+
 TAGS = frozenset(("weights", "kv_cache"))
 
 
@@ -44,6 +46,8 @@ class FakeEngine:
         self.queue: list[str] = []  # requests that came while the scheduler was paused
         self.aborted: list[str] = []
         self.engine_core = SimpleNamespace(add_request_async=self._add_request)
+        self.unfinished = 0  # requests that the frontend knows of
+        self.output_processor = SimpleNamespace(get_num_unfinished_requests=lambda: self.unfinished)
 
     async def _called(self, name: str, *arguments: Any) -> None:
         self.calls.append((name, *arguments) if arguments else name)
@@ -203,10 +207,14 @@ class FakeEngine:
         if "tokenize" in self.waits:
             self.entered["tokenize"].set()
             await self.waits["tokenize"].wait()
-        await self.engine_core.add_request_async(SimpleNamespace(request_id=f"request-{len(self.calls)}"))
-        if self.asleep:
-            raise Crash("a request ran on unmapped memory")
-        await self._called("generate")
+        self.unfinished += 1
+        try:
+            await self.engine_core.add_request_async(SimpleNamespace(request_id=f"request-{len(self.calls)}"))
+            if self.asleep:
+                raise Crash("a request ran on unmapped memory")
+            await self._called("generate")
+        finally:
+            self.unfinished -= 1
         if self.asleep:
             raise Crash("memory was pulled from under a request")
         return "queued" if self.scheduler_paused else self.weights
@@ -220,6 +228,8 @@ class AnotherClient:
     def __init__(self, engine: FakeEngine) -> None:
         self._engine = engine
         self.engine_core = SimpleNamespace(add_request_async=engine._add_request)
+        self.unfinished = 0
+        self.output_processor = SimpleNamespace(get_num_unfinished_requests=lambda: self.unfinished)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
@@ -237,22 +247,6 @@ class SlowToAnswer(FakeEngine):
         if self.on_their_way:
             await self.on_their_way.pop(0).wait()
         return answer
-
-
-class OldEngine(FakeEngine):
-    """vLLM 0.14's: no modes of sleep, level 0 drops everything, the scheduler knows nothing of it."""
-
-    release_kv_cache_memory = None  # type: ignore[assignment]
-
-    def __getattribute__(self, name: str) -> Any:
-        if name == "release_kv_cache_memory":
-            raise AttributeError(name)
-        return super().__getattribute__(name)
-
-    async def sleep(self, level: int = 1) -> None:  # type: ignore[override]
-        await self._called("sleep", level)
-        if not self.asleep:
-            self._sleep(level)
 
 
 class Match(Enum):
@@ -369,8 +363,7 @@ class FakeVllm:
             level = query.get("level", ["1"])[0]
             if level not in ("0", "1", "2"):
                 return 422, {"detail": "level"}
-            modes = (query.get("mode", ["abort"])[0],) if not isinstance(engine, OldEngine) else ()
-            await engine.sleep(int(level), *modes)
+            await engine.sleep(int(level), query.get("mode", ["abort"])[0])
         elif path == "/wake_up":
             await engine.wake_up(query.get("tags"))
         elif path == "/release_kv_cache_memory":
@@ -453,6 +446,31 @@ class Client:
 
     async def post(self, target: str, body: bytes = b"{}", key: str = "", **scope: Any) -> Response:
         return await self.request("POST", target, body, key, **scope)
+
+    async def start(self) -> list[dict[str, Any]]:
+        """A server's start; what the gate says of it, if it fails."""
+        said: list[dict[str, Any]] = []
+
+        async def receive() -> dict[str, Any]:
+            return {"type": "lifespan.startup"}
+
+        async def send(message: Any) -> None:
+            said.append(message)
+
+        await self.gate({"type": "lifespan", "app": self.vllm}, receive, send)
+        return said
+
+    async def under_way(self, target: str, body: bytes = b"{}", key: str = "", **more: Any) -> Held:
+        """A POST that has come as far as it comes by itself."""
+        held = self.begin("POST", target, body, key, **more)
+        await until_idle()
+        return held
+
+    async def fails(self, call: str, why: str, target: str) -> None:
+        """A POST during which the engine's next such call fails, and with it vLLM's route."""
+        self.engine.fails[call] = [RuntimeError(why)]
+        with pytest.raises(RuntimeError, match=why):
+            await self.post(target)
 
     async def get(self, target: str, **scope: Any) -> Response:
         return await self.request("GET", target, **scope)

@@ -44,6 +44,13 @@ def policy(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+async def asleep(serve: Serve, level: int = 1, vllm: FakeVllm | None = None, **settings: Any) -> Client:
+    """A server that the gate has put to sleep."""
+    client = serve(vllm, **settings)
+    await client.post(f"/sleep?level={level}")
+    return client
+
+
 def run(scenario: Awaitable[None]) -> None:
     async def within() -> None:
         await asyncio.wait_for(scenario, 200)

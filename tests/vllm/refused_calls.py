@@ -1,4 +1,4 @@
-"""Every call that workers of a real vLLM refuse asleep: of a server without a gate, and of an `LLM`; a program."""
+"""Every call that workers of a real vLLM refuse asleep, of a server without a gate; a program."""
 
 from __future__ import annotations
 
@@ -53,32 +53,6 @@ async def check(world: World) -> None:
     assert not world.touches(), world.touches()
 
 
-def check_llm(folder: pathlib.Path) -> None:
-    """As `check`, of the class that people use without a server."""
-    import vllm
-    import watched_server
-
-    arguments = vllm.EngineArgs.from_cli_args(watched_server.arguments(folder / "model"))
-    llm = vllm.LLM(**vars(arguments))
-    for level in (1, 2):
-        llm.sleep(level)
-        for name in REFUSED:
-            first = "wake_up(tags=['weights']) comes first" if name in TOUCHES_WEIGHTS else "wake_up() comes first"
-            said = ""
-            try:
-                llm.collective_rpc(name, args=tuple(ARGUMENTS.get(name, ())))
-            except Exception as error:  # of vLLM's choice
-                said = str(error)
-            assert first in said, (name, said)
-            print(f"LLM, level {level}: {name}: {said[:200]}", flush=True)
-        llm.wake_up(["weights"] if level == 2 else None)
-        if level == 2:
-            llm.collective_rpc("reload_weights")
-            llm.wake_up(["kv_cache"])
-        (answer,) = llm.generate("hello", vllm.SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
-        assert answer.outputs[0].text.strip() == "good good good", answer
-
-
 async def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         import watched_server
@@ -86,7 +60,6 @@ async def main() -> None:
         watched_server.prepare_process(pathlib.Path(name))
         async with AsyncExitStack() as stack:
             await check(await World.make(pathlib.Path(name), stack))
-        check_llm(pathlib.Path(name))
 
 
 if __name__ == "__main__":

@@ -150,32 +150,6 @@ async def check_sleeps(checked: Checked) -> None:
             assert b"good good good" in answer.body, answer
 
 
-async def check_a_forget(checked: Checked) -> None:
-    for target in ("/wake_up?restore=0", "/wake?tags=weights&restore=0"):
-        assert (await checked.control("/sleep")).code == 200
-        assert (await checked.control(target)).code == 200
-        for port in checked.ports:
-            assert (await checked.complete(port)).code == 503
-        assert (await checked.control("/reload_weights")).code == 200
-        assert (await checked.control("/wake_up")).code == 200
-        for port in checked.ports:
-            assert b"good good good" in (await checked.complete(port)).body
-    assert (await checked.control("/wake_up?restore=old")).code == 400
-
-
-async def check_the_rest(checked: Checked) -> None:
-    assert (await checked.control("/pause", {"mode": "abort"})).json == {"status": "paused"}
-    assert (await checked.control("/resume")).json == {"status": "resumed"}
-    assert (await checked.control("/reset_prefix_cache?reset_running_requests=true")).json == {"success": True}
-    assert (await checked.control("/reset_prefix_cache", {"all": True})).code == 400
-    assert (await checked.control("/sleep", {"level": 7})).code == 400
-    assert (await checked.control("/sleep", token="wrong")).code == 401
-    assert (await checked.control("/sleep", token="")).code == 401
-    assert (await checked.control("/collective_rpc", {"method": "sleep"})).code == 404
-    for port in checked.ports:
-        assert (await checked.complete(port)).code == 200
-
-
 async def check(world: World, servers: int, folder: pathlib.Path) -> None:
     import gate_episodes
 
@@ -193,7 +167,7 @@ async def check(world: World, servers: int, folder: pathlib.Path) -> None:
             checked = Checked(world, ports, admin)
             for each in (
                 *(check_that_the_port_gives_nothing, check_that_the_listener_gives_nothing_else),
-                *(check_as_the_front_does, check_sleeps, check_a_forget, check_the_rest),
+                *(check_as_the_front_does, check_sleeps),
             ):
                 await each(checked)
                 print(f"{each.__name__}, {servers} servers, {'with' if admin else 'without'} a listener", flush=True)

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import pathlib
 import sys
+from collections.abc import Callable
+from functools import partial
 
 from cumem_sleep.vllm import events
-from cumem_sleep.vllm.events import Answered, Began, Deepened, Slept, Woken, Workers, WorkersSaid, Wrote
+from cumem_sleep.vllm.events import Workers
 from cumem_sleep.vllm.sleeping_model import TAGS, Known, SleepingModel, State, Stopped, Weights
 from cumem_sleep.vllm.worker_methods import Effect
 
@@ -48,43 +50,43 @@ STATES: dict[str, tuple[str, State]] = {
 _ASLEEP, _MAPPED = Workers(asleep=TAGS), Workers(mapped=TAGS)
 _DROPPED = Workers(asleep=TAGS, lost=True)
 
-EVENTS: dict[str, events.GateEvent] = {
-    "a change begins": Began(),
-    "a wake begins": Began(disturbs=False),
-    "it ends": events.Ended(),
-    "something that the gate does not know was called": events.Doubted(),
-    "engine: awake": Answered(sleeps=False),
-    "engine: awake; workers: mapped": Answered(False, _MAPPED),
-    "engine: awake; workers: asleep": Answered(False, _ASLEEP),
-    "engine: sleeps": Answered(sleeps=True),
-    "engine: sleeps, as its scheduler is paused": Answered(True, scheduler_paused=True),
-    "engine: sleeps; workers: mapped": Answered(True, _MAPPED),
-    "engine: sleeps; workers: asleep": Answered(True, _ASLEEP),
-    "engine: sleeps; workers: dropped": Answered(True, _DROPPED),
-    "workers: mapped": WorkersSaid(_MAPPED),
-    "workers: asleep": WorkersSaid(_ASLEEP),
-    "slept, level 0": Slept(0),
-    "slept, level 1": Slept(1),
-    "slept, level 2": Slept(2),
-    "slept, level 2, before vLLM 0.33": Slept(2, again=False),
-    "a sleep failed": events.SleepFailed(),
-    "woken": Woken(),
-    "weights woken": Woken(WEIGHTS),
-    "weights woken, for a request": Woken(WEIGHTS, loads_next=True),
-    "KV cache woken": Woken(KV_CACHE),
-    "a wake failed": events.WakeFailed(),
-    "KV cache released": events.Released(),
-    "backups may be forgotten": events.Forgot(),
-    "paused": events.Paused(),
-    "workers woken past the engine": events.WorkersWoken(),
-    "workers put to sleep past the engine": events.WorkersPutToSleep(),
-    "gone to level 3": Deepened(True),
-    "come from level 3": Deepened(False),
-    "weights loaded": Wrote(Effect.LOADS),
-    "an update started": Wrote(Effect.STARTS),
-    "an update written or finished": Wrote(Effect.FINISHES),
-    "a load left some out": events.LeftOut("draft"),
-    "a load failed": events.LoadFailed("no such file"),
+EVENTS: dict[str, Callable[[State], State]] = {
+    "a change begins": events.began,
+    "a wake begins": partial(events.began, disturbs=False),
+    "it ends": events.ended,
+    "something that the gate does not know was called": events.doubted,
+    "engine: awake": partial(events.answered, sleeps=False),
+    "engine: awake; workers: mapped": partial(events.answered, sleeps=False, workers=_MAPPED),
+    "engine: awake; workers: asleep": partial(events.answered, sleeps=False, workers=_ASLEEP),
+    "engine: sleeps": partial(events.answered, sleeps=True),
+    "engine: sleeps, as its scheduler is paused": partial(events.answered, sleeps=True, scheduler_paused=True),
+    "engine: sleeps; workers: mapped": partial(events.answered, sleeps=True, workers=_MAPPED),
+    "engine: sleeps; workers: asleep": partial(events.answered, sleeps=True, workers=_ASLEEP),
+    "engine: sleeps; workers: dropped": partial(events.answered, sleeps=True, workers=_DROPPED),
+    "workers: mapped": partial(events.workers_said, workers=_MAPPED),
+    "workers: asleep": partial(events.workers_said, workers=_ASLEEP),
+    "slept, level 0": partial(events.slept, level=0),
+    "slept, level 1": partial(events.slept, level=1),
+    "slept, level 2": partial(events.slept, level=2),
+    "slept, level 2, before vLLM 0.33": partial(events.slept, level=2, again=False),
+    "a sleep failed": events.sleep_failed,
+    "woken": events.woken,
+    "weights woken": partial(events.woken, tags=WEIGHTS),
+    "weights woken, for a request": partial(events.woken, tags=WEIGHTS, loads_next=True),
+    "KV cache woken": partial(events.woken, tags=KV_CACHE),
+    "a wake failed": events.wake_failed,
+    "KV cache released": events.released,
+    "backups may be forgotten": events.forgot,
+    "paused": events.paused,
+    "workers woken past the engine": events.workers_woken,
+    "workers put to sleep past the engine": events.workers_put_to_sleep,
+    "gone to level 3": partial(events.deepened, checkpointed=True),
+    "come from level 3": partial(events.deepened, checkpointed=False),
+    "weights loaded": partial(events.wrote, effect=Effect.LOADS),
+    "an update started": partial(events.wrote, effect=Effect.STARTS),
+    "an update written or finished": partial(events.wrote, effect=Effect.FINISHES),
+    "a load left some out": partial(events.left_out, names="draft"),
+    "a load failed": partial(events.load_failed, why="no such file"),
 }
 
 # What comes of each event in each state, in the order of `STATES`; "." where it stays.

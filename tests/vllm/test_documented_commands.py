@@ -1,4 +1,4 @@
-"""vLLM takes the documented commands, and its paths are what the security page says: see `documented_commands`."""
+"""vLLM takes the documented commands: see `documented_commands`."""
 
 from __future__ import annotations
 

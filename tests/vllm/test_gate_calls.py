@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 
 import pytest
-from fake_vllm import FakeVllm, until_idle
-from gate_client import Serve, run
+from fake_vllm import FakeVllm
+from gate_client import Serve, asleep, run
 
 from cumem_sleep.vllm.sleeping_model import GatePhase
 
@@ -19,8 +19,7 @@ pytestmark = pytest.mark.usefixtures("gate_environment")
 
 @pytest.mark.parametrize("path", ["/wake", "/wake/", "/wake_up"])
 async def test_wake_is_wake_up(serve: Serve, path: str) -> None:
-    client = serve()
-    await client.post("/sleep")
+    client = await asleep(serve)
     response = await client.post(f"{path}?tags=weights")
     assert response.body == {"status": "/wake_up"}, "vLLM's own answer"
     assert ("wake_up", ["weights"]) in client.engine.calls
@@ -43,11 +42,9 @@ WRITES = (
 async def test_weights_are_not_written_while_they_sleep(serve: Serve, path: str, level: int) -> None:
     client = serve()
     client.engine.waits["sleep"] = asyncio.Event()
-    sleep = client.begin("POST", f"/sleep?level={level}")
-    await until_idle()
+    sleep = await client.under_way(f"/sleep?level={level}")
     body = b'{"method": "reload_weights"}' if path == "/collective_rpc" else b""
-    early = client.begin("POST", path, body)
-    await until_idle()
+    early = await client.under_way(path, body)
     client.engine.waits["sleep"].set()
     await sleep.response()
     await client.post("/wake_up?tags=kv_cache")
@@ -94,8 +91,7 @@ def test_nothing_is_open_without_dev_mode(serve: Serve, monkeypatch: pytest.Monk
     ],
 )
 async def test_posts_are_gated(serve: Serve, path: str) -> None:
-    client = serve()
-    await client.post("/sleep")
+    client = await asleep(serve)
     assert (await client.post(path)).code == 503
     assert (await client.post(path, root_path="/proxy", path=f"/proxy{path}")).code == 503
 
@@ -112,8 +108,7 @@ async def test_posts_are_gated(serve: Serve, path: str) -> None:
 )
 async def test_what_does_not_run_the_model_passes(serve: Serve, target: str, policy: str) -> None:
     method, path = target.split()
-    client = serve(on_request=policy)
-    await client.post("/sleep")
+    client = await asleep(serve, on_request=policy)
     client.engine.plugin = False
     await asyncio.gather(client.begin(method, path).task, return_exceptions=True)
     await asyncio.gather(client.begin(method, path, path=f"/p{path}", root_path="/p").task, return_exceptions=True)

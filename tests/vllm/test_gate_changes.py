@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from fake_vllm import FakeVllm, OldEngine, until_idle
-from gate_client import Serve
+from fake_vllm import until_idle
+from gate_client import Serve, asleep
 
 pytestmark = pytest.mark.usefixtures("gate_environment")
 
@@ -15,11 +15,9 @@ async def test_requests_during_a_sleep(serve: Serve, policy: str) -> None:
     client = serve(on_request=policy)
     await client.ask()
     client.engine.waits["sleep"] = asyncio.Event()
-    sleep = client.begin("POST", "/sleep")
-    await until_idle()
+    sleep = await client.under_way("/sleep")
     assert sleep.sent == []
-    request = client.begin("POST", "/v1/completions")
-    await until_idle()
+    request = await client.under_way("/v1/completions")
     assert request.task.done() == (policy == "reject")
     assert client.engine.count("wake_up") == 0
     client.engine.waits["sleep"].set()
@@ -32,13 +30,10 @@ async def test_requests_during_a_sleep(serve: Serve, policy: str) -> None:
 
 
 async def test_requests_during_a_wake(serve: Serve, policy: str) -> None:
-    client = serve(on_request=policy)
-    await client.post("/sleep")
+    client = await asleep(serve, on_request=policy)
     client.engine.waits["wake_up"] = asyncio.Event()
-    wake = client.begin("POST", "/wake_up")
-    await until_idle()
-    request = client.begin("POST", "/v1/completions")
-    await until_idle()
+    wake = await client.under_way("/wake_up")
+    request = await client.under_way("/v1/completions")
     assert request.task.done() == (policy == "reject")
     assert (await client.get("/health")).body["status"] == "changing"
     client.engine.waits["wake_up"].set()
@@ -48,11 +43,9 @@ async def test_requests_during_a_wake(serve: Serve, policy: str) -> None:
 
 
 async def test_the_answer_to_a_change_comes_when_the_next_request_may(serve: Serve) -> None:
-    client = serve()
-    await client.post("/sleep")
+    client = await asleep(serve)
     client.engine.waits["is_sleeping"] = asyncio.Event()
-    wake = client.begin("POST", "/wake_up")
-    await until_idle()
+    wake = await client.under_way("/wake_up")
     assert client.engine.count("wake_up") == 1
     assert wake.sent == []
     client.engine.waits["is_sleeping"].set()
@@ -64,8 +57,7 @@ async def test_changes_pass_one_after_the_other_and_asking_twice_is_harmless(ser
     client = serve()
     client.engine.waits["sleep"] = asyncio.Event()
     first, second = client.begin("POST", "/sleep"), client.begin("POST", "/sleep")
-    wake = client.begin("POST", "/wake_up")
-    await until_idle()
+    wake = await client.under_way("/wake_up")
     assert (client.engine.count("sleep"), client.engine.count("wake_up")) == (1, 0)
     client.engine.waits["sleep"].set()
     assert [(await each.response()).code for each in (first, second, wake)] == [200] * 3
@@ -78,21 +70,17 @@ async def test_waking_what_is_awake_disturbs_nobody(serve: Serve) -> None:
     client = serve()
     await client.ask()
     client.engine.waits["wake_up"] = asyncio.Event()
-    wake = client.begin("POST", "/wake_up")
-    await until_idle()
+    wake = await client.under_way("/wake_up")
     assert (await client.ask()).code == 200
     client.engine.waits["wake_up"].set()
     await wake.response()
 
 
 async def test_a_sleep_between_the_wake_and_the_request_holds_the_request_again(serve: Serve) -> None:
-    client = serve(on_request="wait")
-    await client.post("/sleep")
-    request = client.begin("POST", "/v1/completions")
-    await until_idle()
+    client = await asleep(serve, on_request="wait")
+    request = await client.under_way("/v1/completions")
     client.engine.waits["is_sleeping"] = asyncio.Event()
-    wake, sleep = client.begin("POST", "/wake_up"), client.begin("POST", "/sleep")
-    await until_idle()
+    wake, sleep = await client.under_way("/wake_up"), client.begin("POST", "/sleep")
     client.engine.waits["is_sleeping"].set()
     await wake.response()
     await sleep.response()
@@ -101,29 +89,3 @@ async def test_a_sleep_between_the_wake_and_the_request_holds_the_request_again(
     assert not request.task.done()
     await client.post("/wake_up")
     assert (await request.response()).body == {"text": "good"}
-
-
-async def test_running_requests_are_waited_for_where_vllm_does_not(serve: Serve) -> None:
-    client = serve(FakeVllm(OldEngine()))
-    client.engine.waits["generate"] = asyncio.Event()
-    request = client.begin("POST", "/v1/completions")
-    await until_idle()
-    sleep = client.begin("POST", "/sleep")
-    await until_idle()
-    assert client.engine.count("sleep") == 0
-    assert (await client.ask()).code == 503
-    client.engine.waits["generate"].set()
-    assert (await request.response()).code == 200
-    assert (await sleep.response()).code == 200
-    assert client.engine.asleep
-
-
-async def test_running_requests_are_vllms_where_it_has_modes_of_sleep(serve: Serve) -> None:
-    client = serve()
-    client.engine.waits["generate"] = asyncio.Event()
-    request = client.begin("POST", "/v1/completions")
-    await until_idle()
-    await client.post("/sleep?level=0&mode=keep")
-    assert ("sleep", 0, "keep") in client.engine.calls
-    client.engine.waits["generate"].set()
-    await request.response()

@@ -14,25 +14,14 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import pytest
-from fake_vllm import DEV, TAGS, AnotherClient, Client, FakeEngine, FakeVllm, until_idle
-from gate_client import TOKEN, Serve, run
+from fake_vllm import TAGS, AnotherClient, Client, FakeEngine, FakeVllm, until_idle
+from gate_client import TOKEN, Serve
 
 from cumem_sleep import InvalidArgument
 from cumem_sleep.settings import GateSettings
 from cumem_sleep.vllm import SleepGate, admin_listener, siblings
 from cumem_sleep.vllm.control_routes import CONTROLS
 from cumem_sleep.vllm.routes import STATUS
-
-PATHS = (*CONTROLS, *(path for path in DEV if path not in CONTROLS), "/server_info", "/is_paused")
-PATHS += (
-    "/shutdown_weight_transfer_engine",
-    "/reset_mm_cache",
-    "/reset_encoder_cache",
-    "/get_world_size",
-    "/weight_info",
-)
-PATHS += ("/shutdown", "/sleep/", "/wake_up/x", "/is_sleeping/", "/load_weights")
-METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT", "BREW")
 
 
 @pytest.fixture(autouse=True)
@@ -75,54 +64,33 @@ async def test_an_error_of_the_engine_is_a_typed_answer(serve: Serve) -> None:
 
 
 @pytest.mark.parametrize("dev_mode", [False, True])
-def test_the_workers_status_is_for_whoever_may_change_the_sleep(
+async def test_the_workers_status_is_for_whoever_may_change_the_sleep(
     serve: Serve, dev_mode: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def scenario() -> None:
-        client = serve(FakeVllm(dev_mode=dev_mode), admin_token=TOKEN)
-        for method, path, key in (("GET", STATUS, ""), ("GET", f"{STATUS}/", "wrong"), ("GET", f"{STATUS}?x", "")):
-            assert (await client.request(method, path, key=key)).code == 401
-        assert (await client.request("POST", STATUS, key=TOKEN)).code in (404, 405)
-        assert client.engine.calls == []
-        for asleep in (False, True):
-            workers = (await client.request("GET", STATUS, key=TOKEN)).body["results"]
-            assert [worker["rank"] for worker in workers] == [0, 1]
-            assert (workers[0]["usage"]["weights"]["mapped_bytes"] == 0) == asleep
-            assert (await client.post("/sleep", key=TOKEN)).code == 200
-        client.engine.fails["cumem_sleep_status"] = [RuntimeError("no answer")]
-        assert (await client.request("GET", STATUS, key=TOKEN)).code == 200, "the first answer may be lost"
-        client.engine.fails["cumem_sleep_status"] = [RuntimeError("no answer")] * 2
-        assert (await client.request("GET", STATUS, key=TOKEN)).code == 503
-        client.engine.plugin = False
-        assert (await client.request("GET", STATUS, key=TOKEN)).body == {"results": []}
-
     if dev_mode:
         monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
-    run(scenario())
+    client = serve(FakeVllm(dev_mode=dev_mode), admin_token=TOKEN)
+    for method, path, key in (("GET", STATUS, ""), ("GET", f"{STATUS}/", "wrong"), ("GET", f"{STATUS}?x", "")):
+        assert (await client.request(method, path, key=key)).code == 401
+    assert (await client.request("POST", STATUS, key=TOKEN)).code in (404, 405)
+    assert client.engine.calls == []
+    for asleep in (False, True):
+        workers = (await client.request("GET", STATUS, key=TOKEN)).body["results"]
+        assert [worker["rank"] for worker in workers] == [0, 1]
+        assert (workers[0]["usage"]["weights"]["mapped_bytes"] == 0) == asleep
+        assert (await client.post("/sleep", key=TOKEN)).code == 200
+    client.engine.fails["cumem_sleep_status"] = [RuntimeError("no answer")]
+    assert (await client.request("GET", STATUS, key=TOKEN)).code == 200, "the first answer may be lost"
+    client.engine.fails["cumem_sleep_status"] = [RuntimeError("no answer")] * 2
+    assert (await client.request("GET", STATUS, key=TOKEN)).code == 503
+    client.engine.plugin = False
+    assert (await client.request("GET", STATUS, key=TOKEN)).body == {"results": []}
 
 
 async def test_without_a_token_and_development_mode_there_is_no_status(serve: Serve) -> None:
     client = serve(FakeVllm(dev_mode=False))
     assert (await client.get(STATUS)).code == 404
     assert client.engine.calls == []
-
-
-@pytest.mark.parametrize("listens", [False, True])
-async def test_the_public_port_gives_nothing(serve: Serve, tmp_path: pathlib.Path, listens: bool) -> None:
-    settings = {"admin": f"unix:{tmp_path}/admin"} if listens else {"admin_token": TOKEN}
-    client = serve(FakeVllm(dev_mode=False), on_request="wake", **settings)
-    assert len(set(PATHS)) >= 30
-    for path in PATHS:
-        for method in METHODS:
-            for key in ("", "wrong") if not listens else ("", TOKEN):
-                answer = await client.request(method, path, b'{"method": "sleep"}', key=key)
-                is_read = method in ("GET", "HEAD", "OPTIONS")  # /server_info is vLLM's here, and there is none
-                if not (is_read and path.rstrip("/") in ("/server_info", "/is_sleeping")):
-                    assert answer.code in (307, 401, 404, 405) or (is_read and answer.body == {"path": path})
-                if listens and path.rstrip("/") in CONTROLS:
-                    assert (answer.code, answer.body) == (404, {"detail": "Not Found"})
-    assert set(client.engine.calls) <= {"is_sleeping"}
-    assert client.engine.asleep == set()
 
 
 # The listener
@@ -209,21 +177,18 @@ async def test_a_socket_of_this_user_alone_needs_no_token(serve: Serve, place: s
     assert not os.path.exists(place[5:])
 
 
-def test_in_development_mode_it_is_the_only_way_as_well(
+async def test_in_development_mode_it_is_the_only_way_as_well(
     serve: Serve, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def scenario() -> None:
-        client = serve(admin=place, admin_token=TOKEN)
-        async with living(client):
-            assert (await client.post("/sleep", key=TOKEN)).code == 404
-            assert code(await ask(place, request("/sleep"))) == 401
-            assert code(await ask(place, request("/sleep", key=TOKEN))) == 200
-            assert client.vllm.seen == ["POST /sleep"], "vLLM's own answer"
-            assert code(await ask(place, request("/collective_rpc", key=TOKEN, body=b'{"method": "x"}'))) == 404
-            assert (await client.post("/collective_rpc", b'{"method": "check_health"}', key=TOKEN)).code == 200
-
     monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
-    run(scenario())
+    client = serve(admin=place, admin_token=TOKEN)
+    async with living(client):
+        assert (await client.post("/sleep", key=TOKEN)).code == 404
+        assert code(await ask(place, request("/sleep"))) == 401
+        assert code(await ask(place, request("/sleep", key=TOKEN))) == 200
+        assert client.vllm.seen == ["POST /sleep"], "vLLM's own answer"
+        assert code(await ask(place, request("/collective_rpc", key=TOKEN, body=b'{"method": "x"}'))) == 404
+        assert (await client.post("/collective_rpc", b'{"method": "check_health"}', key=TOKEN)).code == 200
 
 
 CHUNKED = "Transfer-Encoding: chunked\r\n"
@@ -251,23 +216,19 @@ BAD = {
 
 
 @pytest.mark.parametrize("what", BAD)
-def test_what_it_refuses_is_answered_in_time_and_changes_nothing(
+async def test_what_it_refuses_is_answered_in_time_and_changes_nothing(
     serve: Serve, place: str, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     raw, expected = BAD[what]
-
-    async def scenario() -> None:
-        client = serve(FakeVllm(dev_mode=False), admin=place)
-        async with living(client):
-            answer = await ask(place, raw)
-            assert code(answer) == (expected or 408), answer
-            assert b"application/json" in answer
-            assert client.engine.asleep == set()
-            assert client.vllm.seen == []
-            assert code(await ask(place, request("/sleep"))) == 200
-
     monkeypatch.setattr(admin_listener, "REQUEST_WITHIN_S", 0.3)
-    run(scenario())
+    client = serve(FakeVllm(dev_mode=False), admin=place)
+    async with living(client):
+        answer = await ask(place, raw)
+        assert code(answer) == (expected or 408), answer
+        assert b"application/json" in answer
+        assert client.engine.asleep == set()
+        assert client.vllm.seen == []
+        assert code(await ask(place, request("/sleep"))) == 200
 
 
 async def test_a_client_that_sends_for_ever_is_not_read_for_ever(serve: Serve, place: str) -> None:
@@ -301,20 +262,17 @@ async def test_who_sends_no_whole_request_keeps_nobody_out(serve: Serve, free_po
             writer.close()
 
 
-def test_beyond_a_number_of_calls_it_says_so(serve: Serve, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario() -> None:
-        client = serve(FakeVllm(dev_mode=False), admin=place)
-        client.engine.waits["sleep"] = asyncio.Event()
-        async with living(client):
-            calls = [asyncio.ensure_future(ask(place, request("/sleep"))) for _ in range(3)]
-            await client.engine.entered["sleep"].wait()
-            await until_idle()
-            assert code(await ask(place, request("/sleep"))) == 503
-            client.engine.waits["sleep"].set()
-            assert [code(await call) for call in calls] == [200] * 3
-
+async def test_beyond_a_number_of_calls_it_says_so(serve: Serve, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admin_listener, "MOST_CONNECTIONS", 3)
-    run(scenario())
+    client = serve(FakeVllm(dev_mode=False), admin=place)
+    client.engine.waits["sleep"] = asyncio.Event()
+    async with living(client):
+        calls = [asyncio.ensure_future(ask(place, request("/sleep"))) for _ in range(3)]
+        await client.engine.entered["sleep"].wait()
+        await until_idle()
+        assert code(await ask(place, request("/sleep"))) == 503
+        client.engine.waits["sleep"].set()
+        assert [code(await call) for call in calls] == [200] * 3
 
 
 async def test_a_client_that_leaves_before_its_turn_changes_nothing(serve: Serve, place: str) -> None:

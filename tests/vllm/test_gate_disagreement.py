@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from fake_vllm import TAGS, FakeEngine, FakeVllm
-from gate_client import Serve, run
+from gate_client import Serve, asleep
 
 from cumem_sleep.vllm.sleeping_model import GatePhase
 
@@ -79,8 +79,7 @@ class LeavesTheRestAlone(HalfWokenEngine):
 
 
 async def half_woken(serve: Serve, level: int = 1, tags: str = "", **settings: Any) -> Any:
-    client = serve(FakeVllm(HalfWokenEngine()), **settings)
-    await client.post(f"/sleep?level={level}")
+    client = await asleep(serve, level, FakeVllm(HalfWokenEngine()), **settings)
     client.engine.failures = 1
     with pytest.raises(RuntimeError, match="zero_"):
         await client.post(f"/wake_up{tags}")
@@ -132,8 +131,7 @@ async def test_a_repair_after_one_tag_was_woken(
     serve: Serve, engine: Any, first: str, second: str, repair: str, level: int
 ) -> None:
     """The engine takes some tags alone to be asleep, so that its next sleep would leave all of them alone."""
-    client = serve(FakeVllm(engine()))
-    await client.post(f"/sleep?level={level}")
+    client = await asleep(serve, level, FakeVllm(engine()))
     await client.post(f"/wake_up?tags={first}")
     client.engine.failures = 1
     with pytest.raises(RuntimeError, match="zero_"):
@@ -149,8 +147,7 @@ async def test_a_repair_after_one_tag_was_woken(
 
 
 async def test_a_sleep_that_cannot_repair_says_so(serve: Serve) -> None:
-    client = serve(FakeVllm(LeavesTheRestAlone(again=False)))
-    await client.post("/sleep")
+    client = await asleep(serve, vllm=FakeVllm(LeavesTheRestAlone(again=False)))
     await client.post("/wake_up?tags=weights")
     client.engine.failures = 2
     with pytest.raises(RuntimeError, match="zero_"):
@@ -174,9 +171,7 @@ async def test_a_sleep_that_repairs_loses_nothing_that_vllm_saved(serve: Serve) 
 
 async def test_a_sleep_after_a_failed_wake_does_not_claim_to_sleep_where_workers_do_not(serve: Serve) -> None:
     client = await half_woken(serve)
-    client.engine.fails["sleep"] = [RuntimeError("OutOfHostMemory")]
-    with pytest.raises(RuntimeError, match="OutOfHostMemory"):
-        await client.post("/sleep")
+    await client.fails("sleep", "OutOfHostMemory", "/sleep")
     assert not client.engine.asleep
     assert (await client.get("/health")).code == 503
     assert (await client.ask()).code == 503
@@ -217,8 +212,7 @@ async def test_without_the_plugin_a_failed_wake_leaves_it_unknown_what_is_mapped
 
 async def test_health_finds_out_that_a_wake_which_failed_has_mapped_nothing(serve: Serve) -> None:
     """Workers may not answer at once, and until they do nobody says that they sleep."""
-    client = serve()
-    await client.post("/sleep")
+    client = await asleep(serve)
     client.engine.fails["wake_up"] = [RuntimeError("OutOfDeviceMemory")]
     client.engine.fails["cumem_sleep_status"] = [RuntimeError("an answer to another question")] * 4
     with pytest.raises(RuntimeError, match="OutOfDeviceMemory"):
@@ -233,8 +227,7 @@ async def test_health_finds_out_that_a_wake_which_failed_has_mapped_nothing(serv
 
 
 async def test_health_asks_the_workers_of_a_model_that_is_said_to_sleep(serve: Serve) -> None:
-    client = serve(FakeVllm(HalfWokenEngine()), on_request="wait")
-    await client.post("/sleep")
+    client = await asleep(serve, vllm=FakeVllm(HalfWokenEngine()), on_request="wait")
     client.engine.asleep.clear()  # somebody woke the workers past the engine and the gate
     health = await client.get("/health")
     assert (health.code, health.body["status"]) == (503, "disagreeing")
@@ -270,8 +263,8 @@ async def test_a_worker_that_sleeps_on_after_a_wake_is_found(
 ) -> None:
     """Also where vLLM's executor takes its failure for the answer to the next call."""
     is_mended = policy == "wake" and (level == 1 or "weights" in left)
-    client = serve(FakeVllm(OneSleepsOn()), on_request=policy, request_deadline_s=60 if is_mended else 0.1)
-    await client.post(f"/sleep?level={level}")
+    deadline_s = 60 if is_mended else 0.1
+    client = await asleep(serve, level, FakeVllm(OneSleepsOn()), on_request=policy, request_deadline_s=deadline_s)
     client.engine.leaves = left
     client.engine.fails["cumem_sleep_status"] = [RuntimeError("Worker failed with error")] * lost
     assert (await client.post("/wake_up")).code == 200
@@ -317,8 +310,8 @@ class TwoEngines(HalfWokenEngine):
 @pytest.mark.parametrize("repair", ["/wake_up", "/sleep", "/sleep?level=2", "request"])
 @pytest.mark.parametrize("level", [1, 2])
 async def test_one_of_two_engines_is_half_woken(serve: Serve, level: int, repair: str) -> None:
-    client = serve(FakeVllm(TwoEngines()), on_request="wake" if repair == "request" else "reject")
-    await client.post(f"/sleep?level={level}")
+    policy = "wake" if repair == "request" else "reject"
+    client = await asleep(serve, level, FakeVllm(TwoEngines()), on_request=policy)
     client.engine.second.failures = 1
     with pytest.raises(RuntimeError, match="zero_"):
         await client.post("/wake_up")
@@ -403,8 +396,7 @@ async def test_a_draft_model_alone_is_not_all_weights(serve: Serve, policy: str,
 async def test_after_a_load_by_hand_that_failed_requests_hear_why(
     serve: Serve, policy: str, load: str, body: bytes, wakes: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    client = serve(on_request=policy, request_deadline_s=600)
-    await client.post("/sleep?level=2")
+    client = await asleep(serve, level=2, on_request=policy, request_deadline_s=600)
     for wake in wakes:
         await client.post(wake)
     held = client.begin("POST", "/v1/completions")
@@ -428,7 +420,7 @@ async def test_after_a_load_by_hand_that_failed_requests_hear_why(
     assert (await client.ask()).body == {"text": "good"}
 
 
-def test_engines_that_differ_in_whether_they_are_paused_are_asked_one_by_one(serve: Serve) -> None:
+async def test_engines_that_differ_in_whether_they_are_paused_are_asked_one_by_one(serve: Serve) -> None:
     """VLLM 0.33's client fails then."""
 
     async def call(utility: str, engine: int) -> bool:
@@ -437,13 +429,10 @@ def test_engines_that_differ_in_whether_they_are_paused_are_asked_one_by_one(ser
     async def is_paused() -> bool:
         raise RuntimeError("engines differ")
 
-    async def scenario() -> None:
-        client = serve()
-        client.vllm.state.args.api_server_count = 2  # each request asks
-        vars(client.engine).update(plugin=False, is_paused=is_paused)
-        vars(client.engine.engine_core).update(core_engines=[0, 1], _call_utility_async=call)
-        await client.engine.pause_generation()
-        assert (await client.ask()).body == {"text": "queued"}
-        assert client.gate.model.phase is not GatePhase.UNKNOWN
-
-    run(scenario())
+    client = serve()
+    client.vllm.state.args.api_server_count = 2  # each request asks
+    vars(client.engine).update(plugin=False, is_paused=is_paused)
+    vars(client.engine.engine_core).update(core_engines=[0, 1], _call_utility_async=call)
+    await client.engine.pause_generation()
+    assert (await client.ask()).body == {"text": "queued"}
+    assert client.gate.model.phase is not GatePhase.UNKNOWN

@@ -6,8 +6,8 @@ import asyncio
 from typing import Any
 
 import pytest
-from fake_vllm import TAGS, Crash, FakeEngine, FakeVllm, OldEngine, until_idle
-from gate_client import Serve, run
+from fake_vllm import TAGS, Crash, FakeEngine, FakeVllm
+from gate_client import Serve, asleep
 
 from cumem_sleep.vllm.sleeping_model import GatePhase
 
@@ -17,9 +17,7 @@ pytestmark = pytest.mark.usefixtures("gate_environment")
 @pytest.mark.parametrize("level", [1, 2])
 async def test_a_sleep_that_failed_after_the_scheduler_stopped_is_level_0(serve: Serve, level: int) -> None:
     client = serve()
-    client.engine.fails["sleep"] = [RuntimeError("OutOfHostMemory")]
-    with pytest.raises(RuntimeError, match="OutOfHostMemory"):
-        await client.post(f"/sleep?level={level}")
+    await client.fails("sleep", "OutOfHostMemory", f"/sleep?level={level}")
     response = await client.ask()
     assert response.code == 503, "vLLM would queue it, and nobody would ever resume"
     assert "level 0" in response.error["message"]
@@ -66,23 +64,10 @@ class TornEngine(FakeEngine):
         return await super().generate()
 
 
-class OldTornEngine(TornEngine, OldEngine):
-    """The same in vLLM 0.14, whose scheduler goes on."""
-
-    async def sleep(self, level: int = 1) -> None:  # type: ignore[override]
-        try:
-            await TornEngine.sleep(self, level)
-        finally:
-            self.scheduler_paused = False
-
-
 @pytest.mark.parametrize("mends", [True, False])
 @pytest.mark.parametrize("level", [1, 2])
-@pytest.mark.parametrize("engine", [TornEngine, OldTornEngine])
-async def test_a_sleep_that_failed_in_one_of_two_workers(
-    serve: Serve, policy: str, engine: type[TornEngine], level: int, mends: bool
-) -> None:
-    client = serve(FakeVllm(engine()), on_request=policy)
+async def test_a_sleep_that_failed_in_one_of_two_workers(serve: Serve, policy: str, level: int, mends: bool) -> None:
+    client = serve(FakeVllm(TornEngine()), on_request=policy)
     if not mends:
         client.engine.fails["wake_up"] = [RuntimeError("OutOfDeviceMemory")]
     with pytest.raises(RuntimeError, match="OutOfHostMemory"):
@@ -99,24 +84,17 @@ async def test_a_sleep_that_failed_in_one_of_two_workers(
 async def test_a_sleep_that_failed_during_a_pause_leaves_the_pause(serve: Serve, policy: str) -> None:
     client = serve(on_request=policy)
     await client.post("/pause")
-    client.engine.fails["sleep"] = [RuntimeError("OutOfHostMemory")]
-    with pytest.raises(RuntimeError, match="OutOfHostMemory"):
-        await client.post("/sleep")
+    await client.fails("sleep", "OutOfHostMemory", "/sleep")
     assert (await client.ask()).body == {"text": "queued"}
     assert client.engine.count("wake_up") == 0
 
 
 async def test_after_a_failed_wake_the_engine_is_asked(serve: Serve) -> None:
-    client = serve()
-    await client.post("/sleep")
-    client.engine.fails["wake_up"] = [RuntimeError("no memory")]
-    with pytest.raises(RuntimeError, match="no memory"):
-        await client.post("/wake_up")
+    client = await asleep(serve)
+    await client.fails("wake_up", "no memory", "/wake_up")
     assert (await client.ask()).code == 503
     await client.engine.wake_up()  # unseen, but after a failure nothing is taken for granted
-    client.engine.fails["wake_up"] = [RuntimeError("no memory")]
-    with pytest.raises(RuntimeError, match="no memory"):
-        await client.post("/wake_up")
+    await client.fails("wake_up", "no memory", "/wake_up")
     assert (await client.ask()).code == 200
 
 
@@ -129,22 +107,16 @@ async def test_an_engine_that_does_not_say_what_it_does_is_asked_by_the_next_req
     assert (await client.ask()).code == 503
 
 
-def test_an_engine_that_does_not_answer_is_vllms_to_tell(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario() -> None:
-        client = serve()
-        client.engine.waits["is_sleeping"] = asyncio.Event()
-        assert (await client.ask()).code == 200
-
+async def test_an_engine_that_does_not_answer_is_vllms_to_tell(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cumem_sleep.vllm.conductor.ASK_WITHIN_S", 0.01)
-    run(scenario())
+    client = serve()
+    client.engine.waits["is_sleeping"] = asyncio.Event()
+    assert (await client.ask()).code == 200
 
 
-@pytest.mark.parametrize("engine", [FakeEngine, OldEngine])
-async def test_an_answer_to_another_question_opens_nothing(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch, engine: type[FakeEngine]
-) -> None:
+async def test_an_answer_to_another_question_opens_nothing(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a call that failed in one worker, vLLM's executor is late by one answer in the others."""
-    client = serve(FakeVllm(engine()))
+    client = serve()
     status = client.engine.status
     monkeypatch.setattr(client.engine, "status", lambda rank: status(rank) if rank == 0 else None)
     await client.post("/sleep")
@@ -154,10 +126,8 @@ async def test_an_answer_to_another_question_opens_nothing(
 
 
 async def test_an_engine_that_dies_while_a_request_is_held_answers_for_itself(serve: Serve) -> None:
-    client = serve(on_request="wait")
-    await client.post("/sleep")
-    request = client.begin("POST", "/v1/completions")
-    await until_idle()
+    client = await asleep(serve, on_request="wait")
+    request = await client.under_way("/v1/completions")
     client.engine.dead = True
     with pytest.raises(RuntimeError, match="encountered an issue"):
         await client.post("/wake_up")
@@ -166,20 +136,15 @@ async def test_an_engine_that_dies_while_a_request_is_held_answers_for_itself(se
 
 
 @pytest.mark.parametrize("policy", ["wait", "wake"])
-def test_an_engine_that_ends_while_the_model_sleeps_lets_its_requests_go(
+async def test_an_engine_that_ends_while_the_model_sleeps_lets_its_requests_go(
     serve: Serve, monkeypatch: pytest.MonkeyPatch, policy: str
 ) -> None:
     """At SIGTERM vLLM ends its engine, and then waits for all requests."""
     monkeypatch.setattr("cumem_sleep.vllm.gate.POLL_S", 0.01)
-
-    async def scenario() -> None:
-        client = serve(on_request=policy)
-        client.engine.waits["wake_up"] = asyncio.Event()
-        await client.post("/sleep")
-        request = client.begin("POST", "/v1/completions")
-        await until_idle()
-        client.engine.dead = True
-        with pytest.raises(RuntimeError, match="EngineDeadError"):
-            await asyncio.wait_for(request.task, 120)
-
-    run(scenario())
+    client = serve(on_request=policy)
+    client.engine.waits["wake_up"] = asyncio.Event()
+    await client.post("/sleep")
+    request = await client.under_way("/v1/completions")
+    client.engine.dead = True
+    with pytest.raises(RuntimeError, match="EngineDeadError"):
+        await asyncio.wait_for(request.task, 120)

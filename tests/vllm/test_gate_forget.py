@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 from fake_vllm import FakeVllm, until_idle
-from gate_client import Serve, run
+from gate_client import Serve, asleep
 
 pytestmark = pytest.mark.usefixtures("gate_environment")
 
@@ -20,8 +20,7 @@ FORGET = json.dumps({"method": "cumem_sleep_forget"}).encode()
 async def test_weights_that_were_forgotten_are_not_served_until_they_are_loaded(
     serve: Serve, path: str, level: int
 ) -> None:
-    client = serve()
-    await client.post(f"/sleep?level={level}")
+    client = await asleep(serve, level=level)
     answer = await client.post(path, b"{}" if "?" in path else b'{"restore": 0}'.replace(b"0", b"false"))
     assert answer.code == 200
     assert [call for call in client.engine.calls if call[0] == "wake_up"] == [("wake_up", None)]
@@ -49,8 +48,7 @@ async def test_it_is_never_done_by_itself(serve: Serve) -> None:
 
 @pytest.mark.parametrize("tags", ["tags=weights", "tags=kv_cache", "tags=scheduling"])
 async def test_other_tags_are_restored(serve: Serve, tags: str) -> None:
-    client = serve(on_request="wake")
-    await client.post("/sleep")
+    client = await asleep(serve, on_request="wake")
     assert (await client.post(f"/wake_up?{tags}&restore=0")).code == 200
     assert client.engine.count("cumem_sleep_forget") == ("scheduling" not in tags)
     is_lost = "weights" in tags
@@ -91,8 +89,7 @@ async def test_a_rank_that_cannot_forget_keeps_it_asleep_and_what_another_forgot
 
 @pytest.mark.parametrize("by_route", [True, False])
 async def test_workers_that_do_not_say_what_they_forgot_have_forgotten(serve: Serve, by_route: bool) -> None:
-    client = serve()
-    await client.post("/sleep")
+    client = await asleep(serve)
     client.engine.fails["cumem_sleep_status"] = [RuntimeError("lost")] * 20
     if by_route:
         await client.post("/wake_up?restore=0")
@@ -136,19 +133,15 @@ async def test_without_the_plugin_it_is_refused(serve: Serve, by_route: bool) ->
 
 
 async def test_a_wake_that_fails_leaves_them_lost(serve: Serve) -> None:
-    client = serve()
-    await client.post("/sleep")
-    client.engine.fails["wake_up"] = [RuntimeError("no memory")]
-    with pytest.raises(RuntimeError, match="no memory"):
-        await client.post("/wake_up?restore=0")
+    client = await asleep(serve)
+    await client.fails("wake_up", "no memory", "/wake_up?restore=0")
     assert (await client.get("/health")).body["level"] == 2
     assert (await client.post("/wake_up")).code == 200
     assert (await client.ask()).code == 503
 
 
 async def test_a_request_after_a_forget_loads_the_weights(serve: Serve) -> None:
-    client = serve(on_request="wake")
-    await client.post("/sleep")
+    client = await asleep(serve, on_request="wake")
     assert (await client.post("/collective_rpc", FORGET)).code == 200
     assert (await client.get("/health")).body["level"] == 2
     assert (await client.ask()).body == {"text": "good"}
@@ -159,10 +152,8 @@ async def test_a_request_after_a_forget_loads_the_weights(serve: Serve) -> None:
 async def test_requests_that_were_kept_do_not_run_without_weights(serve: Serve, target: str) -> None:
     client = serve(on_request="wait")
     client.engine.waits["generate"] = asyncio.Event()
-    request = client.begin("POST", "/v1/completions")
-    await until_idle()
-    slept = client.begin("POST", "/sleep?mode=keep")
-    await until_idle()
+    request = await client.under_way("/v1/completions")
+    slept = await client.under_way("/sleep?mode=keep")
     assert (await slept.response()).code == 200
     answer = await client.post(target, FORGET if target == "/collective_rpc" else b"{}")
     assert answer.code == 409
@@ -193,16 +184,12 @@ async def test_a_kept_request_may_have_been_answered_already(serve: Serve, targe
     await asyncio.wait({late})
 
 
-def test_the_gate_answers_without_development_mode(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_gate_answers_without_development_mode(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "0")
-
-    async def scenario() -> None:
-        client = serve(FakeVllm(dev_mode=False), admin_token="t")
-        await client.post("/sleep", key="t")
-        woken = await client.post("/wake_up?restore=0&tags=weights", key="t")
-        assert woken.body == {"status": "sleeping", "tags": ["weights"]}
-        await client.post("/wake_up", key="t")
-        assert (await client.ask()).code == 503
-        assert (await client.post("/wake_up?restore=0")).code == 401
-
-    run(scenario())
+    client = serve(FakeVllm(dev_mode=False), admin_token="t")
+    await client.post("/sleep", key="t")
+    woken = await client.post("/wake_up?restore=0&tags=weights", key="t")
+    assert woken.body == {"status": "sleeping", "tags": ["weights"]}
+    await client.post("/wake_up", key="t")
+    assert (await client.ask()).code == 503
+    assert (await client.post("/wake_up?restore=0")).code == 401

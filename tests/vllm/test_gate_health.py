@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from fake_vllm import until_idle
-from gate_client import POLICIES, Serve, run
+from gate_client import POLICIES, Serve, asleep
 
 pytestmark = pytest.mark.usefixtures("gate_environment")
 
@@ -36,8 +35,7 @@ async def test_health(serve: Serve, policy: str, health: str, code: int, target:
 
 
 async def test_health_of_a_dead_engine_that_slept(serve: Serve) -> None:
-    client = serve(health="ok")
-    await client.post("/sleep")
+    client = await asleep(serve, health="ok")
     client.engine.dead = True
     response = await client.get("/health")
     assert (response.code, response.body) == (503, None)
@@ -49,13 +47,10 @@ async def test_health_where_the_engine_does_not_say_whether_it_still_sleeps(
     serve: Serve, policy: str, health: str, code: int, fails: bool
 ) -> None:
     """Its requests are refused then, so it is not healthy. vLLM 0.33 says nothing where several engines disagree."""
-    client = serve(on_request=policy, health=health)
-    await client.post("/sleep")
+    client = await asleep(serve, on_request=policy, health=health)
     client.engine.fails["is_sleeping"] = [RuntimeError("Engines returned different is_sleeping results")] * 20
     if fails:
-        client.engine.fails["wake_up"] = [RuntimeError("in one of them")]
-        with pytest.raises(RuntimeError, match="in one of them"):
-            await client.post("/wake_up")
+        await client.fails("wake_up", "in one of them", "/wake_up")
     else:
         await client.post("/wake_up")
     assert (await client.ask()).code == (503 if fails else 200)
@@ -73,8 +68,7 @@ async def test_health_where_the_engine_does_not_say_whether_it_still_sleeps(
 
 @pytest.mark.parametrize(("health", "code"), [("auto", 503), ("ok", 200), ("unavailable", 503)])
 async def test_health_without_weights(serve: Serve, health: str, code: int) -> None:
-    client = serve(on_request="wake", health=health)
-    await client.post("/sleep?level=2")
+    client = await asleep(serve, level=2, on_request="wake", health=health)
     await client.post("/wake_up")
     response = await client.get("/health")
     assert response.code == code
@@ -85,8 +79,7 @@ async def test_health_does_not_wait_for_a_sleep(serve: Serve) -> None:
     client = serve()
     await client.ask()
     client.engine.waits["sleep"] = asyncio.Event()
-    sleep = client.begin("POST", "/sleep")
-    await until_idle()
+    sleep = await client.under_way("/sleep")
     response = await client.get("/health")
     assert response.code == 503
     assert response.body["status"] == "changing"
@@ -94,15 +87,12 @@ async def test_health_does_not_wait_for_a_sleep(serve: Serve) -> None:
     await sleep.response()
 
 
-def test_health_of_an_engine_that_does_not_answer_is_vllms(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario() -> None:
-        client = serve()
-        client.engine.waits["is_sleeping"] = asyncio.Event()
-        response = await client.get("/health")
-        assert (response.code, response.body) == (200, None)
-
+async def test_health_of_an_engine_that_does_not_answer_is_vllms(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cumem_sleep.vllm.gate.HEALTH_WITHIN_S", 0.01)
-    run(scenario())
+    client = serve()
+    client.engine.waits["is_sleeping"] = asyncio.Event()
+    response = await client.get("/health")
+    assert (response.code, response.body) == (200, None)
 
 
 async def test_health_says_that_wakes_fail(serve: Serve) -> None:

@@ -177,8 +177,7 @@ async def test_a_request_that_comes_as_it_falls_asleep_is_answered(serve: Serve)
     client.engine.waits["sleep"] = asyncio.Event()
     await client.ask()
     await clock.go_on(11)
-    request = client.begin("POST", "/v1/completions")
-    await until_idle()
+    request = await client.under_way("/v1/completions")
     client.engine.waits["sleep"].set()
     assert (await request.response()).body == {"text": "good"}
 
@@ -253,76 +252,6 @@ async def test_a_server_that_is_too_busy_to_look_is_not_taken_for_idle(serve: Se
     assert (await running.response()).code == 200
 
 
-class Watched:
-    """A clock that the watches follow: a look comes when its time has come, and by nothing else."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *clients: Client) -> None:
-        self.now = 1000.0
-        self._pauses: list[tuple[float, asyncio.Event]] = []
-        monkeypatch.setattr(idle, "LOOK_EVERY_S", 0.25)
-        monkeypatch.setattr(
-            idle, "asyncio", SimpleNamespace(sleep=self._sleep, create_task=asyncio.create_task, Task=asyncio.Task)
-        )
-        for client in clients:
-            client.gate.conductor.clock = lambda: self.now
-
-    async def _sleep(self, seconds: float) -> None:
-        due = asyncio.Event()
-        self._pauses.append((self.now + seconds, due))
-        await due.wait()
-
-    async def step(self, seconds: float = 0.05) -> None:
-        await until_idle()
-        self.now += seconds
-        for due, event in self._pauses:
-            if due <= self.now:
-                event.set()
-        self._pauses = [pause for pause in self._pauses if not pause[1].is_set()]
-        await until_idle()
-
-    async def until_asleep(self, client: Client, meanwhile: Any = None) -> float:
-        """When a sleep begins."""
-        before = len(sleeps(client))
-        while len(sleeps(client)) == before:
-            await self.step()
-            assert self.now < 2000
-            if meanwhile is not None:
-                await meanwhile()
-        return self.now
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("count", [1, 2])
-@pytest.mark.parametrize("wakes", ["a request", "an operator"])
-async def test_a_sleep_begins_a_look_after_the_time_at_the_latest(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch, count: int, wakes: str
-) -> None:
-    """After the end of the last request, and whoever asks whatever questions of which API server."""
-    clients = two_servers(serve, **IDLE)[:count] if count > 1 else [serve(**IDLE)]
-    first, last = clients[0], clients[-1]
-    watched = Watched(monkeypatch, *clients)
-    for client in clients:
-        assert (await client.ask()).code == 200
-
-    async def questions() -> None:
-        for path in ("/health", "/is_sleeping", "/metrics"):
-            await last.get(path)
-
-    for after in range(6):
-        ended = watched.now
-        begun = await watched.until_asleep(first, questions if after % 2 else None)
-        assert ended + 10 <= begun <= ended + 10 + idle.LOOK_EVERY_S + 0.05
-        for _ in range(after):  # the looks are at any time
-            await watched.step(0.07)
-        if wakes == "a request":
-            assert (await first.ask()).code == 200
-            for _ in range(3 * after):
-                await watched.step()
-            assert (await first.ask()).code == 200
-        else:
-            assert (await first.post("/wake")).code == 200
-
-
 async def test_without_the_setting_nothing_watches(serve: Serve) -> None:
     client = serve(on_request="wake")
     clock = Clock(client)
@@ -344,14 +273,7 @@ async def test_a_server_that_cannot_sleep_alone_does_not_begin(serve: Serve, has
     parallel = SimpleNamespace(data_parallel_size=2, **{f"data_parallel_{has}_lb": True})
     model = SimpleNamespace(enable_sleep_mode=has != "no sleep mode")
     client.engine.vllm_config = SimpleNamespace(parallel_config=parallel, model_config=model)
-    said: list[Any] = []
-    to_server: asyncio.Queue[Any] = asyncio.Queue()
-    to_server.put_nowait({"type": "lifespan.startup"})
-
-    async def send(message: Any) -> None:
-        said.append(message)
-
-    await client.gate({"type": "lifespan", "app": client.vllm}, to_server.get, send)
+    said = await client.start()
     if has == "internal":
         assert (said, client.vllm.seen) == ([], ["lifespan"])
     else:

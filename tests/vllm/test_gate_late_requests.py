@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from types import SimpleNamespace
 
 import pytest
-from fake_vllm import Client, Crash, FakeEngine, FakeVllm, Held, OldEngine, SlowToAnswer, until_idle
-from gate_client import Serve, outcomes, run
+from fake_vllm import Client, FakeEngine, FakeVllm, Held, SlowToAnswer, until_idle
+from gate_client import Serve, outcomes
 
 from cumem_sleep.vllm.engine_door import EngineDoor
 
@@ -27,8 +26,7 @@ async def begin(client: Client, way: str) -> Held:
     if way == "websocket":
         request = client.begin("", "/v1/realtime", type="websocket")
     else:
-        request = client.begin("POST", "/v1/completions", slow=way == "body")
-    await until_idle()
+        request = await client.under_way("/v1/completions", slow=way == "body")
     assert not request.task.done()
     return request
 
@@ -98,8 +96,7 @@ async def test_no_more_are_held_than_allowed(serve: Serve, policy: str) -> None:
         tokenized.append(client.engine.waits["tokenize"])
     await client.post("/sleep")
     client.engine.waits["wake_up"] = asyncio.Event()
-    early = client.begin("POST", "/v1/completions")
-    await until_idle()
+    early = await client.under_way("/v1/completions")
     for each in tokenized:
         each.set()
         await until_idle()
@@ -128,8 +125,7 @@ async def test_one_without_a_key_is_not_held_at_the_engine(serve: Serve) -> None
     """Where vLLM wants no key, as for /score."""
     client = serve(FakeVllm(api_keys=("key",)), on_request="wake")
     client.engine.waits["tokenize"] = asyncio.Event()
-    request = client.begin("POST", "/score")
-    await until_idle()
+    request = await client.under_way("/score")
     await client.post("/sleep")
     await arrive(client, request)
     assert (await request.response()).code == 503
@@ -148,7 +144,7 @@ async def test_a_client_that_leaves_while_its_request_waits_before_the_engine(se
     assert client.gate._held.requests == 0
 
 
-def test_a_sleep_comes_after_what_is_being_sent_to_the_engine(serve: Serve) -> None:
+async def test_a_sleep_comes_after_what_is_being_sent_to_the_engine(serve: Serve) -> None:
     class Slow(FakeEngine):
         """Its socket is full."""
 
@@ -156,20 +152,15 @@ def test_a_sleep_comes_after_what_is_being_sent_to_the_engine(serve: Serve) -> N
             await self._called("send")
             await super()._add_request(request)
 
-    async def scenario() -> None:
-        client = serve(FakeVllm(Slow()))
-        client.engine.waits["send"] = asyncio.Event()
-        request = client.begin("POST", "/v1/completions")
-        await until_idle()
-        sleep = client.begin("POST", "/sleep")
-        await until_idle()
-        assert client.engine.count("sleep") == 0
-        client.engine.waits["send"].set()
-        assert (await sleep.response()).code == 200
-        assert (await request.response()).code == 200
-        assert client.engine.queue == []
-
-    run(scenario())
+    client = serve(FakeVllm(Slow()))
+    client.engine.waits["send"] = asyncio.Event()
+    request = await client.under_way("/v1/completions")
+    sleep = await client.under_way("/sleep")
+    assert client.engine.count("sleep") == 0
+    client.engine.waits["send"].set()
+    assert (await sleep.response()).code == 200
+    assert (await request.response()).code == 200
+    assert client.engine.queue == []
 
 
 async def test_a_sleep_does_not_wait_for_ever_for_what_is_being_sent(serve: Serve) -> None:
@@ -180,8 +171,7 @@ async def test_a_sleep_does_not_wait_for_ever_for_what_is_being_sent(serve: Serv
         await stuck.wait()
 
     client.engine.engine_core.add_request_async = send
-    request = client.begin("POST", "/v1/completions")
-    await until_idle()
+    request = await client.under_way("/v1/completions")
     assert (await client.post("/sleep")).code == 503
     assert client.engine.count("sleep") == 0
     stuck.set()
@@ -218,8 +208,7 @@ async def test_what_slept_serves_nobody_while_the_engine_does_not_say(
 async def test_a_pause_is_not_forgotten_by_an_answer_from_before(serve: Serve) -> None:
     client = serve(FakeVllm(engine := SlowToAnswer()), on_request="wake", request_deadline_s=0.01)
     engine.on_their_way = [old := asyncio.Event()]
-    request = client.begin("POST", "/v1/completions")
-    await until_idle()
+    request = await client.under_way("/v1/completions")
     assert (await client.post("/pause")).code == 200
     old.set()
     await request.response()
@@ -231,9 +220,8 @@ async def test_a_pause_is_not_forgotten_by_an_answer_from_before(serve: Serve) -
 # Kept requests
 
 
-@pytest.mark.parametrize("engine", [FakeEngine, OldEngine])
-async def test_requests_cannot_be_kept_over_level_2(serve: Serve, engine: type[FakeEngine]) -> None:
-    client = serve(FakeVllm(engine()))
+async def test_requests_cannot_be_kept_over_level_2(serve: Serve) -> None:
+    client = serve()
     response = await client.post("/sleep?level=2&mode=keep")
     assert response.code == 409
     assert "kept" in response.error["message"]
@@ -245,8 +233,7 @@ async def test_requests_cannot_be_kept_over_level_2(serve: Serve, engine: type[F
 async def test_kept_requests_are_woken_with_all_memory(serve: Serve, mode: str) -> None:
     client = serve()
     client.engine.waits["generate"] = asyncio.Event()
-    request = client.begin("POST", "/v1/completions")
-    await until_idle()
+    request = await client.under_way("/v1/completions")
     assert (await client.post(f"/sleep?mode={mode}")).code == 200
     for tags in ("tags=weights", "tags=kv_cache", "tags=kv_cache&tags=scheduling"):
         response = await client.post(f"/wake?{tags}")
@@ -266,76 +253,6 @@ async def test_what_waited_behind_the_running_ones_is_aborted_by_a_level_2_sleep
     await client.post("/sleep?level=2&mode=wait")
     assert client.engine.queue == []
     assert client.engine.asleep
-
-
-# vLLM without modes of sleep
-
-
-@pytest.mark.parametrize("kind", ["websocket", "body"])
-async def test_what_is_not_in_the_engine_does_not_hold_up_a_sleep(serve: Serve, kind: str) -> None:
-    client = serve(FakeVllm(OldEngine()))
-    request = await begin(client, kind)
-    assert (await client.post("/sleep")).code == 200
-    await client.post("/wake_up")
-    await arrive(client, request)
-    await request.response()
-    assert not is_refused(request)
-
-
-@pytest.mark.parametrize("in_time", [True, False])
-async def test_a_sleep_waits_for_requests_that_are_aborted_still(serve: Serve, in_time: bool) -> None:
-    """Their clients left, and their responses are over; vLLM without modes would pull memory from under them."""
-    engine, running = OldEngine(), [2]
-    engine.output_processor = SimpleNamespace(get_num_unfinished_requests=lambda: running[0])  # type: ignore[attr-defined]
-    client = serve(FakeVllm(engine), request_deadline_s=60 if in_time else 0.05)
-    assert (await client.ask()).code == 200
-    sleep = client.begin("POST", "/sleep")
-    await until_idle()
-    assert client.engine.count("sleep") == 0
-    if in_time:
-        running[0] = 0
-    response = await sleep.response()
-    assert response.code == (200 if in_time else 503)
-    assert in_time or "still running in the engine: 2 requests" in response.error["message"]
-    assert client.engine.count("sleep") == in_time
-
-
-async def test_a_sleep_waits_for_running_requests_within_bounds(serve: Serve) -> None:
-    client = serve(FakeVllm(OldEngine()), request_deadline_s=0.05, retry_after_s=3)
-    client.engine.waits["generate"] = asyncio.Event()
-    request = client.begin("POST", "/v1/completions")
-    await until_idle()
-    response = await client.post("/sleep")
-    assert response.code == 503
-    assert response.headers["retry-after"] == "3"
-    assert "nothing has changed" in response.error["message"]
-    assert client.engine.count("sleep") == 0
-    client.engine.waits["generate"].set()
-    assert (await request.response()).body == {"text": "good"}
-    assert (await client.ask()).body == {"text": "good"}
-
-
-def test_an_engine_that_is_not_known_is_drained_of_all(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
-    async def scenario() -> None:
-        client = serve(FakeVllm(OldEngine()), request_deadline_s=0.05)
-        client.engine.engine_core = None  # type: ignore[assignment]
-        request = client.begin("", "/v1/realtime", type="websocket")
-        client.engine.waits["tokenize"] = asyncio.Event()
-        await until_idle()
-        assert (await client.post("/sleep")).code == 503
-        request.task.cancel()
-        await asyncio.gather(request.task, return_exceptions=True)
-        assert (await client.post("/sleep")).code == 200
-
-    run(scenario())
-    assert "in an unknown way" in caplog.text
-
-
-async def test_the_stand_in_crashes_where_vllm_would() -> None:
-    engine = FakeEngine()
-    await engine.sleep(2)
-    with pytest.raises(Crash):
-        await engine.generate()
 
 
 @pytest.mark.parametrize("turns", range(6))

@@ -6,8 +6,8 @@ import asyncio
 import json
 
 import pytest
-from fake_vllm import FakeVllm, OldEngine, until_idle
-from gate_client import Serve
+from fake_vllm import until_idle
+from gate_client import Serve, asleep
 
 pytestmark = pytest.mark.usefixtures("gate_environment")
 
@@ -55,11 +55,9 @@ async def test_weights_lost_at_level_2_are_not_served_until_they_are_loaded(
 @pytest.mark.parametrize("policy", ["wait", "wake"])
 @pytest.mark.parametrize("load", LOADS)
 async def test_requests_between_the_steps_of_a_level_2_wake_are_held(serve: Serve, policy: str, load: str) -> None:
-    client = serve(on_request=policy)
-    await client.post("/sleep?level=2")
+    client = await asleep(serve, level=2, on_request=policy)
     await client.post("/wake_up?tags=weights")
-    request = client.begin("POST", "/v1/completions")
-    await until_idle()
+    request = await client.under_way("/v1/completions")
     assert client.engine.count("reload_weights") == 0, "somebody else is loading them"
     assert client.gate.conductor._waking is None, "nor does it try again and again"
     await client.post("/wake_up?tags=kv_cache")
@@ -74,21 +72,17 @@ async def test_requests_between_the_steps_of_a_level_2_wake_are_held(serve: Serv
     [("get_rank", False), ("init_transfer", False), ("echo", False), ("refit", True), ("load_it", True)],
 )
 async def test_worker_methods_load_only_if_they_are_known_to(serve: Serve, method: str, loads: bool) -> None:
-    client = serve(loading_methods="refit,load_it")
-    await client.post("/sleep?level=2")
+    client = await asleep(serve, level=2, loading_methods="refit,load_it")
     await client.post("/wake_up")
     assert (await client.post("/collective_rpc", body=json.dumps({"method": method}).encode())).code == 200
     assert (await client.ask()).code == (200 if loads else 503)
 
 
 async def test_a_request_that_came_during_a_staged_wake_does_not_interfere(serve: Serve) -> None:
-    client = serve(on_request="wake")
-    await client.post("/sleep?level=2")
+    client = await asleep(serve, level=2, on_request="wake")
     client.engine.waits["wake_up"] = asyncio.Event()
-    wake = client.begin("POST", "/wake_up?tags=weights")
-    await until_idle()
-    request = client.begin("POST", "/v1/completions")
-    await until_idle()
+    wake = await client.under_way("/wake_up?tags=weights")
+    request = await client.under_way("/v1/completions")
     client.engine.waits["wake_up"].set()
     await wake.response()
     await until_idle()
@@ -96,15 +90,6 @@ async def test_a_request_that_came_during_a_staged_wake_does_not_interfere(serve
     await client.post("/update_weights")
     assert (await request.response()).body == {"text": "good"}
     assert client.engine.count("reload_weights") == 0
-
-
-@pytest.mark.parametrize("plugin", [True, False])
-async def test_level_0_of_a_vllm_without_modes_drops_the_weights(serve: Serve, plugin: bool) -> None:
-    client = serve(FakeVllm(OldEngine()), on_request="wake")
-    client.engine.plugin = plugin
-    await client.post("/sleep?level=0")
-    assert (await client.ask()).body == {"text": "good"}
-    assert client.engine.count("reload_weights") == 1
 
 
 @pytest.mark.parametrize("load", LOADS)

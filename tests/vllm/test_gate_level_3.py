@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from typing import Any
 
 import pytest
-from fake_vllm import Client, FakeVllm
-from gate_client import Serve
-
-from cumem_sleep.vllm import metrics
+from fake_vllm import Client
+from gate_client import Serve, asleep
 
 pytestmark = pytest.mark.usefixtures("gate_environment")
 
@@ -45,8 +42,7 @@ class TestSleep:
 
     @pytest.mark.parametrize("level", [1, 2])
     async def test_goes_on_from_a_lesser_sleep(self, serve: Serve, level: int) -> None:
-        client = serve()
-        await client.post(f"/sleep?level={level}")
+        client = await asleep(serve, level=level)
         calls = len(client.engine.calls)
         assert (await client.post("/sleep?level=3")).body == {"status": "sleeping", "level": 3}
         between = client.engine.calls[calls:]
@@ -57,8 +53,7 @@ class TestSleep:
     @pytest.mark.parametrize("level", [0, 1, 2, 3])
     async def test_stays_whatever_sleep_follows(self, serve: Serve, level: int) -> None:
         """VLLM would do nothing, but its pause before that calls workers."""
-        client = serve()
-        await client.post("/sleep?level=3")
+        client = await asleep(serve, level=3)
         client.engine.calls.clear()
         assert (await client.post(f"/sleep?level={level}")).body == {"status": "sleeping", "level": 3}
         assert sleeps_of(client) == []
@@ -75,8 +70,7 @@ class TestSleep:
 class TestWake:
     @pytest.mark.parametrize("level", [1, 2])
     async def test_by_a_request(self, serve: Serve, level: int) -> None:
-        client = serve(on_request="wake")
-        await client.post(f"/sleep?level={level}")
+        client = await asleep(serve, level=level, on_request="wake")
         await client.post("/sleep?level=3")
         responses = await asyncio.gather(*(client.ask() for _ in range(5)))
         assert [each.body for each in responses] == [{"text": "good"}] * 5
@@ -84,8 +78,7 @@ class TestWake:
 
     @pytest.mark.parametrize("error", ["OutOfDeviceMemory: needed 1 GiB", "CheckpointFailed: call wake_up again"])
     async def test_that_fails_can_be_made_again(self, serve: Serve, error: str) -> None:
-        client = serve(on_request="wake", retry_after_s=30)
-        await client.post("/sleep?level=3")
+        client = await asleep(serve, level=3, on_request="wake", retry_after_s=30)
         client.engine.fails["wake_up"] = [RuntimeError(error)]
         assert error in (await client.ask()).error["message"]
         assert await state(client) == (True, 3)
@@ -137,8 +130,7 @@ class TestRefused:
 class TestByItself:
     async def test_is_seen(self, serve: Serve) -> None:
         """CUMEM_SLEEP_DEEP_AFTER_S: the worker goes deeper, and nobody tells the gate."""
-        client = serve(on_request="wake")
-        await client.post("/sleep")
+        client = await asleep(serve, on_request="wake")
         assert await state(client) == (True, 1)
         client.engine.checkpointed = True
         assert await state(client) == (True, 3)
@@ -158,24 +150,3 @@ class TestByAWorkerMethod:
         assert (await client.post("/collective_rpc", DEEPEN)).code == 200
         assert client.gate.model.checkpointed
         assert await state(client) == (True, 3)
-
-
-def test_metrics_say_how_deep() -> None:
-    pytest.importorskip("prometheus_client", reason="needs prometheus_client (in vLLM's environments)")
-    vllm = FakeVllm()
-    engine = vllm.engine
-    levels = []
-    for asleep, backed_up, checkpointed in (
-        (set(), True, False),
-        ({"kv_cache"}, True, False),
-        ({"weights", "kv_cache"}, True, False),
-        ({"weights", "kv_cache"}, False, False),
-        ({"weights", "kv_cache"}, True, True),
-    ):
-        engine.asleep, engine.backed_up, engine.checkpointed = asleep, backed_up, checkpointed
-        status = metrics.WorkerStatus()
-        status.ranks = [engine.status(0)]
-        families = {family.name: family for family in metrics.Collector(status, Counter()).collect()}
-        levels.append(families["cumem_sleep_sleep_level"].samples[0].value)
-        assert families["cumem_sleep_device_used_bytes"].samples[0].value == 50
-    assert levels == [0, 0, 1, 2, 3]

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from fake_vllm import FakeEngine, FakeVllm, until_idle
-from gate_client import Serve, run
+from gate_client import Serve, asleep
 
 from cumem_sleep.vllm import SleepGate
 from cumem_sleep.vllm.sleeping_model import GatePhase
@@ -22,8 +22,7 @@ from cumem_sleep.vllm.sleeping_model import GatePhase
 
 @pytest.mark.parametrize("policy", ["wait", "wake"])
 async def test_no_more_requests_are_held_than_allowed(serve: Serve, policy: str) -> None:
-    client = serve(on_request=policy, max_held_requests=3)
-    await client.post("/sleep")
+    client = await asleep(serve, on_request=policy, max_held_requests=3)
     client.engine.waits["wake_up"] = asyncio.Event()
     held = [client.begin("POST", "/v1/completions") for _ in range(3)]
     await until_idle()
@@ -39,14 +38,11 @@ async def test_no_more_requests_are_held_than_allowed(serve: Serve, policy: str)
 
 @pytest.mark.parametrize("policy", ["wait", "wake"])
 async def test_no_more_bytes_are_held_than_allowed(serve: Serve, policy: str) -> None:
-    client = serve(on_request=policy, max_held_bytes="1000")
-    await client.post("/sleep")
+    client = await asleep(serve, on_request=policy, max_held_bytes="1000")
     client.engine.waits["wake_up"] = asyncio.Event()
-    small = client.begin("POST", "/v1/completions", b"x" * 900)
-    await until_idle()
+    small = await client.under_way("/v1/completions", b"x" * 900)
     assert client.gate._held.nbytes == 900
-    large = client.begin("POST", "/v1/completions", b"x" * 900)
-    await until_idle()
+    large = await client.under_way("/v1/completions", b"x" * 900)
     assert large.task.done()
     assert (await large.response()).code == 503
     assert not small.task.done()
@@ -59,32 +55,29 @@ async def test_no_more_bytes_are_held_than_allowed(serve: Serve, policy: str) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["wait", "wake"])
-def test_a_herd_asks_the_engine_no_more_than_one(serve: Serve, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_herd_asks_the_engine_no_more_than_one(
+    serve: Serve, policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("cumem_sleep.vllm.gate.POLL_S", 0.01)
-
-    async def scenario() -> None:
-        client = serve(on_request=policy)
-        await client.engine.sleep(1)  # unseen, so that all of them ask
-        client.engine.waits["wake_up"] = asyncio.Event()
-        herd = [client.begin("POST", "/v1/completions") for _ in range(1000)]
-        await until_idle()
-        assert client.engine.count("is_sleeping") == 1
-        for _ in range(5):
-            await asyncio.sleep(0.01)
-        assert client.engine.count("is_sleeping") == 1, "asleep it is known"
-        client.engine.waits["wake_up"].set()
-        if policy == "wait":
-            await client.post("/wake")
-        assert {(await each.response()).code for each in herd} == {200}
-        assert client.engine.count("wake_up") == 1
-
-    run(scenario())
+    client = serve(on_request=policy)
+    await client.engine.sleep(1)  # unseen, so that all of them ask
+    client.engine.waits["wake_up"] = asyncio.Event()
+    herd = [client.begin("POST", "/v1/completions") for _ in range(1000)]
+    await until_idle()
+    assert client.engine.count("is_sleeping") == 1
+    for _ in range(5):
+        await asyncio.sleep(0.01)
+    assert client.engine.count("is_sleeping") == 1, "asleep it is known"
+    client.engine.waits["wake_up"].set()
+    if policy == "wait":
+        await client.post("/wake")
+    assert {(await each.response()).code for each in herd} == {200}
+    assert client.engine.count("wake_up") == 1
 
 
 @pytest.mark.slow
 async def test_rejections_leave_nothing_behind(serve: Serve) -> None:
-    client = serve()
-    await client.post("/sleep")
+    client = await asleep(serve)
     for _ in range(20):
         await client.ask()
     gc.collect()
@@ -93,7 +86,6 @@ async def test_rejections_leave_nothing_behind(serve: Serve) -> None:
         assert (await client.ask()).code == 503
     gc.collect()
     assert len(gc.get_objects()) - before < 100
-    assert not client.gate._leases
 
 
 # Changes beside a wake by request
@@ -104,10 +96,8 @@ async def test_a_pause_waits_for_a_wake_by_request(serve: Serve) -> None:
     client.engine.plugin = False
     await client.post("/sleep?level=2")
     client.engine.waits["reload_weights"] = asyncio.Event()
-    request = client.begin("POST", "/v1/completions")
-    await until_idle()
-    pause = client.begin("POST", "/pause")
-    await until_idle()
+    request = await client.under_way("/v1/completions")
+    pause = await client.under_way("/pause")
     assert client.engine.count("pause") == 0
     client.engine.waits["reload_weights"].set()
     assert (await pause.response()).code == 200
@@ -183,16 +173,11 @@ def test_a_client_that_writes_all_before_it_reads_sees_the_answer(
         thread.join()
 
 
-def test_an_answer_does_not_wait_for_a_body_for_ever(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_answer_does_not_wait_for_a_body_for_ever(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cumem_sleep.http.asgi.DRAIN_WITHIN_S", 0.05)
-
-    async def scenario() -> None:
-        client = serve()
-        await client.post("/sleep")
-        headers = [(b"content-length", b"1000")]
-        request = client.begin("POST", "/v1/completions", b"x" * 1000, slow=True, headers=headers)
-        response = await request.response()
-        assert response.error["code"] == 503
-        assert request.cancelled_after_answers == [True], "it is sent at once, and what still comes is taken in"
-
-    run(scenario())
+    client = await asleep(serve)
+    headers = [(b"content-length", b"1000")]
+    request = client.begin("POST", "/v1/completions", b"x" * 1000, slow=True, headers=headers)
+    response = await request.response()
+    assert response.error["code"] == 503
+    assert request.cancelled_after_answers == [True], "it is sent at once, and what still comes is taken in"

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from gate_client import Serve
+from gate_client import Serve, asleep
 
 pytestmark = pytest.mark.usefixtures("gate_environment")
 
@@ -52,8 +52,7 @@ async def test_a_sleep_takes_its_parameters_from_either_place(serve: Serve, targ
 async def test_a_wake_takes_its_tags_from_either_place(
     serve: Serve, path: str, query: str, body: Any, tags: list[str] | None
 ) -> None:
-    client = serve()
-    await client.post("/sleep")
+    client = await asleep(serve)
     assert (await client.post(path + query, content(body))).code == 200
     assert ("wake_up", tags) in client.engine.calls
 

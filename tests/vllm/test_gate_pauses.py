@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from fake_vllm import FakeVllm, OldEngine
 from gate_client import Serve
 
 pytestmark = pytest.mark.usefixtures("gate_environment")
@@ -52,11 +51,3 @@ async def test_resume(serve: Serve, policy: str) -> None:
     await client.post("/pause")
     assert (await client.post("/resume")).code == 200
     assert (await client.ask()).body == {"text": "good"}
-
-
-async def test_without_the_plugin_an_unseen_sleep_shows_where_the_scheduler_is_not_paused(serve: Serve) -> None:
-    client = serve(FakeVllm(OldEngine()))
-    client.engine.plugin = False
-    await client.engine.sleep(1)
-    assert (await client.ask()).code == 503
-    assert client.gate.model.asleep == {"weights", "kv_cache"}

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from fake_vllm import until_idle
-from gate_client import Serve, outcomes, run
+from gate_client import Serve, asleep, outcomes
 
 from cumem_sleep.vllm.sleeping_model import GatePhase
 
@@ -63,8 +63,7 @@ async def test_reject(serve: Serve) -> None:
 
 
 async def test_wait_until_awake(serve: Serve) -> None:
-    client = serve(on_request="wait")
-    await client.post("/sleep")
+    client = await asleep(serve, on_request="wait")
     held = [client.begin("POST", "/v1/completions", body=b'{"n": 12345}') for _ in range(3)]
     await until_idle()
     assert not any(each.task.done() for each in held)
@@ -77,8 +76,7 @@ async def test_wait_until_awake(serve: Serve) -> None:
 
 @pytest.mark.parametrize("deadline_s", [0, 0.01])
 async def test_wait_has_a_deadline(serve: Serve, deadline_s: float) -> None:
-    client = serve(on_request="wait", request_deadline_s=deadline_s)
-    await client.post("/sleep")
+    client = await asleep(serve, on_request="wait", request_deadline_s=deadline_s)
     response = await client.ask()
     assert response.code == 503
     assert response.headers["retry-after"] == "5"
@@ -87,8 +85,7 @@ async def test_wait_has_a_deadline(serve: Serve, deadline_s: float) -> None:
 
 
 async def test_wake_has_a_deadline_and_the_wake_goes_on(serve: Serve) -> None:
-    client = serve(on_request="wake", request_deadline_s=0.01)
-    await client.post("/sleep")
+    client = await asleep(serve, on_request="wake", request_deadline_s=0.01)
     client.engine.waits["wake_up"] = asyncio.Event()
     assert (await client.ask()).code == 503
     assert outcomes(client) == {"timed_out": 1}
@@ -98,37 +95,31 @@ async def test_wake_has_a_deadline_and_the_wake_goes_on(serve: Serve) -> None:
     assert client.engine.count("wake_up") == 1
 
 
-def test_wake_once_for_all(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
-    async def scenario() -> None:
-        client = serve(on_request="wake")
-        await client.post("/sleep")
-        client.engine.waits["wake_up"] = asyncio.Event()
-        held = [client.begin("POST", "/v1/completions") for _ in range(5)]
-        await until_idle()
-        assert client.engine.calls[-1] == ("wake_up", None)
-        assert not any(each.task.done() for each in held)
-        client.engine.waits["wake_up"].set()
-        assert [(await each.response()).body for each in held] == [{"text": "good"}] * 5
-        assert client.engine.count("wake_up") == 1
-        assert outcomes(client) == {"woke": 5}
-
+async def test_wake_once_for_all(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "cumem_sleep")
-    run(scenario())
+    client = await asleep(serve, on_request="wake")
+    client.engine.waits["wake_up"] = asyncio.Event()
+    held = [client.begin("POST", "/v1/completions") for _ in range(5)]
+    await until_idle()
+    assert client.engine.calls[-1] == ("wake_up", None)
+    assert not any(each.task.done() for each in held)
+    client.engine.waits["wake_up"].set()
+    assert [(await each.response()).body for each in held] == [{"text": "good"}] * 5
+    assert client.engine.count("wake_up") == 1
+    assert outcomes(client) == {"woke": 5}
     assert sum("woke on request in" in record.message for record in caplog.records) == 1
     assert len(caplog.records) == 2  # that, and the gate's first
 
 
 async def test_wake_from_level_0(serve: Serve) -> None:
-    client = serve(on_request="wake")
-    await client.post("/sleep?level=0")
+    client = await asleep(serve, level=0, on_request="wake")
     assert client.gate.model.phase is GatePhase.ASLEEP
     assert (await client.ask()).body == {"text": "good"}
     assert ("wake_up", ["scheduling"]) in client.engine.calls
 
 
 async def test_level_0_counts_as_asleep(serve: Serve) -> None:
-    client = serve()
-    await client.post("/sleep?level=0")
+    client = await asleep(serve, level=0)
     assert "level 0" in (await client.ask()).error["message"]
     await client.post("/wake_up?tags=scheduling")
     assert (await client.ask()).code == 200
@@ -197,8 +188,7 @@ async def test_a_failed_reload_is_tried_again_where_it_stopped(serve: Serve) -> 
 
 
 async def test_a_wake_after_which_it_still_sleeps_is_a_failure(serve: Serve) -> None:
-    client = serve(on_request="wake")
-    await client.post("/sleep")
+    client = await asleep(serve, on_request="wake")
 
     async def does_nothing(tags: Any) -> None:
         client.engine.calls.append("nothing")
@@ -210,8 +200,7 @@ async def test_a_wake_after_which_it_still_sleeps_is_a_failure(serve: Serve) -> 
 
 async def test_reading_ahead_is_never_cancelled_before_the_request_ends(serve: Serve) -> None:
     """A server may lose the message that it was about to give when its `receive` is cancelled."""
-    client = serve(on_request="wake")
-    await client.post("/sleep")
+    client = await asleep(serve, on_request="wake")
     held = client.begin("POST", "/v1/completions")
     assert (await held.response()).body == {"text": "good"}
     assert False not in held.cancelled_after_answers
@@ -219,11 +208,9 @@ async def test_reading_ahead_is_never_cancelled_before_the_request_ends(serve: S
 
 @pytest.mark.parametrize("policy", ["wait", "wake"])
 async def test_a_client_that_leaves_is_let_go_of(serve: Serve, policy: str) -> None:
-    client = serve(on_request=policy)
-    await client.post("/sleep")
+    client = await asleep(serve, on_request=policy)
     client.engine.waits["wake_up"] = asyncio.Event()
-    leaves, stays = client.begin("POST", "/v1/completions"), client.begin("POST", "/v1/completions")
-    await until_idle()
+    leaves, stays = await client.under_way("/v1/completions"), client.begin("POST", "/v1/completions")
     leaves.leave()
     await leaves.response()
     assert leaves.sent == []
@@ -236,27 +223,21 @@ async def test_a_client_that_leaves_is_let_go_of(serve: Serve, policy: str) -> N
     assert client.engine.count("generate") == 1
 
 
-def test_a_held_body_is_not_read_ahead_without_limit(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario() -> None:
-        client = serve(on_request="wait")
-        await client.post("/sleep")
-        held = client.begin("POST", "/v1/completions", body=b"x" * 64)
-        await until_idle()
-        assert held._incoming.qsize() == 1, "half of it stays where it is"
-        await client.post("/wake_up")
-        assert (await held.response()).code == 200
-        assert client.vllm.bodies[-1] == b"x" * 64
-
+async def test_a_held_body_is_not_read_ahead_without_limit(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cumem_sleep.http.asgi.READ_AHEAD_BYTES", 32)
-    run(scenario())
+    client = await asleep(serve, on_request="wait")
+    held = await client.under_way("/v1/completions", body=b"x" * 64)
+    assert held._incoming.qsize() == 1, "half of it stays where it is"
+    await client.post("/wake_up")
+    assert (await held.response()).code == 200
+    assert client.vllm.bodies[-1] == b"x" * 64
 
 
 # Websockets
 
 
 async def test_a_websocket_to_a_sleeping_server_is_closed(serve: Serve) -> None:
-    client = serve()
-    await client.post("/sleep")
+    client = await asleep(serve)
     socket = client.begin("", "/v1/realtime", type="websocket")
     await socket.response()
     assert [message["type"] for message in socket.sent] == ["websocket.accept", "websocket.close"]
@@ -267,8 +248,7 @@ async def test_a_websocket_to_a_sleeping_server_is_closed(serve: Serve) -> None:
 
 @pytest.mark.parametrize("policy", ["wait", "wake"])
 async def test_a_websocket_is_held(serve: Serve, policy: str) -> None:
-    client = serve(on_request=policy)
-    await client.post("/sleep")
+    client = await asleep(serve, on_request=policy)
     client.engine.waits["wake_up"] = asyncio.Event()
     socket, leaves = (client.begin("", "/v1/realtime", type="websocket") for _ in range(2))
     await until_idle()

@@ -6,11 +6,11 @@ import tracemalloc
 from typing import Any
 
 import pytest
-from fake_vllm import FakeEngine, FakeVllm, until_idle
-from gate_client import TOKEN, Serve, run
+from fake_vllm import FakeEngine, FakeVllm
+from gate_client import TOKEN, Serve, asleep
 
 from cumem_sleep.vllm import SleepGate
-from cumem_sleep.vllm.routes import NEED_ADMIN_TOKEN, RouteKind, Routes, kind_of
+from cumem_sleep.vllm.routes import NEED_ADMIN_TOKEN, RouteKind, Routes
 from cumem_sleep.vllm.sleeping_model import GatePhase
 
 pytestmark = pytest.mark.usefixtures("gate_environment")
@@ -105,34 +105,19 @@ def variants(path: str) -> list[str]:
 
 @pytest.mark.parametrize("root", ["", "/api", "/api/", "/"])
 @pytest.mark.parametrize("path", ["/sleep", "/wake_up", "/collective_rpc", "/abort_requests", "/adapters", "/wake"])
-def test_no_way_to_write_a_path_reaches_it_without_the_token(
+async def test_no_way_to_write_a_path_reaches_it_without_the_token(
     server: Any, root: str, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def scenario() -> None:
-        for variant in variants(path):
-            await reach(server, "POST", variant)
-            assert server.state.reached == server.state.engine_client.calls == [], variant
-        assert await reach(server, "DELETE", f"{root.rstrip('/') * (root == '/api')}/adapters/x") == 401
-        assert await reach(server, "PUT", "/plugins_own") == 401, "a route that is not known may do anything"
-        assert await reach(server, "POST", "/mounted/sleep") == 401
-        assert await reach(server, "GET", "/server_info") == 401
-        assert server.state.reached == []
-
     monkeypatch.setenv("CUMEM_SLEEP_ADMIN_TOKEN", TOKEN)
     server.root_path = root
-    run(scenario())
-
-
-def test_the_token_opens_what_it_guards(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario() -> None:
-        calls = [("DELETE", "/adapters/x"), ("PUT", "/plugins_own"), ("POST", "/mounted/sleep"), ("POST", "/sleep")]
-        for method, path in calls:
-            assert await reach(server, method, path, TOKEN, b"", query_string=b"level=0") == 200, path
-        assert server.state.reached == ["DELETE", "PUT", "mounted", "/sleep"]
-        assert await reach(server, "GET", "/mounted/look") == 200
-
-    monkeypatch.setenv("CUMEM_SLEEP_ADMIN_TOKEN", TOKEN)
-    run(scenario())
+    for variant in variants(path):
+        await reach(server, "POST", variant)
+        assert server.state.reached == server.state.engine_client.calls == [], variant
+    assert await reach(server, "DELETE", f"{root.rstrip('/') * (root == '/api')}/adapters/x") == 401
+    assert await reach(server, "PUT", "/plugins_own") == 401, "a route that is not known may do anything"
+    assert await reach(server, "POST", "/mounted/sleep") == 401
+    assert await reach(server, "GET", "/server_info") == 401
+    assert server.state.reached == []
 
 
 @pytest.mark.parametrize(
@@ -161,25 +146,6 @@ def test_a_server_without_a_router_that_can_be_read_is_closed() -> None:
     assert RouteKind.UNKNOWN in NEED_ADMIN_TOKEN
 
 
-# The token
-
-
-@pytest.mark.parametrize(
-    "target",
-    [
-        *("POST /abort_requests", "POST /reset_prefix_cache?reset_running_requests=true", "POST /scale_elastic_ep"),
-        *("POST /fault_tolerance/apply", "POST /start_profile", "GET /server_info", "POST /adapters"),
-        *("DELETE /adapters/one", "POST /v1/load_lora_adapter", "POST /some_future_path"),
-    ],
-)
-async def test_all_that_changes_state_needs_the_token(serve: Serve, target: str) -> None:
-    method, path = target.split()
-    client = serve(admin_token=TOKEN)
-    assert (await client.request(method, path)).code == 401
-    assert client.vllm.seen == []
-    assert (await client.request(method, path, key=TOKEN)).code == 200
-
-
 # What wakes
 
 
@@ -193,18 +159,15 @@ async def test_all_that_changes_state_needs_the_token(serve: Serve, target: str)
 )
 async def test_what_no_route_takes_wakes_nothing_and_is_not_held(serve: Serve, target: str, policy: str) -> None:
     method, path = target.split()
-    client = serve(on_request=policy)
-    await client.post("/sleep")
+    client = await asleep(serve, on_request=policy)
     assert (await client.request(method, path)).code in (404, 405)
     assert client.engine.asleep
     assert client.engine.count("wake_up") == 0
 
 
 async def test_what_is_not_known_to_run_the_model_is_held_but_wakes_nothing(serve: Serve) -> None:
-    client = serve(on_request="wake")
-    await client.post("/sleep")
-    request = client.begin("POST", "/some_future_path")
-    await until_idle()
+    client = await asleep(serve, on_request="wake")
+    request = await client.under_way("/some_future_path")
     assert not request.task.done()
     assert client.engine.asleep
     await client.post("/wake_up")
@@ -213,25 +176,20 @@ async def test_what_is_not_known_to_run_the_model_is_held_but_wakes_nothing(serv
 
 @pytest.mark.parametrize("path", ["/v1/completions/", "/some_future_path/", "/v1/load_lora_adapter/", "/score/"])
 async def test_a_redirect_needs_no_memory(serve: Serve, policy: str, path: str) -> None:
-    client = serve(on_request=policy)
-    await client.post("/sleep")
+    client = await asleep(serve, on_request=policy)
     assert (await client.post(path)).code == 307
     assert client.engine.asleep
     assert client.engine.count("wake_up") == 0
 
 
-@pytest.mark.parametrize("is_known", [True, False])
-async def test_a_body_that_never_comes_wakes_nothing(serve: Serve, is_known: bool) -> None:
-    client = serve(on_request="wake", request_deadline_s=0.05)
-    if not is_known:
-        client.engine.engine_core = None  # type: ignore[assignment]
-    await client.post("/sleep")
+async def test_a_body_that_never_comes_wakes_nothing(serve: Serve) -> None:
+    client = await asleep(serve, on_request="wake", request_deadline_s=0.05)
     assert (await client.begin("POST", "/v1/completions", slow=True).response()).code == 503
     assert client.engine.asleep
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v2/embed", "/inference/v1/generate"])
-def test_without_a_key_the_gate_itself_answers_401_while_asleep(serve: Serve, path: str, policy: str) -> None:
+async def test_without_a_key_the_gate_itself_answers_401_while_asleep(serve: Serve, path: str, policy: str) -> None:
     """VLLM's own check can be misled, by a Host header before vLLM 0.26."""
 
     class Misled(FakeVllm):
@@ -239,25 +197,11 @@ def test_without_a_key_the_gate_itself_answers_401_while_asleep(serve: Serve, pa
             self.api_keys = ()
             return await super()._route(scope, path, body)
 
-    async def scenario() -> None:
-        client = serve(Misled(api_keys=("key",)), on_request=policy)
-        await client.post("/sleep")
-        for key in ("", "other"):
-            assert (await client.post(path, key=key)).code == 401
-        assert client.engine.count("generate") == 0
-        assert client.gate.model.phase is GatePhase.ASLEEP
-
-    run(scenario())
-
-
-def test_every_kind_is_in_the_table_for_a_reason() -> None:
-    assert kind_of("POST", "/sleep") is RouteKind.CHANGES
-    assert kind_of("POST", "/v1/completions") is RouteKind.RUNS
-    assert kind_of("HEAD", "/server_info") in NEED_ADMIN_TOKEN
-    assert kind_of("GET", "/anything") is RouteKind.PASSES
-    assert kind_of("POST", "/anything") is RouteKind.UNKNOWN
-    assert kind_of("WEBSOCKET", "/anything") is RouteKind.UNKNOWN
-    assert kind_of("BREW", "/metrics") is RouteKind.PASSES
+    client = await asleep(serve, 1, Misled(api_keys=("key",)), on_request=policy)
+    for key in ("", "other"):
+        assert (await client.post(path, key=key)).code == 401
+    assert client.engine.count("generate") == 0
+    assert client.gate.model.phase is GatePhase.ASLEEP
 
 
 @pytest.mark.parametrize("path", ["/v1/load_lora_adapter", "/sleep"])
@@ -276,26 +220,23 @@ async def test_the_admin_token_is_enough_where_vllm_wants_a_key(serve: Serve, pa
 
 
 @pytest.mark.slow
-def test_what_clients_write_is_not_kept_for_good(serve: Serve) -> None:
+async def test_what_clients_write_is_not_kept_for_good(serve: Serve) -> None:
     def request(number: int, where: str, nbytes: int) -> dict[str, Any]:
         text = f"{number}-{'x' * nbytes}"
         headers = [(b"host", text.encode())] if where == "host" else []
         names = {name: f"/{text}" for name in ("path", "root_path", "method") if name == where}
         return {"type": "http", "method": "POST", "path": "/sleep", "headers": headers, **names}
 
-    async def scenario() -> None:
-        routes, vllm = Routes(), serve().vllm
-        routes.take(vllm, request(0, "host", 0))
-        tracemalloc.start()
-        try:
-            for where in ("host", "path", "root_path", "method"):
-                for number in range(3000):
-                    routes.take(vllm, request(number, where, 400))
-                for number in range(60):
-                    routes.take(vllm, request(number, where, 1 << 20))
-                assert tracemalloc.get_traced_memory()[0] < 4 << 20, where
-            assert routes.take(vllm, request(0, "host", 1 << 20)).kind is RouteKind.CHANGES
-        finally:
-            tracemalloc.stop()
-
-    run(scenario())
+    routes, vllm = Routes(), serve().vllm
+    routes.take(vllm, request(0, "host", 0))
+    tracemalloc.start()
+    try:
+        for where in ("host", "path", "root_path", "method"):
+            for number in range(3000):
+                routes.take(vllm, request(number, where, 400))
+            for number in range(60):
+                routes.take(vllm, request(number, where, 1 << 20))
+            assert tracemalloc.get_traced_memory()[0] < 4 << 20, where
+        assert routes.take(vllm, request(0, "host", 1 << 20)).kind is RouteKind.CHANGES
+    finally:
+        tracemalloc.stop()

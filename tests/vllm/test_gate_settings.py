@@ -7,13 +7,14 @@ import logging
 import pathlib
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from fake_vllm import FakeVllm
-from gate_client import TOKEN, Serve, run
+from gate_client import TOKEN, Serve
 
-from cumem_sleep import InvalidArgument, InvalidArgumentType
+from cumem_sleep import InvalidArgument, InvalidArgumentType, InvalidState
 from cumem_sleep.core import misspelt
 from cumem_sleep.settings import GateSettings
 from cumem_sleep.vllm import SleepGate
@@ -135,14 +136,25 @@ def test_the_gate_is_a_class_and_its_import_needs_nothing_but_the_standard_libra
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300, cwd=elsewhere)
 
 
-def test_one_line_says_the_policy_and_not_the_token(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
-    async def scenario() -> None:
-        serve(on_request="wait", request_deadline_s=9, admin_token=TOKEN)
-        assert len(caplog.records) == 1
-        for part in ("wait (at most 9 s)", "/health then: 200", "admin token: needed", "similar paths: open"):
-            assert part in caplog.text
-
+async def test_one_line_says_the_policy_and_not_the_token(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, "cumem_sleep")
-    run(scenario())
+    serve(on_request="wait", request_deadline_s=9, admin_token=TOKEN)
+    assert len(caplog.records) == 1
+    for part in ("wait (at most 9 s)", "/health then: 200", "admin token: needed", "similar paths: open"):
+        assert part in caplog.text
     assert TOKEN not in caplog.text
     assert TOKEN not in repr(GateSettings(admin_token=TOKEN))
+
+
+@pytest.mark.parametrize("lacks", ["modes of sleep", "a way for requests"])
+async def test_a_server_of_a_vllm_before_0_18_does_not_start(serve: Serve, lacks: str) -> None:
+    client, core = serve(), SimpleNamespace()
+
+    async def sleep(level: int = 1) -> None: ...
+
+    vars(client.engine).update({"sleep": sleep} if lacks == "modes of sleep" else {"engine_core": core})
+    (said,) = await client.start()
+    assert said["type"] == "lifespan.startup.failed"
+    assert "needs the engine of vLLM 0.18 or newer" in said["message"]
+    with pytest.raises(InvalidState):
+        await client.ask()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from fake_vllm import AnotherClient, Client, FakeEngine, FakeRoute, FakeVllm, until_idle
-from gate_client import Serve
+from gate_client import Serve, asleep
 
 pytestmark = pytest.mark.usefixtures("gate_environment")
 SLEEP = "/v1/omni/sleep"
@@ -99,13 +99,11 @@ async def test_after_its_answer_nothing_passes_though_the_server_is_not_done_wit
     unknown = client.begin("POST", SLEEP)
     await engine.entered["begin"].wait()
     engine.late = asyncio.Event()
-    early = client.begin("POST", "/v1/completions")
-    await until_idle()
+    early = await client.under_way("/v1/completions")
     late, engine.late = engine.late, None
     engine.waits["begin"].set()
     await answered.wait()
-    request = client.begin("POST", "/v1/completions")
-    await until_idle()
+    request = await client.under_way("/v1/completions")
     late.set()
     assert [(await each.response()).code for each in (early, request)] == [503, 503]
     may_end.set()
@@ -134,8 +132,7 @@ async def test_an_answer_from_before_the_call_is_not_believed(serve: Serve, plug
     client = serve(Omni())
     engine = client.engine
     engine.plugin, engine.late = plugin, asyncio.Event()
-    request = client.begin("POST", "/v1/completions")
-    await until_idle()
+    request = await client.under_way("/v1/completions")
     late, engine.late = engine.late, None
     client.gate.conductor.doubt()
     engine._sleep(1)
@@ -178,18 +175,17 @@ async def test_a_model_that_still_serves_is_asked_once(serve: Serve) -> None:
 
 
 async def test_what_sleeps_is_said_by_tag(serve: Serve) -> None:
-    client = serve()
-    await client.post("/sleep")
+    client = await asleep(serve)
     assert (await client.get("/is_sleeping")).body == {"is_sleeping": True, "tags": ["kv_cache", "weights"]}
-    for awake, asleep in (("weights", "kv_cache"), ("kv_cache", "weights")):
+    for woken, left in (("weights", "kv_cache"), ("kv_cache", "weights")):
         await client.post("/wake_up")
         await client.post("/sleep")
-        await client.post(f"/wake_up?tags={awake}")
-        assert (await client.get("/is_sleeping")).body["tags"] == [asleep]
+        await client.post(f"/wake_up?tags={woken}")
+        assert (await client.get("/is_sleeping")).body["tags"] == [left]
         said = (await client.get("/health")).body
-        assert said == {"status": "asleep", "asleep": True, "level": 1, "tags": [asleep]}
+        assert said == {"status": "asleep", "asleep": True, "level": 1, "tags": [left]}
         message = (await client.ask()).error["message"]
-        assert message == f"the model is asleep (level 1, {asleep} alone): POST /wake_up"
+        assert message == f"the model is asleep (level 1, {left} alone): POST /wake_up"
     await client.post("/wake_up")
     assert "tags" not in (await client.get("/is_sleeping")).body
     assert (await client.ask()).code == 200

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 
 import pytest
 from fake_vllm import Client, FakeEngine, FakeVllm, until_idle
-from gate_client import Serve, run
+from gate_client import Serve, asleep
 
 from cumem_sleep.vllm.sleeping_model import GatePhase
 from cumem_sleep.vllm.worker_methods import Effect, effect_of, method_of
@@ -29,12 +29,10 @@ async def rpc(client: Client, method: str) -> int:
 async def test_a_body_that_comes_late_writes_nothing(serve: Serve, path: str, when: str) -> None:
     client = serve()
     await client.ask()
-    write = client.begin("POST", path, call("reload_weights"), slow=True)
-    await until_idle()
+    write = await client.under_way(path, call("reload_weights"), slow=True)
     if when == "during":
         client.engine.waits["sleep"] = asyncio.Event()
-    sleep = client.begin("POST", "/sleep")
-    await until_idle()
+    sleep = await client.under_way("/sleep")
     write.go_on()
     await until_idle()
     if when == "during":
@@ -48,38 +46,17 @@ async def test_a_body_that_comes_late_writes_nothing(serve: Serve, path: str, wh
 async def test_a_sleep_waits_for_a_write(serve: Serve) -> None:
     client = serve()
     client.engine.waits["reload_weights"] = asyncio.Event()
-    write = client.begin("POST", "/collective_rpc", call("reload_weights"))
-    await until_idle()
-    sleep = client.begin("POST", "/sleep")
-    await until_idle()
+    write = await client.under_way("/collective_rpc", call("reload_weights"))
+    sleep = await client.under_way("/sleep")
     assert client.engine.count("sleep") == 0
     assert (await client.ask()).code == 200, "requests go on meanwhile"
     client.engine.waits["reload_weights"].set()
     assert [(await each.response()).code for each in (write, sleep)] == [200, 200]
 
 
-@pytest.mark.parametrize(
-    "method",
-    [
-        *("reload_weights", "update_weights", "start_weight_update", "finish_weight_update", "refit", "load_model"),
-        *("compute_weight_checksums", "save_sharded_state", "save_tensorized_model", "execute_dummy_batch"),
-        *("execute_model", "reset_weights", "add_lora", "something_new"),
-    ],
-)
-@pytest.mark.parametrize("tags", ["", "?tags=kv_cache"])
-async def test_asleep_no_worker_method_touches_weights(serve: Serve, method: str, tags: str) -> None:
-    client = serve(loading_methods="refit")
-    await client.post("/sleep")
-    if tags:
-        await client.post(f"/wake{tags}")
-    assert await rpc(client, method) == 409
-    assert client.engine.count(method) == 0
-
-
 @pytest.mark.parametrize("method", ["execute_dummy_batch", "elastic_ep_execute", "save_sharded_state"])
 async def test_what_runs_the_model_wants_all_of_it(serve: Serve, method: str) -> None:
-    client = serve()
-    await client.post("/sleep?level=2")
+    client = await asleep(serve, level=2)
     await client.post("/wake?tags=weights")
     assert await rpc(client, method) == 409
     await client.post("/wake?tags=kv_cache")
@@ -102,11 +79,9 @@ async def test_nobody_changes_the_workers_sleep_behind_vllm(serve: Serve, method
 
 @pytest.mark.parametrize("method", ["cumem_sleep_status", "check_health", "list_loras"])
 async def test_what_touches_no_weights_is_answered_asleep(serve: Serve, method: str) -> None:
-    client = serve()
-    await client.post("/sleep")
+    client = await asleep(serve)
     client.engine.waits["wake_up"] = asyncio.Event()
-    wake = client.begin("POST", "/wake")
-    await until_idle()
+    wake = await client.under_way("/wake")
     assert await rpc(client, method) == 200, "not even a wake holds it up"
     client.engine.waits["wake_up"].set()
     await wake.response()
@@ -145,7 +120,7 @@ async def test_an_update_in_which_nothing_was_written_loads_nothing(serve: Serve
 
 @pytest.mark.parametrize("written", [True, False])
 @pytest.mark.parametrize("fails", [True, False])
-def test_an_update_that_a_level_2_sleep_tore_loads_nothing(serve: Serve, written: bool, fails: bool) -> None:
+async def test_an_update_that_a_level_2_sleep_tore_loads_nothing(serve: Serve, written: bool, fails: bool) -> None:
     class Engine(FakeEngine):
         """Its sleep may fail after it dropped the weights."""
 
@@ -154,31 +129,26 @@ def test_an_update_that_a_level_2_sleep_tore_loads_nothing(serve: Serve, written
             if fails:
                 raise RuntimeError("out of memory")
 
-    async def scenario() -> None:
-        client = serve(FakeVllm(Engine()))
-        await client.post("/start_weight_update")
-        if written:
-            await client.post("/update_weights")
-        with pytest.raises(RuntimeError) if fails else nullcontext():
-            await client.post("/sleep?level=2")
-        await client.post("/wake")
-        assert (await client.post("/update_weights")).code == 200
-        assert (await client.post("/finish_weight_update")).code == 200
-        assert (await client.ask()).code == 503, "what was prepared or written before the sleep is gone"
-        for path in ("/start_weight_update", "/update_weights", "/finish_weight_update"):
-            assert (await client.post(path)).code == 200
-        assert (await client.ask()).body == {"text": "good"}
-
-    run(scenario())
+    client = serve(FakeVllm(Engine()))
+    await client.post("/start_weight_update")
+    if written:
+        await client.post("/update_weights")
+    with pytest.raises(RuntimeError) if fails else nullcontext():
+        await client.post("/sleep?level=2")
+    await client.post("/wake")
+    assert (await client.post("/update_weights")).code == 200
+    assert (await client.post("/finish_weight_update")).code == 200
+    assert (await client.ask()).code == 503, "what was prepared or written before the sleep is gone"
+    for path in ("/start_weight_update", "/update_weights", "/finish_weight_update"):
+        assert (await client.post(path)).code == 200
+    assert (await client.ask()).body == {"text": "good"}
 
 
 @pytest.mark.parametrize("path", ["/sleep", "/wake", "/reload_weights", "/resume", "/pause", *WRITES])
 async def test_a_call_whose_client_left_before_its_turn_takes_no_effect(serve: Serve, path: str) -> None:
-    client = serve()
-    await client.post("/sleep")
+    client = await asleep(serve)
     client.engine.waits["wake_up"] = asyncio.Event()
-    wake = client.begin("POST", "/wake")
-    await until_idle()
+    wake = await client.under_way("/wake")
     calls = [client.begin("POST", path, call("reload_weights")) for _ in range(20)]
     await until_idle()
     for each in calls:
@@ -192,15 +162,12 @@ async def test_a_call_whose_client_left_before_its_turn_takes_no_effect(serve: S
     assert client.gate.model.phase is GatePhase.AWAKE
 
 
-def test_an_update_whose_body_is_too_large_is_refused(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario() -> None:
-        client = serve()
-        assert (await client.post("/update_weights", b"x" * 65)).code == 413
-        assert client.vllm.seen == []
-        assert (await client.post("/update_weights", b"x" * 64)).code == 200
-
+async def test_an_update_whose_body_is_too_large_is_refused(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cumem_sleep.vllm.gate.MOST_WRITTEN_BYTES", 64)
-    run(scenario())
+    client = serve()
+    assert (await client.post("/update_weights", b"x" * 65)).code == 413
+    assert client.vllm.seen == []
+    assert (await client.post("/update_weights", b"x" * 64)).code == 200
 
 
 @pytest.mark.parametrize("path", ["/v1/load_lora_adapter", "/scale_elastic_ep"])
@@ -208,10 +175,8 @@ async def test_adapters_are_not_loaded_beside_a_sleep(serve: Serve, path: str, p
     client = serve(on_request=policy)
     await client.ask()
     client.engine.waits["sleep"] = asyncio.Event()
-    load = client.begin("POST", path, slow=True)
-    await until_idle()
-    sleep = client.begin("POST", "/sleep")
-    await until_idle()
+    load = await client.under_way(path, slow=True)
+    sleep = await client.under_way("/sleep")
     load.go_on()
     await until_idle()
     client.engine.waits["sleep"].set()

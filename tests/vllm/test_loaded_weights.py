@@ -10,7 +10,7 @@ import pytest
 from environment import skip_unless_vllm
 from real_worker import PAGE, Models, backends
 
-from cumem_sleep import CuMemAllocator, InvalidArgument
+from cumem_sleep import CuMemAllocator
 from cumem_sleep.vllm import loaded
 
 skip_unless_vllm()
@@ -49,16 +49,6 @@ def test_a_reload_says_what_it_left_out(models: Models) -> None:
     assert models.wrapper.reload_weights() == "draft.fc"
     models.load(models.draft)
     assert models.wrapper.reload_weights() is None
-
-
-def test_level_1_marks_nothing(models: Models) -> None:
-    import torch
-
-    weight = models.add(models.model, "weight", 64)
-    before = weight.clone()
-    models.sleep_and_wake(level=1)
-    assert torch.equal(weight, before)
-    assert models.not_loaded == ""
 
 
 def test_weights_that_sleep_are_not_looked_at(models: Models) -> None:
@@ -102,16 +92,6 @@ def test_every_kind_of_parameter_is_told(models: Models, monkeypatch: pytest.Mon
         parameter = getattr(model, names.pop(0))
         source = {**models.values, rows.data_ptr(): models.values[rows.data_ptr()].t()}[parameter.data_ptr()]
         parameter.data.copy_(source[:, : parameter.shape[-1]] if source.dim() == 2 else source)
-    assert models.not_loaded == ""
-
-
-def test_a_parameter_that_was_rebuilt_elsewhere_counts_as_loaded(models: Models) -> None:
-    """As `process_weights_after_loading` does, for one that is quantised."""
-    import torch
-
-    models.add(models.model, "weight", 64)
-    models.sleep_and_wake()
-    models.model.weight = torch.nn.Parameter(torch.ones(64), requires_grad=False)
     assert models.not_loaded == ""
 
 
@@ -160,20 +140,6 @@ def test_what_was_forgotten_counts_as_dropped(models: Models, choose: Any, backe
         models.wrapper.wake_up()
 
 
-def test_the_draft_models_buffers_are_as_after_level_2(models: Models) -> None:
-    import torch
-
-    if not hasattr(models.worker, "_restore_sleep_parameters"):
-        pytest.skip("this vLLM loses them")
-    table = models.add(models.draft, "table", 16, buffer=True)
-    before = table.clone()
-    models.worker.get_draft_model = lambda: models.draft
-    models.wrapper.sleep(level=1)
-    models.wrapper.cumem_sleep_forget()
-    models.wrapper.wake_up()
-    assert torch.equal(table, before)
-
-
 def test_parameters_that_vllm_keeps_over_a_sleep_are_kept_over_a_forget(models: Models) -> None:
     import torch
 
@@ -189,38 +155,6 @@ def test_parameters_that_vllm_keeps_over_a_sleep_are_kept_over_a_forget(models: 
     models.wrapper.wake_up()
     assert torch.equal(fc, before)
     assert models.not_loaded == "weight"
-
-
-@pytest.mark.parametrize("tags", ["kv_cache", ["kv_cache"]])
-def test_other_tags_forget_no_weights(models: Models, tags: Any) -> None:
-    import torch
-
-    weight = models.add(models.model, "weight", 64)
-    table = models.add(models.model, "table", 16, buffer=True)
-    before = weight.clone()
-    models.wrapper.sleep(level=1)
-    assert models.wrapper.cumem_sleep_forget(tags) == 0
-    models.wrapper.wake_up(["kv_cache"])
-    models.wrapper.wake_up(["weights"])
-    assert torch.equal(weight, before)
-    assert models.not_loaded == ""
-    table.zero_()
-    models.wrapper.wake_up()
-    assert not table.any(), "an old copy was put back"
-
-
-def test_a_forget_that_is_refused_leaves_everything_as_it_was(models: Models) -> None:
-    import torch
-
-    weight = models.add(models.model, "weight", 64)
-    models.add(models.model, "table", 16, buffer=True)
-    before = weight.clone()
-    models.wrapper.sleep(level=1)
-    with pytest.raises(InvalidArgument, match="wieghts"):
-        models.wrapper.cumem_sleep_forget(["wieghts"])
-    assert models.worker._sleep_saved_buffers == {}
-    models.wrapper.wake_up()
-    assert torch.equal(weight, before)
 
 
 @backends

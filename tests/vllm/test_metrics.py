@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Awaitable
-from typing import Any
 
 import pytest
 from fake_vllm import Client, FakeEngine, FakeVllm, until_idle
@@ -42,101 +41,82 @@ def serve(vllm: FakeVllm | None = None) -> Client:
 
 
 @pytest.mark.usefixtures("scraped")
-def test_asked_after_every_change_and_at_every_scrape() -> None:
-    async def scenario() -> None:
-        client = serve()
-        engine, status = client.engine, client.gate._status
-        await client.ask()
-        assert engine.count("cumem_sleep_status") == 0
-        await client.post("/sleep")
-        assert engine.count("cumem_sleep_status") == 1
-        assert status.ranks[0]["usage"]["weights"]["mapped_bytes"] == 0
-        await client.post("/wake_up")
-        await until_idle()
-        assert engine.count("cumem_sleep_status") == 2
-        assert status.ranks[1]["usage"]["weights"]["mapped_bytes"] == 600
+async def test_asked_after_every_change_and_at_every_scrape() -> None:
+    client = serve()
+    engine, status = client.engine, client.gate._status
+    await client.ask()
+    assert engine.count("cumem_sleep_status") == 0
+    await client.post("/sleep")
+    assert engine.count("cumem_sleep_status") == 1
+    assert status.ranks[0]["usage"]["weights"]["mapped_bytes"] == 0
+    await client.post("/wake_up")
+    await until_idle()
+    assert engine.count("cumem_sleep_status") == 2
+    assert status.ranks[1]["usage"]["weights"]["mapped_bytes"] == 600
+    assert (await client.get("/metrics")).code == 200
+    assert engine.count("cumem_sleep_status") == 3
+
+
+@pytest.mark.usefixtures("scraped")
+async def test_an_engine_that_does_not_answer_does_not_hang_the_scrape(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = serve()
+    await client.get("/metrics")
+    ranks = client.gate._status.ranks
+    monkeypatch.setattr(metrics, "ANSWER_WITHIN_S", 0.01)
+    client.engine.waits["cumem_sleep_status"] = asyncio.Event()
+    for _ in range(3):
         assert (await client.get("/metrics")).code == 200
-        assert engine.count("cumem_sleep_status") == 3
-
-    run(scenario())
-
-
-@pytest.mark.usefixtures("scraped")
-def test_an_engine_that_does_not_answer_does_not_hang_the_scrape(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario() -> None:
-        client = serve()
-        await client.get("/metrics")
-        ranks = client.gate._status.ranks
-        monkeypatch.setattr(metrics, "ANSWER_WITHIN_S", 0.01)
-        client.engine.waits["cumem_sleep_status"] = asyncio.Event()
-        for _ in range(3):
-            assert (await client.get("/metrics")).code == 200
-        assert client.gate._status.ranks is ranks, "the last snapshot stays"
-        assert client.engine.count("cumem_sleep_status") == 2, "and nobody asks twice at a time"
-        client.engine.waits["cumem_sleep_status"].set()
-        await until_idle()
-        assert client.gate._status.ranks is not ranks, "a late answer is one, too"
-
-    run(scenario())
+    assert client.gate._status.ranks is ranks, "the last snapshot stays"
+    assert client.engine.count("cumem_sleep_status") == 2, "and nobody asks twice at a time"
+    client.engine.waits["cumem_sleep_status"].set()
+    await until_idle()
+    assert client.gate._status.ranks is not ranks, "a late answer is one, too"
 
 
 @pytest.mark.usefixtures("scraped")
-def test_a_scrape_during_a_sleep_asks_nothing() -> None:
-    async def scenario() -> None:
-        client = serve()
-        client.engine.waits["sleep"] = asyncio.Event()
-        sleep = client.begin("POST", "/sleep")
-        await until_idle()
+async def test_a_scrape_during_a_sleep_asks_nothing() -> None:
+    client = serve()
+    client.engine.waits["sleep"] = asyncio.Event()
+    sleep = await client.under_way("/sleep")
+    assert (await client.get("/metrics")).code == 200
+    assert client.engine.count("cumem_sleep_status") == 0
+    client.engine.waits["sleep"].set()
+    await sleep.response()
+
+
+@pytest.mark.usefixtures("scraped")
+async def test_without_the_plugin_nobody_asks_again(caplog: pytest.LogCaptureFixture) -> None:
+    client = serve()
+    client.engine.plugin = False
+    for _ in range(3):
         assert (await client.get("/metrics")).code == 200
-        assert client.engine.count("cumem_sleep_status") == 0
-        client.engine.waits["sleep"].set()
-        await sleep.response()
-
-    run(scenario())
-
-
-@pytest.mark.usefixtures("scraped")
-def test_without_the_plugin_nobody_asks_again(caplog: pytest.LogCaptureFixture) -> None:
-    async def scenario() -> None:
-        client = serve()
-        client.engine.plugin = False
-        for _ in range(3):
-            assert (await client.get("/metrics")).code == 200
-        await client.post("/sleep")
-        assert (await client.ask()).code == 503, "the gate works without"
-        await client.post("/wake_up")
-        assert (await client.ask()).code == 200
-        assert client.engine.count("cumem_sleep_status") == 1
-        assert client.gate._status.ranks == []
-
-    run(scenario())
+    await client.post("/sleep")
+    assert (await client.ask()).code == 503, "the gate works without"
+    await client.post("/wake_up")
+    assert (await client.ask()).code == 200
+    assert client.engine.count("cumem_sleep_status") == 1
+    assert client.gate._status.ranks == []
     assert sum("not active" in record.message for record in caplog.records) == 1
 
 
 @pytest.mark.usefixtures("scraped")
-def test_other_failures_pass(caplog: pytest.LogCaptureFixture) -> None:
-    async def scenario() -> None:
-        client = serve()
-        client.engine.fails["cumem_sleep_status"] = [RuntimeError("a worker stumbled")]
-        assert (await client.get("/metrics")).code == 200
-        assert (await client.get("/metrics")).code == 200
-        assert len(client.gate._status.ranks) == 2
-
-    run(scenario())
+async def test_other_failures_pass(caplog: pytest.LogCaptureFixture) -> None:
+    client = serve()
+    client.engine.fails["cumem_sleep_status"] = [RuntimeError("a worker stumbled")]
+    assert (await client.get("/metrics")).code == 200
+    assert (await client.get("/metrics")).code == 200
+    assert len(client.gate._status.ranks) == 2
     ours = (record for record in caplog.records if record.name.startswith("cumem_sleep"))
     assert not [record for record in ours if record.levelno >= logging.WARNING]
 
 
-def test_several_api_servers_leave_the_metrics_out(
+async def test_several_api_servers_leave_the_metrics_out(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def scenario() -> None:
-        client = serve()
-        assert (await client.get("/metrics")).code == 200
-        assert client.engine.calls == []
-
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", "/tmp/nowhere")
-    run(scenario())
+    client = serve()
+    assert (await client.get("/metrics")).code == 200
+    assert client.engine.calls == []
     assert sum("left out" in record.message for record in caplog.records) == 1
 
 
@@ -231,51 +211,15 @@ def test_an_answer_that_is_not_understood_takes_nothing_down(caplog: pytest.LogC
     assert sum("not be understood" in record.message for record in caplog.records) == 1
 
 
-def test_the_text_that_a_scrape_gets() -> None:
+async def test_a_later_gate_takes_the_place_over() -> None:
     client = pytest.importorskip("prometheus_client", reason="needs prometheus_client (in vLLM's environments)")
-    registry = client.CollectorRegistry(auto_describe=True)
-    registry.register(collector_of(FakeEngine()))
-    text = client.generate_latest(registry).decode()
-    assert 'cumem_sleep_memory_bytes{rank="0",state="mapped",tag="weights"} 600.0' in text
-    assert "# TYPE cumem_sleep_operation_seconds_total counter" in text
-    assert "# TYPE cumem_sleep_memory_bytes gauge" in text
-    for line in text.splitlines():
-        assert line.startswith(("# HELP cumem_sleep_", "# TYPE cumem_sleep_", "cumem_sleep_"))
-
-
-def test_a_later_gate_takes_the_place_over() -> None:
-    client = pytest.importorskip("prometheus_client", reason="needs prometheus_client (in vLLM's environments)")
-
-    async def scenario() -> None:
-        first, second = serve(), serve()
-        assert "cumem_sleep_" not in client.generate_latest().decode(), "nothing is known yet"
-        await first.post("/sleep")
-        await first.ask()
-        assert "cumem_sleep_" not in client.generate_latest().decode()
-        await second.post("/sleep")
-        await second.ask()
-        text = client.generate_latest().decode()
-        assert text.count('cumem_sleep_gate_requests_total{outcome="rejected"} 1.0') == 1
-        assert text.count('cumem_sleep_segments{rank="1",tag="weights"} 2.0') == 1
-
-    run(scenario())
-
-
-def test_a_gate_without_prometheus_client(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario() -> None:
-        client = serve()
-        assert (await client.get("/metrics")).code == 200
-        assert client.engine.calls == []
-
-    monkeypatch.setitem(__import__("sys").modules, "prometheus_client", None)
-    run(scenario())
-
-
-def test_the_workers_answer_is_what_the_gate_reads() -> None:
-    answer: Any = FakeEngine().status(0)
-    assert set(answer) == set(metrics.RankStatus.__annotations__)
-    assert all(set(usage) == set(metrics.Usage.__annotations__) for usage in answer["usage"].values())
-    assert set(answer["place"]) == set(metrics.WorkerBackupPlace.__annotations__)
-    assert all(
-        set(done) == set(metrics.WorkerOperationTotals.__annotations__) for done in answer["operations"].values()
-    )
+    first, second = serve(), serve()
+    assert "cumem_sleep_" not in client.generate_latest().decode(), "nothing is known yet"
+    await first.post("/sleep")
+    await first.ask()
+    assert "cumem_sleep_" not in client.generate_latest().decode()
+    await second.post("/sleep")
+    await second.ask()
+    text = client.generate_latest().decode()
+    assert text.count('cumem_sleep_gate_requests_total{outcome="rejected"} 1.0') == 1
+    assert text.count('cumem_sleep_segments{rank="1",tag="weights"} 2.0') == 1

@@ -23,7 +23,6 @@ from cumem_sleep import CuMemAllocator, OutOfDeviceMemory, _core, sim
 from cumem_sleep.checkpoint.process import THIS_PROCESS
 from cumem_sleep.errors import CheckpointFailed
 from cumem_sleep.for_plugin import may_checkpoint
-from cumem_sleep.vllm import compatibility
 
 skip_unless_vllm()
 pytestmark = pytest.mark.sim
@@ -146,15 +145,6 @@ class TestSleepsAndWakes:
         assert "2 segments (tags kv_cache, weights) still have device memory" in answer["why"]
         assert asleep() == set()
 
-    def test_in_two_steps(self, executor: Any, contents: Contents) -> None:
-        executor.sleep(level=3)
-        executor.wake_up(["weights"])
-        assert asleep() == {"kv_cache"}
-        assert contents.is_there("weights")
-        executor.wake_up(["kv_cache"])
-        assert not executor.is_sleeping
-        assert nobody_waited()
-
     def test_again_though_vllm_takes_it_for_awake(self, executor: Any, contents: Contents, worker: Any) -> None:
         """As after a call that timed out. VLLM's worker asks CUDA first, which would wait."""
         executor.sleep(level=3)
@@ -167,18 +157,6 @@ class TestSleepsAndWakes:
         assert (asked, is_deep()) == ([], True)
         executor.wake_up()
         assert contents.is_there("weights")
-
-    def test_the_backend_itself_stays_at_level_1(self, plugged: Stock, outside: int) -> None:
-        """The worker calls CUDA after it."""
-        factory = compatibility._backend_factory()
-        if factory is None:
-            pytest.skip("this vLLM has no registry of sleep-mode backends")
-        backend = factory.create_backend(types.SimpleNamespace(sleep_mode_backend="cumem_sleep"))
-        address = CuMemAllocator.get_instance().malloc(PAGE, "weights")
-        backend.suspend(3)
-        assert (asleep(), is_deep()) == ({"weights"}, False)
-        backend.resume()
-        CuMemAllocator.get_instance().free(address)
 
 
 class TestStatus:
@@ -230,17 +208,6 @@ class TestOtherCalls:
         assert not any(sim.stats().calls.values())
         executor.wake_up()
 
-    def test_without_memory_to_come_back_they_fail(self, executor: Any, worker: Any, contents: Contents) -> None:
-        worker.asks = lambda: ask_cuda(worker)
-        executor.sleep(level=3)
-        sim.configure(device_bytes=OUTSIDE // 2)
-        with pytest.raises(OutOfDeviceMemory):
-            executor.collective_rpc("asks")
-        assert is_deep()
-        sim.configure(device_bytes=DEVICE_BYTES)
-        executor.wake_up()
-        assert contents.is_there("weights")
-
 
 class TestByItself:
     @pytest.fixture(autouse=True)
@@ -254,17 +221,6 @@ class TestByItself:
         assert contents.is_there("weights")
         assert not may_checkpoint(CuMemAllocator.get_instance())
         assert nobody_waited()
-
-    def test_again_after_a_wake_that_failed(self, executor: Any, contents: Contents) -> None:
-        executor.sleep(level=1)
-        sim.configure(device_bytes=OUTSIDE + PAGE)
-        with pytest.raises(OutOfDeviceMemory):
-            executor.wake_up()
-        assert asleep() == {"weights", "kv_cache"}
-        until(is_deep)
-        sim.configure(device_bytes=DEVICE_BYTES)
-        executor.wake_up()
-        assert contents.is_there("weights")
 
     def test_again_after_a_discard(self, executor: Any, worker: Any, contents: Contents) -> None:
         if not hasattr(worker, "discard"):

@@ -7,7 +7,7 @@ const LONGEST_PAUSE_MS = 10000;
 const STORED = "cumem-sleep-token";
 
 const byId = (id) => document.getElementById(id);
-let token = sessionStorage.getItem(STORED) || "";
+let token = tokenOfLink() || sessionStorage.getItem(STORED) || "";
 let reading = null; // the stream's AbortController
 let pauseMs = 0;
 let last = null; // the status that is shown
@@ -42,18 +42,25 @@ function ago(at) {
 
 // What is shown
 
-function bar(parts, label) {
+// A bar, and below it whose its pieces are: there names have room. `nobody`: what is said where there are none.
+function bar(parts, label, nobody) {
   const made = element("div", "bar");
   made.setAttribute("role", "img");
   made.setAttribute("aria-label", label);
+  const names = element("div", "names");
   for (const part of parts) {
-    const piece = element("span", part.busy ? "busy" : "", part.text);
+    const piece = element("span", part.busy ? "busy" : "");
     piece.style.width = `${Math.max(0, Math.min(1, part.share)) * 100}%`;
-    piece.style.setProperty("--hue", part.hue);
     piece.title = part.text;
+    const name = element("span", "", part.text);
+    for (const each of [piece, name]) each.style.setProperty("--hue", part.hue);
     made.append(piece);
+    names.append(name);
   }
-  return made;
+  if (!parts.length) names.append(element("span", "nobody", nobody));
+  const both = element("div");
+  both.append(made, names);
+  return both;
 }
 
 function hueOf(status, name) {
@@ -73,7 +80,7 @@ function gpuCard(status, gpu) {
     hue: hueOf(status, holder.model),
   }));
   const said = gpu.holders.map((each) => `${each.model} ${Math.round(each.share * 100)} percent, ${each.phase}`);
-  card.append(head, bar(parts, `GPU ${gpu.gpu}: ${said.join("; ") || "free"}`));
+  card.append(head, bar(parts, `GPU ${gpu.gpu}: ${said.join("; ") || "nobody is awake"}`, "nobody is awake"));
   return card;
 }
 
@@ -87,7 +94,7 @@ function hostCard(status) {
   head.append(element("h3", "", "Host memory"), element("span", "dim", held + rest));
   const holders = status.models.filter((model) => model.host_bytes + model.kept_bytes > 0 && !model.in_vault);
   const parts = partsOf(status, holders, (model) => (budget ? (model.host_bytes + model.kept_bytes) / budget : 0));
-  card.append(head, bar(parts, `Host memory: ${held}`));
+  card.append(head, bar(parts, `Host memory: ${held}`, "nobody sleeps here"));
   return card;
 }
 
@@ -102,7 +109,7 @@ function vaultCard(status, vault) {
   const holders = status.models.filter((model) => model.host_bytes > 0 && model.in_vault && model.phase === "asleep");
   const all = holders.reduce((sum, model) => sum + model.host_bytes, 0);
   const share = Math.min(all, inMemory) / (all * vault.memory_bytes);
-  card.append(head, bar(partsOf(status, holders, (model) => model.host_bytes * share), `Vault: ${said}`));
+  card.append(head, bar(partsOf(status, holders, (model) => model.host_bytes * share), `Vault: ${said}`, "nobody sleeps here"));
   return card;
 }
 
@@ -278,7 +285,16 @@ async function readEvents(reader) {
   }
 }
 
-// The token: it stays in this tab.
+// The token: it stays in this tab. A link may bring it (`/#token=…`), which no server sees and the address forgets.
+
+function tokenOfLink() {
+  const found = new URLSearchParams(location.hash.slice(1)).get("token");
+  if (found) {
+    sessionStorage.setItem(STORED, found);
+    history.replaceState(null, "", location.pathname);
+  }
+  return found;
+}
 
 function openDialog() {
   if (byId("ask").open) return;
@@ -295,6 +311,7 @@ function use(text) {
   if (reading) reading.abort();
 }
 
+addEventListener("hashchange", () => { const found = tokenOfLink(); if (found) use(found); });
 byId("key").addEventListener("click", openDialog);
 byId("ask-form").addEventListener("submit", (event) => { event.preventDefault(); use(byId("token").value.trim()); });
 byId("forget").addEventListener("click", () => use(""));

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from ... import _core
+from ...errors import format_bytes
 from ..machine import Machine
 from . import gpus, host, level_3, packages, variables, vault
 from .report import Check, CheckStatus, DoctorReport
@@ -47,7 +48,20 @@ def examine(machine: Machine, progress: Callable[[str], None] = lambda _name: No
     make("vault", vault.vault, machine, devices)
     for name, look in _HOST_CHECKS.items():
         make(name, look, machine)
-    return DoctorReport(_core.driver_is_simulated(), tuple(checks))
+    simulated = _core.driver_is_simulated()
+    return DoctorReport(simulated, tuple(checks), good_for(machine, simulated, checks))
+
+
+def good_for(machine: Machine, simulated: bool, checks: Sequence[Check]) -> str:
+    """What can be done here, in a line."""
+    failed = any(check.status is CheckStatus.FAIL for check in checks)
+    if failed or simulated:
+        what = "demo, bench and serve --demo, which need no GPU"
+        return f"{what}; for more, mend what failed" if failed else f"{what}, and any test on the simulated driver"
+    deepest = all(check.status is CheckStatus.OK for check in checks if check.name.startswith("level 3"))
+    room = host.backup_room_bytes(machine)
+    weights = "" if room is None else f"; level 1 of models with up to {format_bytes(room)} of weights in all"
+    return f"sleep at levels 1 to {3 if deepest else 2}{weights}"
 
 
 def guarded(name: str, look: Callable[[], Check]) -> Check:

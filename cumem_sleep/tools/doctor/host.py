@@ -32,6 +32,12 @@ def available_memory(machine: Machine) -> Check:
     return _host_memory(name, available, format_bytes(available))
 
 
+def backup_room_bytes(machine: Machine) -> int | None:
+    """What backups may take by both; None if neither is known."""
+    both = host_facts.mem_available_bytes(machine.root), host_facts.cgroup_available_bytes(machine.root)
+    return min((each for each in both if each is not None), default=None)
+
+
 def _host_memory(name: str, available_bytes: int, found: str) -> Check:
     if available_bytes < _LITTLE_HOST_BYTES:
         advice = "level 1 keeps the weights in host memory: free some, or sleep at level 2"

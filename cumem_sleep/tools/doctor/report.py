@@ -36,10 +36,15 @@ class Check:
 
 @dataclass(frozen=True)
 class DoctorReport:
-    """All checks, in order."""
+    """All checks, in order.
+
+    Attributes:
+        good_for: what can be done on this machine.
+    """
 
     simulated: bool
     checks: tuple[Check, ...]
+    good_for: str
 
     @property
     def ok(self) -> bool:
@@ -56,6 +61,7 @@ class DoctorReport:
         """For `--json`."""
         return {
             **({"note": SIMULATED_NOTE} if self.simulated else {}),
+            "good_for": self.good_for,
             "checks": [{**asdict(check), "status": check.status.value} for check in self.checks],
         }
 
@@ -76,6 +82,6 @@ class DoctorReport:
         return table
 
     def conclusion(self) -> str:
-        """One line."""
-        counts = {status: sum(check.status is status for check in self.checks) for status in CheckStatus}
-        return f"{counts[CheckStatus.OK]} ok, {counts[CheckStatus.WARN]} to look at, {counts[CheckStatus.FAIL]} failed"
+        """How many checks had which result, and what this machine is good for: two lines."""
+        ok, warn, fail = (sum(check.status is status for check in self.checks) for status in CheckStatus)
+        return f"{ok} ok, {warn} to look at, {fail} failed\nGood for: {self.good_for}."
