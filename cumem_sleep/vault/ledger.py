@@ -2,8 +2,7 @@
 
 Memory comes in slabs. An *entry* is a backup: extents of slabs, shared by the *holds* of their owners, one for each
 segment. A hold is needed (its segment sleeps, or is about to) or retained (its segment is awake). What nobody needs may
-be evicted, least recently used first, and before it what is *expendable*: nothing is evicted for that, and it is zeroed
-before others get its memory.
+be evicted, least recently used first, and before it what is *expendable*: nothing is evicted for that.
 
 Where there is room in files, sealed entries may lie there, too, or there only. What may be done to an entry:
 
@@ -114,11 +113,6 @@ class Entry:
         """Whether it has to stay."""
         return self.counts.get(_ALL, (0, 0))[1] > 0
 
-    @property
-    def is_given_up(self) -> bool:
-        """Nobody has it any more, and it is about to be zeroed."""
-        return self.is_expendable and not self.holds
-
     @cached_property
     def in_files(self) -> Entry:
         """The same bytes, where they lie once they are in files only."""
@@ -211,18 +205,12 @@ class Ledger:
     """The slabs of one vault, its entries and their holds. An owner is any hashable object of the caller's.
 
     Args:
-        zero: has the memory of an entry zeroed, and then `zeroed` called.
         file_bytes: how much may be spilled.
         freed: is called with ranges of the files that hold nothing any more, before anything new is placed there.
     """
 
-    def __init__(
-        self,
-        zero: Callable[[Entry], None],
-        file_bytes: int = 0,
-        freed: Callable[[Sequence[SlabRange]], None] = lambda _: None,
-    ) -> None:
-        self._zero, self._freed = zero, freed
+    def __init__(self, file_bytes: int = 0, freed: Callable[[Sequence[SlabRange]], None] = lambda _: None) -> None:
+        self._freed = freed
         self._nodes: dict[int, int] = {}  # of the slabs, by their numbers
         self._runs: dict[int, _FreeRuns] = {}  # by NUMA node
         self._entries: set[Entry] = set()
@@ -231,7 +219,6 @@ class Ledger:
         self._unsealed = _Queue()  # likewise; they may be spilled once they are sealed
         self._evictable_in_files = _Queue()  # and nowhere else
         self._files = _FreeRuns()  # all files are one slab here
-        self._zeroing_bytes = 0
         self._holds: dict[Hashable, dict[int, Hold]] = {}  # by owner
         self._held: dict[_Group, list[int]] = {}  # bytes, as in `HeldBytes`
         self._by_key: dict[Key, Entry] = {}  # but those that are distrusted
@@ -255,22 +242,13 @@ class Ledger:
     # Entries
 
     def available_bytes(self, owner: Hashable = None, *, expendable: bool = False) -> int:
-        """What the owner could reserve: what is free, or will be when it is zeroed, and not set aside for others.
+        """What the owner could reserve: what is free, and not set aside for others.
 
         But for what is expendable itself, that includes what may be evicted.
         """
         others = self.claims.total() - self.claims[owner]
         may_go = 0 if expendable else self._expendable.nbytes + self._evictable.nbytes + self._droppable.nbytes
-        return max(0, self.free_bytes + self._zeroing_bytes + may_go - others)
-
-    def make_room(self, nbytes: int) -> bool:
-        """Evict until so much is free, or will be when it is zeroed; returns whether it is free now."""
-        while self.free_bytes + self._zeroing_bytes < nbytes:
-            queue = self._expendable or self._evictable or self._droppable
-            if not queue:
-                break
-            self._evict(next(iter(queue)))
-        return self.free_bytes >= nbytes
+        return max(0, self.free_bytes + may_go - others)
 
     def reserve(
         self, owner: Hashable, gpu: str, sizes: Sequence[int], node: int = -1, *, expendable: bool = False
@@ -282,14 +260,15 @@ class Ledger:
             expendable: the owner can do without them from the beginning.
 
         Raises:
-            OutOfHostMemory: too little is free, and too little may be evicted: nothing has changed. Or it is being
-                zeroed still.
+            OutOfHostMemory: too little is free, and too little may be evicted: nothing has changed.
             InvalidArgument: a size is not positive. Likewise.
         """
         needed = needed_bytes(sizes)
         available = self.available_bytes(owner, expendable=expendable)
-        if needed > available or not self.make_room(needed):
+        if needed > available:
             raise OutOfHostMemory(needed, available, "vault")
+        while self.free_bytes < needed:
+            self._evict(next(iter(self._expendable or self._evictable or self._droppable)))
         return [self._new_hold(self._placed(size, node, expendable), owner, gpu) for size in sizes]
 
     def find(self, owner: Hashable, gpu: str, key: Key) -> Hold | None:
@@ -514,12 +493,6 @@ class Ledger:
         yield from self._evictable_in_files
         yield from (entry for entry in self._evictable if entry.is_in_files)
 
-    def zeroed(self, entry: Entry) -> None:
-        """Others may have its memory."""
-        entry.is_expendable = False
-        self._zeroing_bytes -= entry.taken_bytes
-        self.end_copy(entry)
-
     # What is held
 
     def held(self, owner: Hashable = None, gpu: str | None = None) -> HeldBytes:
@@ -596,12 +569,7 @@ class Ledger:
         self._queue(entry)
         if entry.counts:
             return
-        if entry.is_expendable:
-            self._zeroing_bytes += entry.taken_bytes
-            self.begin_copy(entry)  # of zeros
-            self._zero(entry)
-        else:
-            self._free(entry)
+        self._free(entry)
 
     def _queue(self, entry: Entry) -> None:
         """Let it wait where it belongs now: after all others, if that is another queue."""
@@ -628,7 +596,7 @@ class Ledger:
         if not entry.extents:
             return None
         if entry.key is None:
-            return None if entry.is_given_up else self._unsealed
+            return None if entry.is_expendable else self._unsealed
         if not entry.spilled:
             return self._spillable  # once no copy of it is under way
         return self._droppable if entry.is_in_files and not entry.copies else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import resource
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -16,13 +15,12 @@ from ..core.commitment import Commitment
 from ..errors import CumemSleepError, InvalidArgument, OutOfHostMemory, VaultError, format_bytes
 from . import memory
 from .files import SpillFiles
-from .ledger import UNIT_BYTES, Entry, Ledger
+from .ledger import UNIT_BYTES, Ledger
 
 DEFAULT_SLAB_BYTES = 1 << 30
 MAX_SLABS = 200  # owners have a descriptor of each that they have bytes in
 _FILES_OF_SLAB = 2  # descriptors that the vault has of each slab; half of all that it may have are for other things
 _ALIGNMENT = 2 << 20  # a huge page
-_ZEROED_BYTES = 64 << 20  # by one thread at once
 
 
 @dataclass(frozen=True)
@@ -46,7 +44,7 @@ class VaultHost:
 
 
 class VaultPool:
-    """Slabs, and the ledger of what lies in them. Its calls belong to one thread; others take memory, and zero it.
+    """Slabs, and the ledger of what lies in them. Its calls belong to one thread; another takes memory.
 
     Attributes:
         slabs: by number.
@@ -86,14 +84,13 @@ class VaultPool:
         least = _aligned_up(-(-self.memory_bytes // most_slabs))
         self._slab_bytes = max(least, _aligned_up(slab_bytes or DEFAULT_SLAB_BYTES))
         self._device, self._nodes, self._host, self._post, self._changed = device, nodes, host, post, changed
-        self.ledger = Ledger(self._zero) if files is None else Ledger(self._zero, files.nbytes, files.freed)
+        self.ledger = Ledger() if files is None else Ledger(files.nbytes, files.freed)
         self.short = ""
         self.prefaulted_bytes = 0
         self.slabs: dict[int, memory.Slab] = {}
         self._last_slab = 0
         self._taker = ThreadPoolExecutor(1, "vault-memory")
-        self._zeroer = ThreadPoolExecutor(1, "vault-zero")
-        self._is_taking = self.is_stopped = self._is_finished = False
+        self._is_taking = self.is_stopped = False
         self._try_again = 0.0  # when, while the host has too little
         self._reserved_are_left = host.reserved_huge_pages
         self._tenths_said = 0
@@ -117,43 +114,13 @@ class VaultPool:
 
     def finish(self) -> None:
         """Take no more memory, and wait for what is being done; what comes of it is still posted."""
-        self.is_stopped = self._is_finished = True
+        self.is_stopped = True
         self._taker.shutdown()
-        self._zeroer.shutdown(cancel_futures=True)
 
     def close(self) -> None:
         """Unmap everything, after `finish`. Who has a descriptor of a slab reads it on."""
         for slab in self.slabs.values():
             slab.close()
-
-    # What is expendable
-
-    def _zero(self, entry: Entry) -> None:
-        """Begin to zero its memory."""
-        if self._is_finished:  # nobody gets it any more
-            return
-        parts = [
-            (self.slabs[slab].block.address + start, min(_ZEROED_BYTES, offset + nbytes - start))
-            for slab, offset, nbytes in entry.extents
-            for start in range(offset, offset + nbytes, _ZEROED_BYTES)
-        ]
-        self._zeroer.submit(self._zero_parts, parts, entry)
-
-    def _zero_parts(self, parts: Sequence[tuple[int, int]], entry: Entry) -> None:
-        try:
-            with ThreadPoolExecutor(self._host.threads, "vault-zero") as threads:
-                for address, nbytes in parts:
-                    threads.submit(ctypes.memset, address, 0, nbytes)
-        except RuntimeError:  # no more threads can be started, and others wait for this memory
-            for address, nbytes in parts:
-                ctypes.memset(address, 0, nbytes)
-        self._post(partial(self._zeroed, entry))
-
-    def _zeroed(self, entry: Entry) -> None:
-        self.ledger.zeroed(entry)
-        self._changed()
-
-    # Memory of our own
 
     def try_again(self, now: float) -> None:
         """What was refused some time ago: memory by the host, and by the driver to take some back."""

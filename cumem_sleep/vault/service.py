@@ -280,9 +280,6 @@ class Service:
             owner = each.asked.session.owner
             available = ledger.available_bytes(owner, expendable=each.expendable)
             if each.needed_bytes <= available and (goes_on or ledger.claims[owner]):
-                if not ledger.make_room(each.needed_bytes - each.more_bytes):
-                    self._waiting += [each, *waiting]
-                    return  # this is called when the rest is zeroed
                 self._do(each.asked, partial(self._reserved, each))
             elif self._will_have(each, available):
                 if each.waits:

@@ -1,4 +1,4 @@
-"""Ranges of dropped memory that the vault keeps: expendable, and zeroed before others get their memory."""
+"""Ranges of dropped memory that the vault keeps: expendable."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from kept_cache import Cache
-from running import MIB, RunningVault, Segment, eventually, from_slabs, lone_link, seal, table, take_back
+from running import MIB, RunningVault, Segment, eventually, lone_link, seal, table, take_back
 from support import AWAKE, PAGE, Memory, forget_devices
 from test_recovery import fall_silent, speak
 
@@ -78,7 +78,7 @@ class TestKept:
             assert usage.host_bytes == usage.vault_bytes >= cache.bytes
             assert vault.status()["awake_bytes"] >= cache.bytes
             cache.check_back()
-            eventually(lambda: vault.status()["asleep_bytes"] == 0, "it is zeroed")
+            assert vault.status()["asleep_bytes"] == 0
             assert vault.status()["free_bytes"] == MEMORY - PAGE
 
     def test_the_room_is_what_is_free(self, cache: Cache, vault: RunningVault, other: VaultClient) -> None:
@@ -87,7 +87,6 @@ class TestKept:
         cache.check_kept(cache.sleep())
         assert MEMORY - PAGE - UNIT_BYTES < room() <= MEMORY - PAGE, "what is kept now is given up for it"
         cache.check_back()
-        eventually(lambda: vault.status()["asleep_bytes"] == 0, "it is zeroed")
         (backup,) = fill_up(other, MEMORY // 2)
         other.mark([backup], needed=False)
         assert room() == MEMORY // 2 - PAGE, "what others retain is not evicted for it"
@@ -134,7 +133,6 @@ class TestLost:
         assert cache.allocator.usage()["kv_cache"].host_bytes == 0
         cache.check_lost("needed the memory")
         other.release([*backups, retained])
-        eventually(lambda: vault.status()["asleep_bytes"] == 0, "it is zeroed")
         cache.check_kept(cache.sleep())
         cache.check_back()
 
@@ -227,50 +225,6 @@ class TestLost:
 
         monkeypatch.setattr(VaultClient, "copy", shifted)
         cache.check_lost("digest")
-
-
-MARK = b"\xa5" * 4096
-
-
-class TestZeroed:
-    """In vaults of their own, whose memory was zero at first."""
-
-    @pytest.fixture
-    def marked(
-        self, make_allocator: MakeAllocator, start_vault: Callable[..., RunningVault]
-    ) -> tuple[Cache, VaultClient]:
-        vault = start_vault("64MiB", "--slab-size", "16MiB")
-        vault.wait_until_ready()
-        cache = Cache(make_allocator(vault=str(vault.socket)))
-        cache.contents = {address: MARK * (len(content) // len(MARK)) for address, content in cache.contents.items()}
-        cache.contents[cache.weights] = bytes(PAGE)
-        cache.fill()
-        cache.check_kept(cache.sleep())
-        return cache, vault.client()
-
-    def test_before_others_get_its_memory(self, marked: tuple[Cache, VaultClient]) -> None:
-        cache, client = marked
-        (kept,) = (place.extents[0] for place in cache.allocator._store.catalogue.kept._places)
-        assert MARK in from_slabs(client_of(cache), kept.backup)  # type: ignore[attr-defined]
-        (backup,) = fill_up(client)
-        assert not np.frombuffer(from_slabs(client, backup), np.uint8).any()
-        cache.check_lost("needed the memory")
-
-    def test_when_its_owner_ends(
-        self, allocator: CuMemAllocator, memory: Memory, start_vault: Callable[..., RunningVault]
-    ) -> None:
-        vault = start_vault("64MiB", "--slab-size", "16MiB")
-        vault.wait_until_ready()
-        mine = Segment(vault.client(), allocator.malloc(16 * PAGE, "kv_cache"), 16 * PAGE)
-        memory.write(mine.address, MARK * (16 * PAGE // len(MARK)))
-        backups = mine.client.reserve_now(mine.gpu, [16 * PAGE], expendable=True)
-        assert backups is not None
-        mine.write(backups[0])
-        assert MARK in from_slabs(mine.client, backups[0])
-        mine.client.close()
-        client = vault.client()
-        (backup,) = fill_up(client, MEMORY)
-        assert not np.frombuffer(from_slabs(client, backup), np.uint8).any()
 
 
 BAD = {

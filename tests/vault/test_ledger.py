@@ -26,8 +26,8 @@ def key(name: str, nbytes: int = UNIT_BYTES, encoding: str = "") -> Key:
     return Key(name, nbytes, encoding)
 
 
-def ledger(slabs: int = 2, zero: Callable[[Entry], None] = lambda _: None) -> Ledger:
-    made = Ledger(zero)
+def ledger(slabs: int = 2) -> Ledger:
+    made = Ledger()
     for number in range(slabs):
         made.add_slab(number, SLAB)
     return made
@@ -250,12 +250,8 @@ def test_what_is_set_aside_for_one_owner_is_reserved_by_no_other() -> None:
 
 class TestExpendable:
     @pytest.fixture
-    def zeroing(self) -> list[Entry]:
-        return []
-
-    @pytest.fixture
-    def books(self, zeroing: list[Entry]) -> Ledger:
-        return ledger(zero=zeroing.append)
+    def books(self) -> Ledger:
+        return ledger()
 
     def test_nothing_is_evicted_for_it(self, books: Ledger) -> None:
         (retained,) = books.reserve("a", GPU, [SLAB])
@@ -270,31 +266,24 @@ class TestExpendable:
         assert books.find_hold("a", retained.number) is not None
 
     @pytest.mark.parametrize("how", ["released", "evicted", "its owner goes"])
-    def test_nobody_gets_its_memory_before_it_is_zeroed(self, books: Ledger, zeroing: list[Entry], how: str) -> None:
+    def test_others_get_its_memory_once_no_copy_uses_it(self, books: Ledger, how: str) -> None:
         (hold,) = books.reserve("a", GPU, [2 * SLAB], expendable=True)
+        books.mark("a", [hold.number], needed=False)
         books.begin_copy(hold.entry)
-        if how == "evicted":
-            assert not books.make_room(1), "it is being copied"
-            books.end_copy(hold.entry)
-            assert not books.make_room(1)
-        else:
+        if how != "evicted":
             books.release("a", [hold.number]) if how == "released" else books.drop_owner("a")
-            assert not zeroing, "it is being copied"
-            books.end_copy(hold.entry)
-        assert zeroing == [hold.entry]
-        assert (books.free_bytes, books.available_bytes("b")) == (0, 2 * SLAB)
+        check(books)
         with pytest.raises(OutOfHostMemory):
             books.reserve("b", GPU, [UNIT_BYTES])
+        books.end_copy(hold.entry)
         check(books)
-        books.zeroed(hold.entry)
-        assert books.free_bytes == books.available_bytes("b") == 2 * SLAB
         books.reserve("b", GPU, [2 * SLAB])
-        assert zeroing == [hold.entry]
+        assert books.find_hold("a", hold.number) is None
         check(books)
 
 
 def test_memory_of_the_gpu_s_own_numa_node_comes_first() -> None:
-    books = Ledger(lambda _: None)
+    books = Ledger()
     for number in range(4):
         books.add_slab(number, SLAB, node=number % 2)
     holds = books.reserve("a", GPU, [SLAB] * 3, node=1)
@@ -362,11 +351,10 @@ class LedgerMachine(stateful.RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.zeroing: list[Entry] = []
         self.writing: list[Entry] = []
         self.reading: dict[Entry, list[SlabRange]] = {}
         self.freed_bytes = 0
-        self.books = Ledger(self.zeroing.append, FILE_BYTES, self.free)
+        self.books = Ledger(FILE_BYTES, self.free)
         for number in range(3):
             self.books.add_slab(number, SLAB)
         self.mine: dict[int, str] = {}
@@ -411,8 +399,7 @@ class LedgerMachine(stateful.RuleBasedStateMachine):
     @stateful.rule(owner=owners, units=st.integers(8, 24), gap=st.integers(2, 3))
     def fragment(self, owner: str, units: int, gap: int) -> None:
         """Many small ones, of which some go at once."""
-        if units * UNIT_BYTES > self.books.available_bytes(owner) or not self.books.make_room(units * UNIT_BYTES):
-            self.forget_evicted()
+        if units * UNIT_BYTES > self.books.available_bytes(owner):
             return
         holds = self.books.reserve(owner, GPU, [UNIT_BYTES] * units)
         self.forget_evicted()
@@ -428,12 +415,6 @@ class LedgerMachine(stateful.RuleBasedStateMachine):
         if units * UNIT_BYTES <= self.books.available_bytes(owner):
             self.books.claims[owner] = units * UNIT_BYTES
             assert self.books.available_bytes(owner) >= units * UNIT_BYTES
-
-    @stateful.rule(units=st.integers(1, 24))
-    def make_room(self, units: int) -> None:
-        is_free = self.books.make_room(units * UNIT_BYTES)
-        assert is_free == (self.books.free_bytes >= units * UNIT_BYTES)
-        self.forget_evicted()
 
     def forget_evicted(self) -> None:
         for number in self.mine.keys() - holds_of(self.books).keys():
@@ -453,9 +434,9 @@ class LedgerMachine(stateful.RuleBasedStateMachine):
         try:
             holds = self.books.reserve(owner, GPU, sizes, expendable=expendable)
         except OutOfHostMemory:
-            assert not fits or self.zeroing
+            assert not fits
             self.forget_evicted()
-            assert set(self.mine) == before if not fits or expendable else needed <= set(self.mine)
+            assert set(self.mine) == before
             return
         assert fits
         self.forget_evicted()
@@ -531,11 +512,6 @@ class LedgerMachine(stateful.RuleBasedStateMachine):
     @stateful.rule()
     def end_copy(self) -> None:
         self.books.end_copy(self.copies.pop()[1])  # type: ignore[arg-type]
-
-    @stateful.precondition(lambda self: self.zeroing)
-    @stateful.rule()
-    def zeroed(self) -> None:
-        self.books.zeroed(self.zeroing.pop())
 
     @stateful.invariant()
     def holds(self) -> None:

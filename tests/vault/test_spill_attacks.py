@@ -169,7 +169,7 @@ class LargeModel:
     """Whose backups are all in files, but for as many as there is memory for. Only the spiller is real."""
 
     def __init__(self, folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.ledger = Ledger(lambda _: None, 16 * UNIT_BYTES)
+        self.ledger = Ledger(16 * UNIT_BYTES)
         self.ledger.add_slab(1, 2 * UNIT_BYTES)
         slab = SimpleNamespace(block=bytearray(2 * UNIT_BYTES))
         facts = {"ledger": self.ledger, "slabs": {1: slab}, "is_stopped": False, "bytes_to_come": int}
