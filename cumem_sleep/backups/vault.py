@@ -37,7 +37,8 @@ from ..vault.client import (
     VaultClient,
 )
 from ..vault.files import is_file, read_into
-from ..vault.ledger import Key, SlabRange
+from ..vault.ledger import Key
+from ..vault.slabs import SlabRange
 from .tier import Content, Footprint, HostLimit, NotYet, Tier, budget_limits
 
 _STAGING_BYTES = 16 << 20

@@ -18,9 +18,10 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 from ..errors import CumemSleepError, InvalidState, VaultError, VaultLost, VaultUnavailable
 from . import protocol
-from .ledger import Key, SlabRange, needed_bytes
+from .ledger import Key, needed_bytes
 from .moves import MoveReader
 from .protocol import Channel, Nonsense, NoRoomForDescriptors, OtherVersion, Table, VaultMessage
+from .slabs import SlabRange
 
 DEADLINE_S = 5.0  # of silence: the vault says every second that it is at work
 NO_MORE_FILES = "this process can open no more files: raise the limit of its open files (ulimit -n)"

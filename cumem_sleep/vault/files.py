@@ -17,8 +17,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..errors import VaultError
-from .ledger import SlabRange
 from .protocol import check_folder, close_all
+from .slabs import SlabRange
 
 PAGE_BYTES = 4096  # what offsets, sizes and addresses of direct requests are multiples of
 _LEAST_FILE_BYTES, _MOST_FILES = 1 << 30, 64  # owners have a descriptor of each that they have bytes in

@@ -14,15 +14,15 @@ Where there is room in files, sealed entries may lie there, too, or there only. 
 All but reading and sharing wait for copies to and from it. Room is made in that order: what is expendable goes, then
 retained entries; then needed ones are dropped from memory, and then spilled, those that are needed longest first.
 
-What a call costs does not depend on what else is held: 10 µs or so for each backup that it is about, and 2 µs for each
-extent.
+What a call costs does not depend on what else is held, unless it says so: 10 µs or so for each backup that it is about,
+and 2 µs for each extent.
 """
 
 from __future__ import annotations
 
 import time
-from bisect import bisect_left, bisect_right, insort
-from collections import Counter, OrderedDict
+from bisect import bisect_right
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -30,18 +30,10 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from ..errors import InvalidArgument, InvalidState, OutOfHostMemory, format_bytes
+from .slabs import UNIT_BYTES, SlabRange, Slabs
 
 FILES = 0  # of the slab that stands for all files together
-UNIT_BYTES = 64 << 10  # what an extent's size is rounded up to: small beside a backup, large for a copy
 _HOLDERS_NAMED = 5  # when memory is short
-
-
-class SlabRange(NamedTuple):
-    """A range of a slab: `nbytes` from `offset` on."""
-
-    slab: int
-    offset: int
-    nbytes: int
 
 
 class Key(NamedTuple):
@@ -69,10 +61,6 @@ class Hold:
     needed: bool = True
 
 
-_Group = tuple[Hashable, str | None]  # the holds of an owner for a GPU, of an owner (None), for a GPU (None), or all
-_ALL: _Group = (None, None)
-
-
 @dataclass(eq=False)
 class Entry:
     """A backup: where it is, what it is (`key`, once its bytes are proven), and who holds it.
@@ -83,8 +71,6 @@ class Entry:
         is_expendable: it is never sealed.
         is_distrusted: it holds other bytes than its key says. Nobody finds it, and only who needs it has it still.
         copies: how many copies to and from the extents are under way: until they end nobody else gets the extents.
-        counts: for each group that has any: how many holds, and how many that are needed. A copy counts in that of all.
-        owners: how many owners its holds have.
         spilled: where it lies in the files, or is to lie once it is written.
         is_in_files: it lies there, and all its owners know.
         used: when it was last marked, or came into its queue; a number that grows with each time.
@@ -99,8 +85,6 @@ class Entry:
     is_distrusted: bool = False
     holds: set[Hold] = field(default_factory=set)
     copies: int = 0
-    counts: dict[_Group, tuple[int, int]] = field(default_factory=dict)
-    owners: int = 0
     spilled: list[SlabRange] = field(default_factory=list)
     is_in_files: bool = False
     used: int = 0
@@ -111,7 +95,12 @@ class Entry:
     @property
     def needed(self) -> bool:
         """Whether it has to stay."""
-        return self.counts.get(_ALL, (0, 0))[1] > 0
+        return self.copies > 0 or any(hold.needed for hold in self.holds)
+
+    @property
+    def owners(self) -> set[Hashable]:
+        """Who holds it."""
+        return {hold.owner for hold in self.holds}
 
     @cached_property
     def in_files(self) -> Entry:
@@ -137,6 +126,9 @@ class _Queue(OrderedDict[Entry, None]):
     nbytes = 0
 
 
+_Group = tuple[Hashable, str | None]  # an owner and a GPU; None: all of them
+
+
 class HeldBytes(NamedTuple):
     """What an owner, a GPU or the whole vault holds, as the status says it.
 
@@ -153,54 +145,6 @@ class HeldBytes(NamedTuple):
     spilled_bytes: int = 0
 
 
-class _FreeRuns:
-    """The free runs of the slabs of one NUMA node."""
-
-    def __init__(self) -> None:
-        self._by_size: list[tuple[int, int, int]] = []  # bytes, slab and offset of each, in order
-        self._sizes_at: dict[tuple[int, int], int] = {}  # by slab and offset
-        self._starts: dict[tuple[int, int], int] = {}  # by slab and end
-
-    def smallest(self, nbytes: int) -> int:
-        """The size of the smallest run of at least so many bytes; 0 if there is none."""
-        at = bisect_left(self._by_size, (nbytes, 0, 0))
-        return self._by_size[at][0] if at < len(self._by_size) else 0
-
-    def largest(self) -> int:
-        """The size of the largest run; 0 if there is none."""
-        return self._by_size[-1][0] if self._by_size else 0
-
-    def take(self, size: int, nbytes: int) -> SlabRange:
-        """`nbytes` of a run of this size, at most all of it."""
-        _, slab, offset = self._by_size[bisect_left(self._by_size, (size, 0, 0))]
-        self.remove(slab, offset)
-        if size > nbytes:
-            self._add(slab, offset + nbytes, size - nbytes)
-        return SlabRange(slab, offset, min(size, nbytes))
-
-    def give_back(self, slab: int, offset: int, nbytes: int) -> None:
-        """Make these bytes free again, in one run with the free ones beside them."""
-        if (slab, offset + nbytes) in self._sizes_at:
-            nbytes += self.remove(slab, offset + nbytes)
-        if (slab, offset) in self._starts:
-            start = self._starts[slab, offset]
-            nbytes += self.remove(slab, start)
-            offset = start
-        self._add(slab, offset, nbytes)
-
-    def remove(self, slab: int, offset: int) -> int:
-        """The run that begins there; returns its size."""
-        nbytes = self._sizes_at.pop((slab, offset))
-        del self._starts[slab, offset + nbytes]
-        del self._by_size[bisect_left(self._by_size, (nbytes, slab, offset))]
-        return nbytes
-
-    def _add(self, slab: int, offset: int, nbytes: int) -> None:
-        self._sizes_at[slab, offset] = nbytes
-        self._starts[slab, offset + nbytes] = offset
-        insort(self._by_size, (nbytes, slab, offset))
-
-
 class Ledger:
     """The slabs of one vault, its entries and their holds. An owner is any hashable object of the caller's.
 
@@ -211,33 +155,19 @@ class Ledger:
 
     def __init__(self, file_bytes: int = 0, freed: Callable[[Sequence[SlabRange]], None] = lambda _: None) -> None:
         self._freed = freed
-        self._nodes: dict[int, int] = {}  # of the slabs, by their numbers
-        self._runs: dict[int, _FreeRuns] = {}  # by NUMA node
         self._entries: set[Entry] = set()
         self._expendable, self._evictable = _Queue(), _Queue()  # in memory
         self._droppable, self._spillable = _Queue(), _Queue()  # likewise; needed
         self._unsealed = _Queue()  # likewise; they may be spilled once they are sealed
         self._evictable_in_files = _Queue()  # and nowhere else
-        self._files = _FreeRuns()  # all files are one slab here
         self._holds: dict[Hashable, dict[int, Hold]] = {}  # by owner
-        self._held: dict[_Group, list[int]] = {}  # bytes, as in `HeldBytes`
         self._by_key: dict[Key, Entry] = {}  # but those that are distrusted
         self._last_number = self._clock = 0
         self.claims: Counter[Hashable] = Counter()  # bytes that are set aside for what an owner reserves next
-        self.free_bytes = 0
-        self.free_file_bytes = file_bytes // UNIT_BYTES * UNIT_BYTES
-        if self.free_file_bytes:
-            self._files.give_back(FILES, 0, self.free_file_bytes)
-        self.slab_bytes = 0  # the size of all slabs
         self.evicted_bytes = 0
-        self.saved_bytes = 0  # what is not held a second time because it is shared
-
-    def add_slab(self, slab: int, nbytes: int, node: int = -1) -> None:
-        """Add memory for new backups, on that NUMA node."""
-        self._nodes[slab] = node
-        self._runs.setdefault(node, _FreeRuns()).give_back(slab, 0, nbytes)
-        self.slab_bytes += nbytes
-        self.free_bytes += nbytes
+        self.memory, self.files = Slabs(), Slabs()  # all files are one slab
+        if file_bytes >= UNIT_BYTES:
+            self.files.add(FILES, file_bytes // UNIT_BYTES * UNIT_BYTES)
 
     # Entries
 
@@ -248,7 +178,7 @@ class Ledger:
         """
         others = self.claims.total() - self.claims[owner]
         may_go = 0 if expendable else self._expendable.nbytes + self._evictable.nbytes + self._droppable.nbytes
-        return max(0, self.free_bytes + may_go - others)
+        return max(0, self.memory.free_bytes + may_go - others)
 
     def reserve(
         self, owner: Hashable, gpu: str, sizes: Sequence[int], node: int = -1, *, expendable: bool = False
@@ -267,9 +197,13 @@ class Ledger:
         available = self.available_bytes(owner, expendable=expendable)
         if needed > available:
             raise OutOfHostMemory(needed, available, "vault")
-        while self.free_bytes < needed:
+        while self.memory.free_bytes < needed:
             self._evict(next(iter(self._expendable or self._evictable or self._droppable)))
-        return [self._new_hold(self._placed(size, node, expendable), owner, gpu) for size in sizes]
+        entries = [Entry(size, _rounded(size), is_expendable=expendable) for size in sizes]
+        for entry in entries:
+            entry.extents = self.memory.take(entry.taken_bytes, node)
+        self._entries.update(entries)
+        return [self._new_hold(entry, owner, gpu) for entry in entries]
 
     def find(self, owner: Hashable, gpu: str, key: Key) -> Hold | None:
         """A new hold on the entry of these bytes, if there is one; the owner needs it."""
@@ -302,7 +236,7 @@ class Ledger:
         if older is None:
             entry.key = key
             self._by_key[key] = entry
-            self._queue(entry)
+            self._settle(entry)
         else:
             self._leave(hold)
             self._join(hold, older)
@@ -343,8 +277,8 @@ class Ledger:
             if hold is None:
                 gone.append(number)
             else:
-                self._count(hold.entry, _groups(hold), 0, needed - hold.needed)
                 hold.needed = needed
+                self._settle(hold.entry)
                 self._touch(hold.entry)
                 if hold.entry.is_distrusted and not needed:
                     self._leave(hold)
@@ -366,12 +300,12 @@ class Ledger:
     def begin_copy(self, entry: Entry) -> None:
         """Keep the extents of the entry until `end_copy`, even if all its holds are released."""
         entry.copies += 1
-        self._count(entry, [_ALL], 1, 1)
+        self._settle(entry)
 
     def end_copy(self, entry: Entry) -> None:
         """One copy fewer is under way."""
         entry.copies -= 1
-        self._count(entry, [_ALL], -1, -1)
+        self._settle(entry)
 
     # Files
 
@@ -388,7 +322,7 @@ class Ledger:
         Args:
             may: whether an entry may be spilled.
         """
-        room = self.free_file_bytes + sum(entry.taken_bytes for entry in self._retained_in_files())
+        room = self.files.free_bytes + sum(entry.taken_bytes for entry in self._retained_in_files())
         chosen: list[Entry] = []
         for entry in self._spillable:
             if nbytes <= 0:
@@ -409,7 +343,7 @@ class Ledger:
             may: whether an entry may be spilled once it is sealed.
         """
         missing = nbytes - self._spillable.nbytes
-        if missing <= 0 or nbytes > self.free_file_bytes + self._evictable_in_files.nbytes:
+        if missing <= 0 or nbytes > self.files.free_bytes + self._evictable_in_files.nbytes:
             return False
         for entry in reversed(self._unsealed):
             if missing <= 0 or entry.used_at < since:
@@ -421,21 +355,16 @@ class Ledger:
         """Evict what is merely retained there until so much more is free, or as much as there is; returns whether any
         was.
         """
-        before = self.free_file_bytes
-        while self.free_file_bytes - before < nbytes and (retained := next(self._retained_in_files(), None)):
+        before = self.files.free_bytes
+        while self.files.free_bytes - before < nbytes and (retained := next(self._retained_in_files(), None)):
             while retained.holds:
                 self._evict(retained)
-        return self.free_file_bytes > before
+        return self.files.free_bytes > before
 
     def begin_spill(self, entry: Entry) -> None:
         """Set its place in files aside, and evict what is merely retained there; a copy of it is under way then."""
-        self.evict_in_files(entry.taken_bytes - self.free_file_bytes)
-        left = entry.taken_bytes
-        while left:
-            extent = self._files.take(self._files.smallest(left) or self._files.largest(), left)
-            entry.spilled.append(extent)
-            left -= extent.nbytes
-        self.free_file_bytes -= entry.taken_bytes
+        self.evict_in_files(entry.taken_bytes - self.files.free_bytes)
+        entry.spilled = self.files.take(entry.taken_bytes)
         self.begin_copy(entry)
 
     def end_spill(self, entry: Entry, *, is_written: bool) -> None:
@@ -464,7 +393,7 @@ class Ledger:
         """
         if not (entry.needed and entry.is_in_files and not entry.extents and not entry.copies):
             return []
-        missing = entry.taken_bytes + self.claims.total() - self.free_bytes
+        missing = entry.taken_bytes + self.claims.total() - self.memory.free_bytes
         dropped: list[Entry] = []
         for each in self._droppable:
             if missing <= 0 or each.used > unused_since:
@@ -475,7 +404,7 @@ class Ledger:
             return []
         for each in dropped:
             self._evict(each)
-        extents = self._extents(entry.taken_bytes, -1)
+        extents = self.memory.take(entry.taken_bytes)
         self.begin_copy(entry)
         return extents
 
@@ -483,10 +412,8 @@ class Ledger:
         """The copy is not under way any more. If it `is_read`, it is in memory, too."""
         if is_read:
             entry.extents = extents
-            for group in entry.counts:
-                self._held[group][3] -= entry.taken_bytes
         else:
-            self._give_back(extents)
+            self.memory.give_back(extents)
         self.end_copy(entry)
 
     def _retained_in_files(self) -> Iterator[Entry]:
@@ -495,14 +422,34 @@ class Ledger:
 
     # What is held
 
-    def held(self, owner: Hashable = None, gpu: str | None = None) -> HeldBytes:
-        """What the owner, or all together, hold for segments of one GPU, or of all; each entry counts once."""
-        return HeldBytes(*self._held.get((owner, gpu), ()))
+    def held(self) -> defaultdict[_Group, HeldBytes]:
+        """What each owner holds for segments of each GPU; None: of all owners, of all GPUs. Each entry counts once.
+
+        Takes longer where more is held.
+        """
+        held: defaultdict[_Group, list[int]] = defaultdict(lambda: [0, 0, 0, 0])
+        for entry in self._entries:
+            needed: dict[_Group, bool] = {(None, None): True} if entry.copies else {}  # a copy is nobody's
+            for hold in entry.holds:
+                for group in ((None, None), (hold.owner, None), (None, hold.gpu), (hold.owner, hold.gpu)):
+                    needed[group] = needed.get(group, False) or hold.needed
+            is_shared = len(entry.owners) > 1
+            for each, is_needed in needed.items():
+                sums = held[each]
+                sums[0 if is_needed else 1] += entry.taken_bytes
+                sums[2] += entry.taken_bytes if is_shared else 0
+                sums[3] += 0 if entry.extents else entry.taken_bytes
+        return defaultdict(HeldBytes, {group: HeldBytes(*sums) for group, sums in held.items()})
+
+    @property
+    def saved_bytes(self) -> int:
+        """What is not held a second time because it is shared. Takes longer where more is held."""
+        return sum(entry.taken_bytes * (len(entry.holds) - 1) for entry in self._entries if entry.holds)
 
     def owners(self, owner: Hashable, numbers: Iterable[int]) -> list[int]:
         """How many owners share each of these entries; 0 where the owner has no such hold, or not any more."""
         holds = [self.find_hold(owner, number) for number in numbers]
-        return [hold.entry.owners if hold else 0 for hold in holds]
+        return [len(hold.entry.owners) if hold else 0 for hold in holds]
 
     def holds(self, owner: Hashable) -> list[Hold]:
         """All that the owner has."""
@@ -514,7 +461,8 @@ class Ledger:
 
     def who_holds(self, names: Mapping[Hashable, str]) -> str:
         """Which of these owners hold most, and how much, in words."""
-        held = [(self.held(owner).asleep_bytes, name) for owner, name in names.items()]
+        all_held = self.held()
+        held = [(all_held[owner, None].asleep_bytes, name) for owner, name in names.items()]
         held.sort(key=lambda each: -each[0])
         said = [f"{name} holds {format_bytes(nbytes)}" for nbytes, name in held[:_HOLDERS_NAMED] if nbytes]
         return ", ".join(said) or "nobody holds anything"
@@ -529,9 +477,8 @@ class Ledger:
         """The hold is one of this entry from here on."""
         hold.entry = entry
         self._holds.setdefault(hold.owner, {})[hold.number] = hold
-        self.saved_bytes += entry.taken_bytes if entry.holds else 0
         entry.holds.add(hold)
-        self._count(entry, _groups(hold), 1, int(hold.needed))
+        self._settle(entry)
 
     def _leave(self, hold: Hold) -> None:
         """The hold is none of its entry any more, which goes if it was the last one."""
@@ -540,39 +487,12 @@ class Ledger:
         if not of_owner:
             del self._holds[hold.owner]
         entry.holds.remove(hold)
-        self.saved_bytes -= entry.taken_bytes if entry.holds else 0
-        self._count(entry, _groups(hold), -1, -int(hold.needed))
+        self._settle(entry)
 
-    def _count(self, entry: Entry, groups: Sequence[_Group], holds: int, needed: int) -> None:
-        """So many holds, and needed ones, of this entry there are more now, in each of these groups."""
-        was_shared = entry.owners > 1
-        for group in groups:
-            before = entry.counts.get(group, (0, 0))
-            after = before[0] + holds, before[1] + needed
-            held = self._held.setdefault(group, [0, 0, 0, 0])
-            for (count, count_needed), change in ((before, -entry.taken_bytes), (after, entry.taken_bytes)):
-                if count:
-                    held[0 if count_needed else 1] += change
-                    held[2] += change if was_shared else 0
-                    held[3] += change if entry.is_in_files and not entry.extents else 0
-            entry.counts[group] = after
-            if not after[0]:
-                del entry.counts[group]
-            if not any(held):
-                del self._held[group]
-            owner, gpu = group
-            if owner is not None and gpu is None:
-                entry.owners += (after[0] > 0) - (before[0] > 0)
-        if was_shared != (entry.owners > 1):
-            for group in entry.counts:
-                self._held[group][2] += -entry.taken_bytes if was_shared else entry.taken_bytes
-        self._queue(entry)
-        if entry.counts:
-            return
-        self._free(entry)
-
-    def _queue(self, entry: Entry) -> None:
-        """Let it wait where it belongs now: after all others, if that is another queue."""
+    def _settle(self, entry: Entry) -> None:
+        """Let it wait where it belongs now: after all others, if that is another queue. If it is nobody's, it goes."""
+        if not entry.holds and not entry.copies:
+            self._free(entry)
         queue = self._queue_for(entry)
         if queue is entry.queue:
             return
@@ -587,7 +507,7 @@ class Ledger:
 
     def _queue_for(self, entry: Entry) -> _Queue | None:
         """As the table above says."""
-        if not entry.counts:
+        if not entry.holds and not entry.copies:
             return None
         if not entry.needed:
             if entry.is_expendable:
@@ -608,37 +528,12 @@ class Ledger:
             entry.used, entry.used_at = self._clock, time.monotonic()
             entry.queue.move_to_end(entry)
 
-    def _placed(self, nbytes: int, node: int, expendable: bool) -> Entry:
-        """A new entry, in the smallest free run that is large enough, or in the largest ones until it is enough."""
-        entry = Entry(nbytes, _rounded(nbytes), is_expendable=expendable)
-        entry.extents = self._extents(entry.taken_bytes, node)
-        self._entries.add(entry)
-        return entry
-
-    def _extents(self, nbytes: int, node: int) -> list[SlabRange]:
-        """Free memory, which is not free any more."""
-        extents: list[SlabRange] = []
-        left = nbytes
-        while left:
-            extents.append(self._take(left, node))
-            left -= extents[-1].nbytes
-        self.free_bytes -= nbytes
-        return extents
-
-    def _take(self, nbytes: int, node: int) -> SlabRange:
-        """Of one free run, at most so much."""
-        fits = [(at != node, size, at) for at, runs in self._runs.items() if (size := runs.smallest(nbytes))]
-        size, at = min(fits)[1:] if fits else max((runs.largest(), at) for at, runs in self._runs.items())
-        return self._runs[at].take(size, nbytes)
-
     def _evict(self, entry: Entry) -> None:
         """Drop it from memory, if it is in files, too; otherwise whoever had it finds it gone."""
         if entry.is_in_files and entry.extents:
-            self._give_back(entry.extents)
+            self.memory.give_back(entry.extents)
             entry.extents, entry._ends = [], []
-            for group in entry.counts:
-                self._held[group][3] += entry.taken_bytes
-            self._queue(entry)
+            self._settle(entry)
             return
         for hold in list(entry.holds):
             self._leave(hold)
@@ -648,19 +543,11 @@ class Ledger:
         self._entries.remove(entry)
         if entry.key is not None and not entry.is_distrusted:
             del self._by_key[entry.key]
-        self._give_back(entry.extents)
+        self.memory.give_back(entry.extents)
         self._free_in_files(entry)
 
-    def _give_back(self, extents: Iterable[SlabRange]) -> None:
-        """Nobody has this memory any more."""
-        for extent in extents:
-            self._runs[self._nodes[extent.slab]].give_back(*extent)
-            self.free_bytes += extent.nbytes
-
     def _free_in_files(self, entry: Entry) -> None:
-        for extent in entry.spilled:
-            self._files.give_back(*extent)
-            self.free_file_bytes += extent.nbytes
+        self.files.give_back(entry.spilled)
         if entry.spilled:
             self._freed(entry.spilled)
         entry.spilled, entry.is_in_files = [], False
@@ -675,7 +562,3 @@ def needed_bytes(sizes: Sequence[int]) -> int:
 
 def _rounded(nbytes: int) -> int:
     return -(-nbytes // UNIT_BYTES) * UNIT_BYTES
-
-
-def _groups(hold: Hold) -> tuple[_Group, ...]:
-    return _ALL, (hold.owner, None), (None, hold.gpu), (hold.owner, hold.gpu)

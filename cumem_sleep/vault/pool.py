@@ -15,7 +15,8 @@ from ..core.commitment import Commitment
 from ..errors import CumemSleepError, InvalidArgument, OutOfHostMemory, VaultError, format_bytes
 from . import memory
 from .files import SpillFiles
-from .ledger import UNIT_BYTES, Ledger
+from .ledger import Ledger
+from .slabs import UNIT_BYTES
 
 DEFAULT_SLAB_BYTES = 1 << 30
 MAX_SLABS = 200  # owners have a descriptor of each that they have bytes in
@@ -100,7 +101,7 @@ class VaultPool:
     ) -> OutOfHostMemory:
         """That so much cannot be had, neither now nor when all memory is taken. `names`: what it calls the owners."""
         holders = self.ledger.who_holds(names) + (f"; {of_files}" if of_files else "")
-        missing = self.memory_bytes - self.ledger.slab_bytes
+        missing = self.memory_bytes - self.ledger.memory.nbytes
         if self.short and needed_bytes <= available + missing:
             why = f"{holders}; the vault has {self._of_all()}, and cannot take more now: {self.short}"
             return OutOfHostMemory(needed_bytes, available, "vault_host", why)
@@ -110,7 +111,7 @@ class VaultPool:
         """Of memory that is still being taken."""
         if self.short or self.is_stopped:
             return 0
-        return max(0, self.memory_bytes - self.ledger.slab_bytes) // _ALIGNMENT * _ALIGNMENT
+        return max(0, self.memory_bytes - self.ledger.memory.nbytes) // _ALIGNMENT * _ALIGNMENT
 
     def finish(self) -> None:
         """Take no more memory, and wait for what is being done; what comes of it is still posted."""
@@ -188,8 +189,8 @@ class VaultPool:
         self._try_again = 0.0
         self._last_slab += 1
         self.slabs[self._last_slab] = slab
-        self.ledger.add_slab(self._last_slab, slab.nbytes, node)
-        tenths = self.ledger.slab_bytes * 10 // self.memory_bytes
+        self.ledger.memory.add(self._last_slab, slab.nbytes, node)
+        tenths = self.ledger.memory.nbytes * 10 // self.memory_bytes
         if tenths > self._tenths_said:
             self._tenths_said = tenths
             self._host.say(f"has {self._of_all()}")
@@ -197,7 +198,7 @@ class VaultPool:
         self._changed()
 
     def _of_all(self) -> str:
-        return f"{format_bytes(self.ledger.slab_bytes)} of {format_bytes(self.memory_bytes)}"
+        return f"{format_bytes(self.ledger.memory.nbytes)} of {format_bytes(self.memory_bytes)}"
 
 
 def _aligned_up(nbytes: int) -> int:

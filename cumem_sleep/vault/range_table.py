@@ -8,8 +8,8 @@ import numpy as np
 
 from ..core.extents import cut
 from ..errors import InvalidArgument
-from .ledger import SlabRange
 from .protocol import Table
+from .slabs import SlabRange
 
 PIECE_ROWS = 1 << 12
 _PIECE_BYTES = 64 << 20  # as other pieces, so that clients take turns

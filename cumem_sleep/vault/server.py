@@ -26,7 +26,6 @@ from ..settings import parse_list
 from . import protocol
 from .address import VaultAddress
 from .files import SpillFiles, SpillFolder
-from .ledger import HeldBytes
 from .pool import VaultHost, VaultPool
 from .protocol import Nonsense
 from .relay import Relaying
@@ -201,7 +200,7 @@ class Vault:
     def _may_end(self) -> bool:
         if not self._stopping:
             return False
-        needed = self._pool.ledger.held().asleep_bytes
+        needed = self._pool.ledger.held()[None, None].asleep_bytes
         if not self._pool.is_stopped:
             self._service.take_no_more()
             if needed:
@@ -209,7 +208,8 @@ class Vault:
         return self._stopping == "now" or not needed
 
     def _sleepers(self) -> str:
-        held = [(session, self._pool.ledger.held(session.owner).asleep_bytes) for session in self._sessions]
+        all_held = self._pool.ledger.held()
+        held = [(session, all_held[session.owner, None].asleep_bytes) for session in self._sessions]
         return ", ".join(f"{session} {format_bytes(needed)}" for session, needed in held if needed)
 
     def _tick(self, now: float) -> None:
@@ -329,7 +329,7 @@ class Vault:
         session.is_cut_off = True
         self._service.cancel(session)
         self._unregister(session.channel)
-        if not session.lent and self._pool.ledger.held(session.owner) == HeldBytes():
+        if not session.lent and not self._pool.ledger.numbers(session.owner):
             self._end(session)
 
     def _end(self, session: Session) -> None:

@@ -26,7 +26,7 @@ from ..store.copier import CopyTotals
 from . import memory, protocol
 from .files import SpillFiles
 from .jobs import BorrowedMemory, Job, LinkPiece, PieceSource
-from .ledger import Entry, HeldBytes, Hold, Key, SlabRange, needed_bytes
+from .ledger import Entry, HeldBytes, Hold, Key, needed_bytes
 from .link import PIECE_BYTES, LinkGroup, VaultLink
 from .moves import Move, MoveLog, encoded
 from .pool import VaultPool
@@ -34,6 +34,7 @@ from .protocol import Nonsense, Table, VaultMessage, boolean, integer, integers,
 from .range_table import SMALL_RANGE_BYTES, check_table, table_pieces
 from .relay import Relaying
 from .session import Session
+from .slabs import SlabRange
 from .spill import REQUESTS_AT_ONCE, FileRead, Spiller, SpillPlan
 
 _MAX_PIECES = 1 << 14  # of one copy: 64 MiB each, or an extent
@@ -254,7 +255,7 @@ class Service:
     def _room(self, _asked: _Request) -> _Answer:
         ledger = self._pool.ledger
         return {
-            "free_bytes": max(0, ledger.free_bytes - ledger.claims.total()) + self._pool.bytes_to_come(),
+            "free_bytes": max(0, ledger.memory.free_bytes - ledger.claims.total()) + self._pool.bytes_to_come(),
             "expendable_bytes": ledger.available_bytes(expendable=True),
         }
 
@@ -310,7 +311,7 @@ class Service:
             return False
         wait = {each.asked.session.owner, *(other.asked.session.owner for other in self._waiting)}
         missing = each.needed_bytes - available - self._pool.bytes_to_come()
-        return self._spiller.could_make_room(missing, lambda entry: not any((o, None) in entry.counts for o in wait))
+        return self._spiller.could_make_room(missing, lambda entry: not wait & entry.owners)
 
     def _reserved(self, each: _Reservation) -> _Answer:
         session, gpu, ledger = each.asked.session, each.gpu, self._pool.ledger
@@ -598,8 +599,7 @@ class Service:
         return [SlabRange(file.number, *there) for file, *there in self._files.parts(entry.spilled)]
 
     def _owners_of(self, entry: Entry) -> list[Session]:
-        owners = {hold.owner for hold in entry.holds}
-        return [session for session in self._sessions if session.owner in owners]
+        return [session for session in self._sessions if session.owner in entry.owners]
 
     def _tell_of_files(self, entries: Sequence[Entry]) -> None:
         """These are in files from here on. Raises VaultError: nobody was told."""
@@ -647,29 +647,30 @@ class Service:
     def _status(self, asked: _Request) -> _Answer:
         """All that the vault knows, for people and programs; a client that asks and holds nothing is left out."""
         ledger = self._pool.ledger
+        held = ledger.held()
         return {
             "pid": os.getpid(),
             "version": __version__,
             "simulated": _core.driver_is_simulated(),
             "socket": str(self._path),
             "memory_bytes": self._pool.memory_bytes,
-            "pinned_bytes": ledger.slab_bytes,
+            "pinned_bytes": ledger.memory.nbytes,
             "touched_bytes": self._pool.prefaulted_bytes,
             "short": self._pool.short,
-            "free_bytes": ledger.free_bytes,
+            "free_bytes": ledger.memory.free_bytes,
             "left_bytes": ledger.available_bytes() + self._pool.bytes_to_come(),
-            **ledger.held()._asdict(),
+            **held[None, None]._asdict(),
             "saved_bytes": ledger.saved_bytes,
             **self._files_status(),
             "evicted_bytes": ledger.evicted_bytes,
             "waiting": len(self._waiting),
             "refused": self._refused,
             "cut_off": self.cut_off,
-            "gpus": [self._gpu_status(gpu) for gpu in self._gpus.values()],
+            "gpus": [self._gpu_status(gpu, held[None, gpu.uuid]) for gpu in self._gpus.values()],
             "clients": [
-                self._client_status(session)
+                self._client_status(session, held)
                 for session in self._sessions
-                if session.is_greeted and (session is not asked.session or ledger.held(session.owner) != HeldBytes())
+                if session.is_greeted and (session is not asked.session or ledger.numbers(session.owner))
             ],
         }
 
@@ -680,7 +681,7 @@ class Service:
         return {
             "ring_bytes": spiller.ring.nbytes if spiller else 0,
             "files_bytes": self._files.nbytes if spiller else 0,
-            "files_free_bytes": self._pool.ledger.free_file_bytes,
+            "files_free_bytes": self._pool.ledger.files.free_bytes,
             "files_writing_bytes": spiller.writing_bytes if spiller else 0,
             "files_written_bytes": written.nbytes,
             "files_written_gbps": written.gbps,
@@ -689,8 +690,7 @@ class Service:
             "files_failure": spiller.failure if spiller else "",
         }
 
-    def _gpu_status(self, gpu: VaultGpu) -> dict[str, Any]:
-        held = self._pool.ledger.held(gpu=gpu.uuid)
+    def _gpu_status(self, gpu: VaultGpu, held: HeldBytes) -> dict[str, Any]:
         facts: dict[str, Any] = {
             "uuid": gpu.uuid,
             "ordinal": gpu.ordinal,
@@ -709,17 +709,16 @@ class Service:
             facts |= {f"last_{direction}_bytes": last.nbytes, f"last_{direction}_gbps": last.gbps}
         return facts
 
-    def _client_status(self, session: Session) -> dict[str, Any]:
-        held = self._pool.ledger.held(session.owner)
+    def _client_status(self, session: Session, held: Mapping[tuple[Hashable, str | None], HeldBytes]) -> dict[str, Any]:
         return {
             "pid": session.pid,
             "name": session.name,
             "connected_s": time.monotonic() - session.since,
-            **held._asdict(),
+            **held[session.owner, None]._asdict(),
             "gpus": [
-                {"uuid": uuid, **on_gpu._asdict()}
+                {"uuid": uuid, **held[session.owner, uuid]._asdict()}
                 for uuid in self._gpus
-                if (on_gpu := self._pool.ledger.held(session.owner, uuid)) != HeldBytes()
+                if (session.owner, uuid) in held
             ],
             "lent_bytes": sum(lent.nbytes for lent in session.lent.values()),
             "open_requests": session.open_requests,

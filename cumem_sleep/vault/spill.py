@@ -25,9 +25,10 @@ from ..store.copier import CopyTotals
 from . import memory
 from .files import PAGE_BYTES, SpillError, SpillFile, SpillFiles
 from .jobs import Job, JobQueue, LinkPiece
-from .ledger import Entry, SlabRange
+from .ledger import Entry
 from .link import VaultLink
 from .pool import VaultPool
+from .slabs import SlabRange
 
 RING_BYTES = 256 << 20
 _RING_SHARE = 8  # of a small vault's memory it takes no more
@@ -395,7 +396,7 @@ class Spiller:
 
     def room_in_words(self) -> str:
         """How much is free in files, and why nothing is spilled, for an error that says what memory is missing."""
-        free = f"{format_bytes(self._ledger.free_file_bytes)} of {format_bytes(self._files.nbytes)} of files are free"
+        free = f"{format_bytes(self._ledger.files.free_bytes)} of {format_bytes(self._files.nbytes)} of files are free"
         return f"{free}; {self.failure}" if self.failure else free
 
 

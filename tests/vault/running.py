@@ -18,10 +18,10 @@ from support import DRIVER
 import cumem_sleep
 from cumem_sleep import _core
 from cumem_sleep.vault.client import Key, LentMemory, Sealed, VaultBackup, VaultClient
-from cumem_sleep.vault.ledger import UNIT_BYTES
 from cumem_sleep.vault.link import LinkGroup, VaultLink
 from cumem_sleep.vault.protocol import Table
 from cumem_sleep.vault.relay import Relaying
+from cumem_sleep.vault.slabs import UNIT_BYTES
 
 MIB = 1 << 20
 SECONDS = 60  # until something is taken for hung

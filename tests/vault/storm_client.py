@@ -25,7 +25,7 @@ from cumem_sleep import CuMemAllocator, DriverError, InvalidState, OutOfHostMemo
 from cumem_sleep.backups import vault as tiers
 from cumem_sleep.backups.vault import VaultTier
 from cumem_sleep.vault.client import VaultClient
-from cumem_sleep.vault.ledger import UNIT_BYTES
+from cumem_sleep.vault.slabs import UNIT_BYTES
 
 HANGS_S = 120  # what is slow on a busy machine does not hang; `longest` says how long it took
 TAGS = ("weights", "default", "kv_cache")

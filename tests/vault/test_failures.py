@@ -18,7 +18,7 @@ from test_sleeping import MakeAllocator, check, fill, leave, through
 from world import Phase, World, check_every_call, phases
 
 from cumem_sleep import CumemSleepError, OutOfHostMemory, _core, sim
-from cumem_sleep.vault.ledger import UNIT_BYTES
+from cumem_sleep.vault.slabs import UNIT_BYTES
 
 __all__ = ["through"]  # a fixture
 

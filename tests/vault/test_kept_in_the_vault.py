@@ -20,8 +20,8 @@ from cumem_sleep.errors import VaultLost
 from cumem_sleep.vault import protocol, range_table
 from cumem_sleep.vault.client import VaultBackup, VaultClient
 from cumem_sleep.vault.jobs import BorrowedMemory, Job, LinkPiece
-from cumem_sleep.vault.ledger import UNIT_BYTES, SlabRange
 from cumem_sleep.vault.range_table import SMALL_RANGE_BYTES, check_table, table_pieces
+from cumem_sleep.vault.slabs import UNIT_BYTES, SlabRange
 
 pytestmark = pytest.mark.sim
 

@@ -21,9 +21,9 @@ from cumem_sleep import CuMemAllocator, OutOfHostMemory, _core, sim
 from cumem_sleep.vault import protocol
 from cumem_sleep.vault.address import VaultAddress
 from cumem_sleep.vault.client import VaultBackup, VaultClient
-from cumem_sleep.vault.ledger import UNIT_BYTES
 from cumem_sleep.vault.pool import VaultHost
 from cumem_sleep.vault.server import Vault, keep_pauses_short, visible_gpus
+from cumem_sleep.vault.slabs import UNIT_BYTES
 
 pytestmark = [pytest.mark.sim, pytest.mark.slow]
 

@@ -26,7 +26,8 @@ from cumem_sleep.vault import memory as memory_module
 from cumem_sleep.vault import moves
 from cumem_sleep.vault import spill as spill_module
 from cumem_sleep.vault.files import SpillError, SpillFiles, SpillFolder
-from cumem_sleep.vault.ledger import FILES, UNIT_BYTES, Entry, Key, Ledger, SlabRange
+from cumem_sleep.vault.ledger import FILES, Entry, Key, Ledger
+from cumem_sleep.vault.slabs import UNIT_BYTES, SlabRange
 from cumem_sleep.vault.spill import Spiller, _Batch, _write
 
 __all__ = ["sleepers", "spill", "spilling"]
@@ -170,7 +171,7 @@ class LargeModel:
 
     def __init__(self, folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.ledger = Ledger(16 * UNIT_BYTES)
-        self.ledger.add_slab(1, 2 * UNIT_BYTES)
+        self.ledger.memory.add(1, 2 * UNIT_BYTES)
         slab = SimpleNamespace(block=bytearray(2 * UNIT_BYTES))
         facts = {"ledger": self.ledger, "slabs": {1: slab}, "is_stopped": False, "bytes_to_come": int}
         pool = cast(Any, SimpleNamespace(**facts))

@@ -17,7 +17,7 @@ from running import RunningVault, eventually
 from support import PAGE
 
 import cumem_sleep
-from cumem_sleep.vault.ledger import UNIT_BYTES
+from cumem_sleep.vault.slabs import UNIT_BYTES
 
 pytestmark = [pytest.mark.sim, pytest.mark.slow]
 
