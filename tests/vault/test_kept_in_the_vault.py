@@ -370,6 +370,7 @@ class TestLinks:
         memory: Memory,
         by: str,
         monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
     ) -> None:
         borrowed, lent_at, content = lent
         if by == "the engine":
@@ -388,6 +389,8 @@ class TestLinks:
             for offset, place in zip(at.tolist(), to.tolist(), strict=True):
                 assert held[place : place + 4096].tobytes() == content[offset : offset + 4096]
         block.close()
+        fails = sum("the copy kernel failed" in record.message for record in caplog.records)
+        assert fails == (2 if "fails" in by else 0), "each link asks once"
 
     def copy(self, borrowed: BorrowedMemory, block: _core.HostBlock, rows: protocol.Table, to_host: bool) -> None:
         ended: list[Exception | None] = []
