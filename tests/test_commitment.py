@@ -13,7 +13,7 @@ from support import MIB, package_path
 
 from cumem_sleep import OutOfHostMemory, host_facts
 from cumem_sleep.core import commitment
-from cumem_sleep.core.commitment import Commitment, require
+from cumem_sleep.core.commitment import Commitment, require_room
 
 
 @pytest.fixture
@@ -119,7 +119,7 @@ def waits() -> None:
 
 def take(commitment: Commitment, nbytes: int, before_wait: Callable[[], object] = waits) -> None:
     total = commitment.bytes + nbytes
-    commitment.take(nbytes, lambda others: require(total, others), before_wait)
+    commitment.take(nbytes, lambda others: require_room(total, others), before_wait)
 
 
 class TestTaking:

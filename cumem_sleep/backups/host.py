@@ -10,7 +10,7 @@ from pathlib import Path
 from weakref import WeakValueDictionary
 
 from .. import _core, host_facts
-from ..core.commitment import Commitment, left_bytes, require
+from ..core.commitment import Commitment, left_bytes, require_room
 from ..core.extents import Extent
 from ..core.pinned import node_of
 from ..core.tuning import Tuning
@@ -74,9 +74,12 @@ class HostTier(Tier):
             _core.stop_if_asked()
             self._show()
 
+        def check(others: Mapping[Path, int]) -> None:
+            require_room(nbytes + self._promised_bytes(), others)
+
         self._show()
         try:
-            self._commitment.take(nbytes, lambda others: require(nbytes + self._promised_bytes(), others), before_wait)
+            self._commitment.take(nbytes, check, before_wait)
         except OutOfHostMemory:
             return False
         return True
@@ -103,7 +106,7 @@ class HostTier(Tier):
         self._show()
         needed = sum(max(0, block.bytes - block.prefault_begun_bytes) for block in self._to_touch.values())
         try:
-            require(needed, note="other processes took it meanwhile")
+            require_room(needed, note="other processes took it meanwhile")
         except OutOfHostMemory:
             if not self._releasing.bytes:
                 raise

@@ -113,7 +113,7 @@ class Commitment:
                 _close(folders.values())
 
 
-def require(nbytes: int, committed: Mapping[Path, int] | None = None, note: str = "") -> None:
+def require_room(nbytes: int, committed: Mapping[Path, int] | None = None, note: str = "") -> None:
     """Every limit leaves so much beside what others have committed. Raises OutOfHostMemory: one does not."""
     for name, left in left_bytes(nbytes, committed).items():
         if left < nbytes:

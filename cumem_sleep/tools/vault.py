@@ -17,7 +17,6 @@ from typing import Any
 from rich.table import Table
 
 from .. import host_facts
-from ..core.commitment import left_bytes
 from ..core.driver import open_driver
 from ..errors import InvalidArgument, counted, format_bytes
 from ..settings import Settings
@@ -58,7 +57,7 @@ def serve(options: argparse.Namespace, say: Callable[[str], None]) -> None:
     with _metrics(options.metrics, path) as metrics:
         address = VaultAddress(path)
         try:
-            host = VaultHost(room_bytes, threads, say, options.reserved_huge_pages)
+            host = VaultHost(threads, say, options.reserved_huge_pages)
             vault = Vault(address, options.memory, gpus, host, options.slab_size, used_at_once, relays, spill)
         except BaseException:
             address.close()
@@ -127,15 +126,6 @@ def _end_at_signals(vault: Vault, wait: bool) -> None:
 def _metrics(at: tuple[str, int] | None, path: Path) -> AbstractContextManager[MetricsServer | None]:
     """The server of metrics, if one is wanted. Raises VaultError: somebody else has that port."""
     return nullcontext() if at is None else MetricsServer(*at, lambda: look(path).prometheus())
-
-
-def room_bytes(committed: Mapping[Path, int]) -> int:
-    """How much memory the host has left, by the kernel's estimate and the container's limit.
-
-    Args:
-        committed: by others (`core.commitment`).
-    """
-    return min(left_bytes(committed=committed).values(), default=1 << 62)
 
 
 def notify_systemd(what: str) -> None:

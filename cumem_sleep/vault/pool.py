@@ -8,10 +8,9 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 from .. import _core
-from ..core.commitment import Commitment
+from ..core.commitment import Commitment, require_room
 from ..errors import CumemSleepError, InvalidArgument, OutOfHostMemory, VaultError, format_bytes
 from . import memory
 from .files import SpillFiles
@@ -29,15 +28,12 @@ class VaultHost:
     """What the vault may use of its host.
 
     Attributes:
-        room_bytes: how much memory the host can still give, by every limit, beside what others have committed (bytes
-            by the folder of the memory control group).
         threads: that prefault new memory.
         say: shows a line to the operator of the vault.
         reserved_huge_pages: use those, as long as there are some, before other memory.
         try_again_s: how long after it had too little memory for a slab it is asked again.
     """
 
-    room_bytes: Callable[[Mapping[Path, int]], int]
     threads: int
     say: Callable[[str], None]
     reserved_huge_pages: bool = False
@@ -156,9 +152,9 @@ class VaultPool:
             self._prefaulted(size)
             commitment.set(commitment.bytes - size)
             if commitment.bytes:
-                self._require_room(commitment.bytes, {})
+                require_room(commitment.bytes)
 
-        commitment.take(nbytes, partial(self._require_room, nbytes), self._end_if_stopped)
+        commitment.take(nbytes, partial(require_room, nbytes), self._end_if_stopped)
         try:
             return take(prefaulted)
         finally:
@@ -167,11 +163,6 @@ class VaultPool:
     def _end_if_stopped(self) -> None:
         if self.is_stopped:
             raise VaultError("the vault ends")
-
-    def _require_room(self, nbytes: int, committed: Mapping[Path, int]) -> None:
-        room = self._host.room_bytes(committed)
-        if room < nbytes:
-            raise OutOfHostMemory(nbytes, max(0, room), "MemAvailable")
 
     def _prefaulted(self, nbytes: int) -> None:
         self.prefaulted_bytes += nbytes

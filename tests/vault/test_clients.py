@@ -296,9 +296,7 @@ def in_this_process(folder: pathlib.Path) -> Iterator[Callable[..., VaultClient]
 
     _core.open_driver(str(pathlib.Path(_core.__file__).parent / "libcuda_sim.so"))
     lines: list[str] = []
-    vault = Vault(
-        VaultAddress(folder / "vault.sock"), 4 * PAGE, visible_gpus(), VaultHost(lambda _: 1 << 40, 1, lines.append)
-    )
+    vault = Vault(VaultAddress(folder / "vault.sock"), 4 * PAGE, visible_gpus(), VaultHost(1, lines.append))
     thread = threading.Thread(target=vault.run)
     thread.start()
     yield lambda deadline_s=30: VaultClient(folder / "vault.sock", "test", deadline_s)

@@ -11,7 +11,7 @@ import pytest
 from running import RunningVault, Segment
 from support import PAGE, run_script
 
-from cumem_sleep import CuMemAllocator, OutOfHostMemory, host_facts, metrics
+from cumem_sleep import CuMemAllocator, OutOfHostMemory, metrics
 from cumem_sleep.errors import counted
 from cumem_sleep.tools import cli
 from cumem_sleep.tools import vault as command
@@ -148,11 +148,3 @@ def test_nobody_has_to_read_what_it_says(folder: pathlib.Path) -> None:
         """
     process = run_script(script.replace("SOCKET", repr(str(folder / "vault.sock"))))
     assert process.returncode == 0, process.stderr
-
-
-def test_room_is_what_the_tightest_limit_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_facts, "mem_available_bytes", lambda **_: 7)
-    monkeypatch.setattr(host_facts, "cgroup_available_bytes", lambda **_: None)
-    assert command.room_bytes({}) == 7
-    monkeypatch.setattr(host_facts, "cgroup_available_bytes", lambda **_: 5)
-    assert command.room_bytes({}) == 5

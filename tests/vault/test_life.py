@@ -92,11 +92,13 @@ def test_a_vault_that_grows_takes_no_memory_that_others_are_about_to_touch(
     other, waits, posted = Commitment(), threading.Event(), deque[Callable[[], None]]()
     other.set(PAGE)
 
-    def room_bytes(committed: Mapping[pathlib.Path, int]) -> int:
+    def left(committed: Mapping[pathlib.Path, int]) -> int:
         if any(committed.values()):
             waits.set()
         return PAGE - sum(committed.values())
 
+    monkeypatch.setattr(host_facts, "mem_available_bytes", lambda **_: None)
+    monkeypatch.setattr(host_facts, "cgroup_available_bytes", left)
     seen: list[int] = []
     prefault = _core.HostBlock.prefault
 
@@ -105,7 +107,7 @@ def test_a_vault_that_grows_takes_no_memory_that_others_are_about_to_touch(
         prefault(block, offset, nbytes)
 
     monkeypatch.setattr(_core.HostBlock, "prefault", look)
-    pool = VaultPool(PAGE, None, 0, [-1], VaultHost(room_bytes, 1, lambda _: None), posted.append, lambda: None)
+    pool = VaultPool(PAGE, None, 0, [-1], VaultHost(1, lambda _: None), posted.append, lambda: None)
     pool.take_more()
     assert waits.wait(30)
     assert not posted
@@ -239,9 +241,10 @@ class RoomBySlab:
     def give(self, slabs: int = 1) -> None:
         self._given.release(slabs)
 
-    def ask(self, _committed: object) -> int:
+    def require(self, nbytes: int, _committed: object = None) -> None:
         assert self._given.acquire(timeout=30)
-        return self.bytes
+        if self.bytes < nbytes:
+            raise OutOfHostMemory(nbytes, self.bytes, "MemAvailable")
 
 
 @pytest.fixture
@@ -257,7 +260,8 @@ def slow_vault(
     allocator.get_current_usage()
     allocator._operations.open()
     monkeypatch.setattr(protocol, "BUSY_INTERVAL_S", 0.05)
-    host = VaultHost(room.ask, 1, lambda _: None, try_again_s=3600)
+    monkeypatch.setattr("cumem_sleep.vault.pool.require_room", room.require)
+    host = VaultHost(1, lambda _: None, try_again_s=3600)
     vault = Vault(VaultAddress(folder / "vault.sock"), 4 * PAGE, visible_gpus(), host, PAGE)
     thread = threading.Thread(target=vault.run)
     thread.start()

@@ -259,9 +259,7 @@ def test_what_a_kernel_does_not_reach_goes_by_the_engine(engine: TimedStreams, i
 def here(folder: pathlib.Path, allocator: CuMemAllocator) -> Iterator[Callable[[], VaultClient]]:
     """Connects to a vault in a thread of this process, whose driver can be made to fail."""
     allocator._operations.open()
-    vault = Vault(
-        VaultAddress(folder / "vault.sock"), 16 * PAGE, visible_gpus(), VaultHost(lambda _: 1 << 40, 1, print), 4 * PAGE
-    )
+    vault = Vault(VaultAddress(folder / "vault.sock"), 16 * PAGE, visible_gpus(), VaultHost(1, print), 4 * PAGE)
     thread = threading.Thread(target=vault.run)
     thread.start()
     first = VaultClient(folder / "vault.sock")
@@ -317,7 +315,7 @@ def test_memory_stays_until_its_copies_have_ended_even_if_the_wait_for_them_fail
         from cumem_sleep.vault.server import *
         allocator = fresh_allocator()
         allocator._operations.open()
-        host = VaultHost(lambda _: 1 << 40, 1, print)
+        host = VaultHost(1, print)
         vault = Vault(VaultAddress(pathlib.Path(SOCKET)), 4 * PAGE, visible_gpus(), host)
         thread = threading.Thread(target=vault.run)
         thread.start()
@@ -351,7 +349,7 @@ def test_a_gpu_that_is_lost_ends_the_vault_for_the_next_one(folder: pathlib.Path
         allocator, memory, lines, failures = fresh_allocator(), Memory(), [], []
         allocator._operations.open()
         path = pathlib.Path.cwd() / "vault.sock"
-        host = VaultHost(lambda _: 1 << 40, 1, lines.append)
+        host = VaultHost(1, lines.append)
         vault = Vault(VaultAddress(pathlib.Path(SOCKET)), 4 * PAGE, visible_gpus(), host)
 
         def run():
@@ -389,7 +387,7 @@ def test_memory_that_cannot_be_registered_is_said_and_tried_again(
     lines: list[str] = []
     monkeypatch.setattr(protocol, "BUSY_INTERVAL_S", 0.02)
     sim.fail("cuMemHostRegister", after=1)
-    host = VaultHost(lambda _: 1 << 40, 1, lines.append, try_again_s=0.0)
+    host = VaultHost(1, lines.append, try_again_s=0.0)
     vault = Vault(VaultAddress(folder / "vault.sock"), 4 * PAGE, visible_gpus(), host, PAGE)
     thread = threading.Thread(target=vault.run)
     thread.start()

@@ -68,7 +68,7 @@ def many(folder: pathlib.Path, allocator: CuMemAllocator, monkeypatch: pytest.Mo
     monkeypatch.setattr(selectors, "DefaultSelector", Watched)
     monkeypatch.setattr(_core.HostBlock, "prefault", lambda *_: None)
     address = VaultAddress(folder / "vault.sock")
-    vault = Vault(address, MEMORY, visible_gpus(), VaultHost(lambda _: 1 << 40, 1, print), 256 << 20)
+    vault = Vault(address, MEMORY, visible_gpus(), VaultHost(1, print), 256 << 20)
     thread = threading.Thread(target=vault.run)
     before = gc.get_threshold(), sys.get_int_max_str_digits()
     keep_pauses_short()

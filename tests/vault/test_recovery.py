@@ -290,9 +290,8 @@ class RoomOnceGiven:
     def __init__(self) -> None:
         self.given = threading.Event()
 
-    def ask(self, _committed: object) -> int:
+    def require(self, _nbytes: int, _committed: object = None) -> None:
         assert self.given.wait(30)
-        return 1 << 40
 
 
 @pytest.fixture
@@ -302,10 +301,11 @@ def filling_up(
     """An allocator, and the room of its vault, a thread here, which has no memory before that is given."""
     room = RoomOnceGiven()
     monkeypatch.setattr(protocol, "BUSY_INTERVAL_S", 0.05)
+    monkeypatch.setattr("cumem_sleep.vault.pool.require_room", room.require)
     allocator = make_allocator(vault=str(folder / "vault.sock"))
     allocator._operations.open()
     vault = Vault(
-        VaultAddress(folder / "vault.sock"), 16 * PAGE, visible_gpus(), VaultHost(room.ask, 1, lambda _: None), 8 * PAGE
+        VaultAddress(folder / "vault.sock"), 16 * PAGE, visible_gpus(), VaultHost(1, lambda _: None), 8 * PAGE
     )
     thread = threading.Thread(target=vault.run)
     thread.start()

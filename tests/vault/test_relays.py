@@ -52,7 +52,7 @@ class Host:
     def __init__(self, folder: pathlib.Path) -> None:
         self.path = folder / "vault.sock"
         gpus = visible_gpus()
-        host = VaultHost(lambda _: 1 << 40, 1, print)
+        host = VaultHost(1, print)
         self.vault = Vault(VaultAddress(self.path), 8 * TOTAL, gpus, host, TOTAL, gpus, gpus)
         self.thread = threading.Thread(target=self.vault.run)
         self.thread.start()
