@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from decimal import Decimal
 from enum import Enum
+from pathlib import Path
 from typing import Any, TypeVar
 
 from .errors import MOST_BYTES, InvalidArgument, InvalidArgumentType, shown
@@ -162,6 +163,26 @@ TOKEN = SettingKind(  # what HTTP's headers take
     lambda token: token != "" and all("!" <= letter <= "~" for letter in token),
     is_secret=True,
 )
+
+
+def token_of(variable: str, environment: Mapping[str, str]) -> str | None:
+    """A variable's token, or what is in the file that `<variable>_FILE` names; None if neither is set.
+
+    Raises:
+        InvalidArgument: both are set, or the file cannot be read or holds no token.
+    """
+    file = environment.get(f"{variable}_FILE")
+    if not file:
+        return environment.get(variable)
+    if variable in environment:
+        raise InvalidArgument(f"{variable}_FILE={file!r}: {variable} is set, too: expected one of them")
+    try:
+        text = Path(file).read_text().strip()
+    except (OSError, ValueError) as error:
+        raise InvalidArgument(f"{variable}_FILE={file!r}: expected a file that can be read: {error}") from None
+    return str(TOKEN.read(f"{variable}_FILE", text))
+
+
 _BYTES_OR_AUTO = SettingKind(
     (int, str),
     f"auto, or {BYTES.expected}",
@@ -255,9 +276,9 @@ class _FromEnvironment:
         values: dict[str, Any] = {}
         for each in fields(cls):  # type: ignore[arg-type]
             variable, kind = PREFIX + each.name.upper(), each.metadata["kind"]
-            text = environment.get(variable, "")
-            if text.strip() or (kind.is_secret and variable in environment):
-                values[each.name] = kind.read(variable, text if kind.is_secret else text.strip())
+            text = token_of(variable, environment) if kind.is_secret else environment.get(variable, "").strip() or None
+            if text is not None:
+                values[each.name] = kind.read(variable, text)
         return cls(**values)
 
     def summary(self) -> str:
@@ -435,6 +456,13 @@ class GateSettings(_FromEnvironment):
 
 
 _OTHERS: dict[Reader, tuple[tuple[str, str, str], ...]] = {
+    Reader.GATE: (
+        (
+            "ADMIN_TOKEN_FILE",
+            "none",
+            "A file that holds it, in place of `CUMEM_SLEEP_ADMIN_TOKEN`.",
+        ),
+    ),
     Reader.PLUGIN: (
         ("DISABLE", "`0`", "`1`: vLLM keeps its own sleep mode."),
         (
@@ -446,6 +474,7 @@ _OTHERS: dict[Reader, tuple[tuple[str, str, str], ...]] = {
     Reader.COMMANDS: (
         ("SERVE_URL", "`http://127.0.0.1:8000`", "The front to ask."),
         ("SERVE_TOKEN", "none", "Its admin token; for `status`, an API key is enough."),
+        ("SERVE_TOKEN_FILE", "none", "A file that holds it, in place of `CUMEM_SLEEP_SERVE_TOKEN`."),
     ),
     Reader.SIMULATOR: (
         ("SIM_DEVICE_BYTES", "`1073741824`", "Memory of each simulated GPU, in bytes; no units."),

@@ -33,7 +33,7 @@ PAGES = [
 PAGES += [ROOT / "examples" / "README.md", ROOT / "examples" / "deploy" / "README.md"]
 
 SHELL_OPTIONS = ["-e", "-u", "-o", "pipefail", "-c"]
-TOOLS = ("cp", "grep", "mkdir", "sleep")  # of the system, for setups and for waiting
+TOOLS = ("cp", "grep", "mkdir", "openssl", "sleep")  # of the system, for setups and for waiting
 # What setups are made of: a server beside the snippet, or a short life for one that the snippet starts.
 PRELUDE = """
 answers() { until curl "localhost:$1/health" >health 2>&1; do kill -0 $!; sleep 0.05; done; }  # or the server has ended

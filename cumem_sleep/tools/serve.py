@@ -20,6 +20,7 @@ from urllib.parse import SplitResult, urlsplit
 from rich.table import Table
 
 from ..errors import CumemSleepError, InvalidArgument, InvalidState, counted, format_bytes
+from ..settings import TOKEN, token_of
 from ..vault import protocol
 from ..vault.client import VaultClient
 from . import vault
@@ -228,9 +229,9 @@ def _request(url: str, method: str, path: str, body: Mapping[str, Any] | None) -
     if where.scheme not in ("http", "https") or not where.hostname:
         raise InvalidArgument(f"{url!r}: expected a URL such as {DEFAULT_URL}")
     kind = http.client.HTTPSConnection if where.scheme == "https" else http.client.HTTPConnection
-    token = os.environ.get(TOKEN_VARIABLE)
-    if token and not (token.isascii() and token.isprintable() and " " not in token):
-        raise InvalidArgument(f"${TOKEN_VARIABLE}: expected printable ASCII characters without spaces")
+    token = token_of(TOKEN_VARIABLE, os.environ)
+    if token:
+        TOKEN.read(TOKEN_VARIABLE, token)
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     try:
         connection = kind(where.hostname, port, timeout=_LOOK_WITHIN_S if body is None else _ASK_WITHIN_S)

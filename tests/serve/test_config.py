@@ -405,14 +405,20 @@ def test_a_vllm_in_a_text_for_a_shell_may_say_itself_where_it_listens() -> None:
 
 def test_a_server_gets_its_gpus_and_no_secret_of_the_front() -> None:
     model = section(ModelConfig)({"command": "x", "gpus": [1, 2], "env": {"A": "b", "CUMEM_SLEEP_PREPARE": "0"}})
-    inherited = {"CUDA_VISIBLE_DEVICES": "4,5,7", "VLLM_API_KEY": "k", "CUMEM_SLEEP_SERVE_TOKEN": "t", "HOME": "/h"}
+    inherited = {
+        "CUDA_VISIBLE_DEVICES": "4,5,7",
+        "VLLM_API_KEY": "k",
+        "CUMEM_SLEEP_SERVE_TOKEN_FILE": "t",
+        "HOME": "/h",
+    }
+    inherited["CUMEM_SLEEP_SERVE_TOKEN"] = "t"
     found = servers.environment(model, inherited)
     assert found["CUDA_VISIBLE_DEVICES"] == "5,7"
     assert found["VLLM_SERVER_DEV_MODE"] == "1"
     assert (found["A"], found["CUMEM_SLEEP_PREPARE"], found["HOME"]) == ("b", "0", "/h")
     with pytest.raises(servers.StartFailed, match="there is no GPU 2: CUDA_VISIBLE_DEVICES has 1"):
         servers.environment(model, {"CUDA_VISIBLE_DEVICES": "4"})
-    assert not {"VLLM_API_KEY", "CUMEM_SLEEP_SERVE_TOKEN"} & found.keys()
+    assert not {"VLLM_API_KEY", "CUMEM_SLEEP_SERVE_TOKEN", "CUMEM_SLEEP_SERVE_TOKEN_FILE"} & found.keys()
 
 
 def test_a_server_does_not_sleep_or_wake_by_settings_of_the_front() -> None:
@@ -428,8 +434,9 @@ def test_a_server_with_the_gate_needs_no_development_mode() -> None:
     found = servers.environment(model, inherited, token="t")
     assert found["CUMEM_SLEEP_ADMIN_TOKEN"] == "t"
     assert not {"VLLM_SERVER_DEV_MODE", "CUMEM_SLEEP_ADMIN"} & found.keys()
-    own = {"VLLM_SERVER_DEV_MODE": "1", "CUMEM_SLEEP_ADMIN_TOKEN": "another"}
-    found = servers.environment(section(ModelConfig)({"command": "x", "env": own}), {}, token="t")
+    own = {"VLLM_SERVER_DEV_MODE": "1", "CUMEM_SLEEP_ADMIN_TOKEN": "another", "CUMEM_SLEEP_ADMIN_TOKEN_FILE": "/t"}
+    found = servers.environment(section(ModelConfig)({"command": "x", "env": own}), own, token="t")
+    assert found["CUMEM_SLEEP_ADMIN_TOKEN_FILE"] == ""
     assert (found["VLLM_SERVER_DEV_MODE"], found["CUMEM_SLEEP_ADMIN_TOKEN"]) == ("1", "t")
 
 

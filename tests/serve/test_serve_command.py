@@ -311,10 +311,14 @@ def test_nobody_answers(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.
     for url in ("http://[::1", "http://127.0.0.1:99999"):
         assert cli.main(["wake", "m", "--url", url]) == 2
         assert "expected a URL such as" in capsys.readouterr().err
+    monkeypatch.setenv("CUMEM_SLEEP_SERVE_TOKEN_FILE", "/nowhere")
+    assert cli.main(["status"]) == 2
+    assert "CUMEM_SLEEP_SERVE_TOKEN_FILE='/nowhere': expected a file that can be read" in capsys.readouterr().err
+    monkeypatch.delenv("CUMEM_SLEEP_SERVE_TOKEN_FILE")
     monkeypatch.setenv("CUMEM_SLEEP_SERVE_TOKEN", "secret\r")
     assert cli.main(["status", "--json"]) == 2
     said = capsys.readouterr()
-    assert "$CUMEM_SLEEP_SERVE_TOKEN: expected printable ASCII" in json.loads(said.out)["error"]
+    assert "CUMEM_SLEEP_SERVE_TOKEN: expected printable ASCII" in json.loads(said.out)["error"]
     assert "secret" not in said.out + said.err
 
 
@@ -396,7 +400,9 @@ def test_the_commands_ask_one_that_runs(
         monkeypatch.setenv("CUMEM_SLEEP_SERVE_TOKEN", "another")
         assert cli.main(["sleep", "one"]) == 2
         assert "the token is wrong: it is not the admin token ($CUMEM_SLEEP_SERVE_TOKEN)" in capsys.readouterr().err
-        monkeypatch.setenv("CUMEM_SLEEP_SERVE_TOKEN", TOKEN)
+        monkeypatch.delenv("CUMEM_SLEEP_SERVE_TOKEN")
+        (tmp_path / "token").write_text(f"{TOKEN}\n")
+        monkeypatch.setenv("CUMEM_SLEEP_SERVE_TOKEN_FILE", str(tmp_path / "token"))
         assert cli.main(["wake", "one"]) == 0
         assert re.search(r"one +0 +awake", capsys.readouterr().out)
         assert cli.main(["sleep", "one", "--level", "2", "--json"]) == 0

@@ -95,6 +95,24 @@ def test_wrong_types(values: dict[str, Any]) -> None:
         GateSettings(**values)
 
 
+def test_a_token_may_be_in_a_file(tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "token"
+    file.write_text("s3cret\n")
+    named = {"CUMEM_SLEEP_ADMIN_TOKEN_FILE": str(file)}
+    assert GateSettings.from_environment(named).admin_token == "s3cret"
+    with pytest.raises(InvalidArgument, match="CUMEM_SLEEP_ADMIN_TOKEN is set, too: expected one of them"):
+        GateSettings.from_environment({**named, "CUMEM_SLEEP_ADMIN_TOKEN": "s3cret"})
+    for wrong in ("", "two words"):
+        file.write_text(wrong)
+        with pytest.raises(InvalidArgument, match=r"^CUMEM_SLEEP_ADMIN_TOKEN_FILE: expected printable ASCII"):
+            GateSettings.from_environment(named)
+    file.unlink()
+    with pytest.raises(InvalidArgument, match="expected a file that can be read"):
+        GateSettings.from_environment(named)
+    unset = {"CUMEM_SLEEP_ADMIN_TOKEN": "s3cret", "CUMEM_SLEEP_ADMIN_TOKEN_FILE": ""}
+    assert GateSettings.from_environment(unset).admin_token == "s3cret"
+
+
 @pytest.mark.parametrize("token", ["", " ", "two words", "tab\t", "schlüssel"])
 def test_a_token_that_cannot_guard_is_an_error_that_does_not_show_it(token: str) -> None:
     with pytest.raises(InvalidArgument) as error:

@@ -98,7 +98,7 @@ class VllmEngine(Engine):
             own["VLLM_API_KEY"] = api_key  # so that it need not stand in the command, which everybody may read
         if token is None:
             return {**own, "VLLM_SERVER_DEV_MODE": "1", **variables}
-        return {**own, **variables, "CUMEM_SLEEP_ADMIN_TOKEN": token}
+        return {**own, **variables, "CUMEM_SLEEP_ADMIN_TOKEN": token, "CUMEM_SLEEP_ADMIN_TOKEN_FILE": ""}
 
     # Its calls
 
