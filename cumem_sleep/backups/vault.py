@@ -8,9 +8,8 @@ from __future__ import annotations
 import os
 import sys
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, closing, suppress
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -29,10 +28,7 @@ from ..settings import Settings
 from ..vault import protocol
 from ..vault.client import (
     DEADLINE_S,
-    NO_MORE_FILES,
     LentMemory,
-    Sealed,
-    SlabTable,
     VaultBackup,
     VaultClient,
 )
@@ -45,55 +41,6 @@ _STAGING_BYTES = 16 << 20
 _ENOUGH_BYTES = 1 << 62  # the vault finds room in its slabs
 
 
-@dataclass(eq=False)
-class VaultExtent:
-    """A backup of the vault's.
-
-    Attributes:
-        slabs: those that it lies in, by the vault that keeps it now.
-        sealed: what it holds; others may share it, so it is not written again. None: not known yet.
-        needed: the vault may not evict it.
-        is_lost: it went with the vault that kept it, or that vault has given it away.
-        is_distrusted: it holds other bytes than it was sealed with.
-    """
-
-    gpu: str
-    backup: VaultBackup
-    slabs: SlabTable
-    sealed: Key | None = None
-    needed: bool = True
-    is_lost: bool = False
-    is_distrusted: bool = False
-    bytes: int = field(init=False)
-    address: int = 0  # no kernel reaches it
-
-    def __post_init__(self) -> None:
-        self.bytes = self.backup.nbytes
-
-    def descriptor(self, slab: int) -> int:
-        """Of that slab, for reading. Raises VaultLost: this process can open no more files, or could not be sent it."""
-        if slab not in self.slabs.by_number:
-            raise VaultLost(f"this backup cannot be read without the vault: {NO_MORE_FILES}")
-        return self.slabs.by_number[slab][0]
-
-    def ranges(self, offset: int, nbytes: int) -> Iterator[tuple[int, int, int]]:
-        """(slab, offset in it, bytes) of so many bytes from `offset` on, in order.
-
-        Raises:
-            VaultLost: they are not there any more.
-        """
-        for slab, start, size in self.backup.extents:
-            if nbytes <= 0:
-                return
-            if offset < size:
-                taken = min(nbytes, size - offset)
-                yield slab, start + offset, taken
-                nbytes -= taken
-            offset = max(0, offset - size)
-        if nbytes > 0:
-            raise VaultLost("the vault released this backup when its connection to this process ended")
-
-
 class VaultTier(Tier):
     """Extents are backups of the vault's, one for each segment."""
 
@@ -101,7 +48,7 @@ class VaultTier(Tier):
         self._settings = settings
         self._path = path
         self._client: VaultClient | None = None
-        self._extents: dict[int, VaultExtent] = {}  # by their ids, all that are held
+        self._held: set[VaultBackup] = set()
         self._left: list[VaultClient] = []  # of vaults that have ended, in whose slabs backups lie still
         self._loans: set[_core.Loan] = set()  # of memory of this process that the vault has, or may have still
         self._gpus: dict[int, str] = {}
@@ -110,7 +57,7 @@ class VaultTier(Tier):
 
     @property
     def bytes(self) -> int:  # noqa: D102
-        return sum(extent.bytes for extent in self._extents.values())
+        return sum(extent.bytes for extent in self._held)
 
     def limits(self, needed_bytes: int | None = None) -> list[HostLimit]:  # noqa: ARG002, D102
         return budget_limits(self._settings, self.bytes)
@@ -126,23 +73,23 @@ class VaultTier(Tier):
         owners = self._owners([extent for extents in backups for extent in _mine(extents)])
         held = []
         for extents in backups:
-            shared_by = [owners.get(extent.backup, 1) for extent in _mine(extents)]
+            shared_by = [owners.get(extent, 1) for extent in _mine(extents)]
             if 0 in shared_by:
                 held.append(Footprint(is_gone=True))
                 continue
-            places = {(id(extent.slabs), extent.backup.extents) for extent in _mine(extents)} - counted
+            places = {(id(extent.slabs), extent.extents) for extent in _mine(extents)} - counted
             counted |= places
             nbytes = sum(there.nbytes for _, ranges in places for there in ranges if not is_file(there.slab))
             is_shared = max(shared_by, default=1) > 1
             held.append(Footprint(nbytes, vault_bytes=nbytes, shared_bytes=nbytes if is_shared else 0))
         return held
 
-    def _owners(self, extents: Sequence[VaultExtent]) -> dict[VaultBackup, int]:
+    def _owners(self, extents: Sequence[VaultBackup]) -> dict[VaultBackup, int]:
         """How many processes share each of these, of those that the vault keeps that there is now; 0: it evicted it."""
         client = self._client
         if client is None:
             return {}
-        known = [extent.backup for extent in extents if self._keeps(extent)]
+        known = [extent for extent in extents if self._keeps(extent)]
         owners = client.owners(known) if known else None
         return {} if owners is None else dict(zip(known, owners, strict=True))
 
@@ -155,7 +102,8 @@ class VaultTier(Tier):
         backups = (client.reserve_now if beside_work else client.reserve)(self.gpu(device), sizes)
         if backups is None:
             raise NotYet
-        return [self._held(device, client, backup) for backup in backups]
+        self._held.update(backups)
+        return backups
 
     def reserve_expendable(self, device: int, sizes: Sequence[int]) -> Sequence[Extent]:  # noqa: D102
         budgets = self.limits()
@@ -165,10 +113,10 @@ class VaultTier(Tier):
         backups = client.reserve_now(self.gpu(device), sizes, expendable=True)
         if backups is None:
             raise OutOfHostMemory(sum(sizes), client.expendable_bytes(), "vault", "it is still taking memory")
-        extents = [self._held(device, client, backup) for backup in backups]
-        for extent in extents:
-            extent.needed = False
-        return extents
+        self._held.update(backups)
+        for backup in backups:
+            backup.needed = False
+        return backups
 
     def expendable_room(self) -> int:  # noqa: D102
         try:
@@ -177,11 +125,6 @@ class VaultTier(Tier):
             return 0
         return min([free_bytes, *(limit.available_bytes for limit in self.limits())])
 
-    def _held(self, device: int, client: VaultClient, backup: VaultBackup, sealed: Key | None = None) -> VaultExtent:
-        extent = VaultExtent(self.gpu(device), backup, client.slabs, sealed)
-        self._extents[id(extent)] = extent
-        return extent
-
     def has_free(self, nbytes: int) -> bool:  # noqa: D102
         return self.client().free_bytes() >= nbytes
 
@@ -189,10 +132,13 @@ class VaultTier(Tier):
         return all(each.sealed is None and self._keeps(each) for each in _mine(extents))
 
     def find(self, device: int, contents: Sequence[Content]) -> list[tuple[Extent, ...] | None]:  # noqa: D102
-        client = self.client()
         keys = [Key(str(content.digest), content.bytes, "") for content in contents]
-        found = zip(client.find(self.gpu(device), keys), keys, strict=True)
-        return [None if backup is None else (self._held(device, client, backup, key),) for backup, key in found]
+        found = self.client().find(self.gpu(device), keys)
+        for backup, key in zip(found, keys, strict=True):
+            if backup is not None:
+                backup.sealed = key
+                self._held.add(backup)
+        return [None if backup is None else (backup,) for backup in found]
 
     def seal(self, backups: Sequence[tuple[Sequence[Extent], Content]]) -> None:  # noqa: D102
         client = self.client()
@@ -205,7 +151,7 @@ class VaultTier(Tier):
                 # and not everybody can decode them. Under a name of its own, a backup can be spilled still.
                 encoding = f"private {uuid.uuid4()}" if content.is_encoded else ""
                 extent.sealed = Key(str(content.digest), content.bytes, encoding)
-                described.append(Sealed(extent.backup, extent.sealed))
+                described.append((extent, extent.sealed))
         if described:
             client.seal(described)
 
@@ -228,12 +174,12 @@ class VaultTier(Tier):
             return sorted(doubtful)
         known = [extent for _, extent in changing if not extent.is_lost]
         try:
-            gone = client.mark([extent.backup for extent in known], needed) if known else []
+            gone = client.mark(known, needed) if known else []
         except VaultError:  # lost, or it cannot be heard because this process can open no more files
             return sorted(doubtful)
         for extent in known:
             extent.needed = needed
-        return sorted({place for place, extent in changing if extent.is_lost or extent.backup in gone})
+        return sorted({place for place, extent in changing if extent.is_lost or extent in gone})
 
     def distrust(self, backups: Sequence[Sequence[Extent]]) -> None:  # noqa: D102
         mine = [extent for extents in backups for extent in _mine(extents)]
@@ -241,14 +187,13 @@ class VaultTier(Tier):
             extent.is_distrusted = True
         if self._client is not None:
             with suppress(VaultError):
-                self._client.distrust([extent.backup for extent in mine if self._keeps(extent)])
+                self._client.distrust([extent for extent in mine if self._keeps(extent)])
 
     def release(self, extents: Iterable[Extent]) -> None:  # noqa: D102
         mine = _mine(extents)
-        for extent in mine:
-            self._extents.pop(id(extent), None)
+        self._held.difference_update(mine)
         for client in [*self._left, *([] if self._client is None else [self._client])]:
-            client.release([extent.backup for extent in mine if extent.slabs is client.slabs])
+            client.release([extent for extent in mine if extent.slabs is client.slabs])
         for client in [client for client in self._left if not client.slabs.by_number]:
             self._left.remove(client)
             client.close()
@@ -257,11 +202,11 @@ class VaultTier(Tier):
         (mine,) = _mine([extent])
         self.hear()
         while True:
-            place = mine.backup.extents
+            place = mine.extents
             ranges = mine.ranges(offset, nbytes)
             content = b"".join(_read_all(mine.descriptor(slab), size, start) for slab, start, size in ranges)
             self.hear()
-            if mine.backup.extents == place:
+            if mine.extents == place:
                 return np.frombuffer(content, np.uint8)
 
     def hear(self) -> None:
@@ -357,17 +302,17 @@ class VaultTier(Tier):
 
     def _resume(self, before: VaultClient, client: VaultClient) -> None:
         """The vault was stopped, or the connection has broken, and it is there again, with what it had."""
-        kept = [extent for extent in self._extents.values() if extent.slabs is before.slabs and not extent.is_lost]
+        kept = [extent for extent in self._held if extent.slabs is before.slabs and not extent.is_lost]
         self._client = client  # whatever becomes of this: it has the slabs from here on
-        gone = client.succeed(before, [extent.backup for extent in kept])
+        gone = client.succeed(before, kept)
         self.taken_back([*self._loans])
         for extent in kept:
-            extent.is_lost = extent.backup in gone
-        client.distrust([extent.backup for extent in kept if extent.is_distrusted])
+            extent.is_lost = extent in gone
+        client.distrust([extent for extent in kept if extent.is_distrusted])
         retained = [extent for extent in kept if not extent.needed and not extent.is_lost]
-        evicted = client.mark([extent.backup for extent in retained], needed=False)  # that may not have been heard
+        evicted = client.mark(retained, needed=False)  # that may not have been heard
         for extent in retained:
-            extent.is_lost = extent.backup in evicted
+            extent.is_lost = extent in evicted
         log.info("the vault at %s answers again: it keeps all backups that there were", client.path)
 
     def _leave(self, before: VaultClient, client: VaultClient) -> None:
@@ -377,7 +322,7 @@ class VaultTier(Tier):
             raise before.lost.with_traceback(None)
         self.hear()
         self.taken_back([*self._loans])
-        for extent in self._extents.values():
+        for extent in self._held:
             extent.is_lost = True
         self._left.append(before)  # its slabs are read as long as backups lie there
         self._client = client
@@ -395,12 +340,12 @@ class VaultTier(Tier):
                 log.warning("backups are read by this process itself, more slowly, until a vault answers: %s", error)
             return None
 
-    def _keeps(self, extent: VaultExtent) -> bool:
+    def _keeps(self, extent: VaultBackup) -> bool:
         """Whether the vault that was connected last keeps it."""
         return self._client is not None and extent.slabs is self._client.slabs and not extent.is_lost
 
     @staticmethod
-    def check(extent: VaultExtent, client: VaultClient) -> None:
+    def check(extent: VaultBackup, client: VaultClient) -> None:
         """It is this vault that keeps the extent.
 
         Raises:
@@ -420,7 +365,7 @@ class VaultTransfers(Transfers):
 
     def __init__(self, tier: VaultTier) -> None:
         self.tier = tier
-        self._lent: dict[int, tuple[int, LentMemory]] = {}  # by base address, with the size
+        self._lent: dict[int, LentMemory] = {}  # by base address
         self._loans: dict[tuple[int, bool], _core.Loan] = {}  # by base address, and whether the vault fills it
         self._client: VaultClient | None = None
         self._reads_itself = False
@@ -462,7 +407,7 @@ class VaultTransfers(Transfers):
     def done_with(self, addresses: Iterable[int]) -> None:
         """Let the vault begin to give this memory back: it needs 54 µs for each segment (`vault_four_slots.json`)."""
         mine = [address for address in addresses if address in self._lent]
-        lent = [self._lent[address][1] for address in mine]
+        lent = [self._lent[address] for address in mine]
         if self._client is not None and (request := self._client.begin_to_take_back(lent)) is not None:
             self._returning.append(request)
         for address in mine:  # not before: what could not be asked for is asked for again at the end
@@ -478,14 +423,14 @@ class VaultTransfers(Transfers):
 
     def lend(self, client: VaultClient, address: int, device: int) -> tuple[LentMemory, int]:
         """The memory under `address`, for the vault to map, and the offset of `address` in it."""
-        for base, (nbytes, lent) in self._lent.items():
-            if base <= address < base + nbytes:
+        for base, lent in self._lent.items():
+            if base <= address < base + lent.nbytes:
                 return lent, address - base
         descriptor, base, nbytes = _core.export_memory(address)
         self._client = client
         lent = client.lend(self.tier.gpu(device), descriptor, nbytes)
         self.note_loan(base, filled=False)
-        self._lent[base] = nbytes, lent
+        self._lent[base] = lent
         return lent, address - base
 
     def note_loan(self, base: int, *, filled: bool) -> None:
@@ -493,13 +438,13 @@ class VaultTransfers(Transfers):
         if (base, filled) not in self._loans:
             self._loans[base, filled] = self.tier.lend(base, filled=filled)
 
-    def reader(self, extent: VaultExtent) -> VaultClient | None:
+    def reader(self, extent: VaultBackup) -> VaultClient | None:
         """Who reads `extent`; None: this process. A vault that does not answer is asked once for all copies."""
         client = None if self._reads_itself else self.tier.reader()
         self._reads_itself = client is None
         return client if client is not None and extent.slabs is client.slabs and not extent.is_lost else None
 
-    def begin(self, client: VaultClient, extent: VaultExtent) -> None:
+    def begin(self, client: VaultClient, extent: VaultBackup) -> None:
         """A copy of `extent` is about to begin.
 
         Raises:
@@ -519,7 +464,7 @@ class VaultTransfers(Transfers):
             self._staging = self._stack.enter_context(closing(pinned_block(_STAGING_BYTES, device)))
         return self._staging
 
-    def slab(self, extent: VaultExtent, number: int, device: int) -> _core.HostBlock:
+    def slab(self, extent: VaultBackup, number: int, device: int) -> _core.HostBlock:
         """That slab, mapped for reading, and registered if the driver does that."""
         key = id(extent.slabs), number
         if key not in self._slabs:
@@ -536,7 +481,7 @@ class _OwnRead(NamedTuple):
     """A copy that this process makes, from where the backup lay when it began."""
 
     address: int
-    extent: VaultExtent
+    extent: VaultBackup
     offset: int
     nbytes: int
     extents: tuple[SlabRange, ...]
@@ -573,7 +518,7 @@ class VaultLane(Lane):
             return False
         self._transfers.tier.hear()
         for address, offset, nbytes in np.array(rows).tolist():
-            self._read_itself(_OwnRead(address, mine, offset, nbytes, mine.backup.extents))
+            self._read_itself(_OwnRead(address, mine, offset, nbytes, mine.extents))
         return False
 
     def _read_itself(self, read: _OwnRead) -> None:
@@ -588,7 +533,7 @@ class VaultLane(Lane):
                 self.stream.to_device(address, block, start, size)
             address += size
 
-    def _read_file(self, address: int, extent: VaultExtent, slab: int, start: int, nbytes: int) -> None:
+    def _read_file(self, address: int, extent: VaultBackup, slab: int, start: int, nbytes: int) -> None:
         """By this process, one part after another."""
         block = self._transfers.staging(self.stream.device)
         for at in range(0, nbytes, block.bytes):
@@ -598,7 +543,7 @@ class VaultLane(Lane):
             self.stream.to_device(address + at, block, 0, size)
         self.stream.synchronize()
 
-    def _copy(self, client: VaultClient, extent: VaultExtent, pieces: PieceTable, *, filled: bool) -> None:
+    def _copy(self, client: VaultClient, extent: VaultBackup, pieces: PieceTable, *, filled: bool) -> None:
         """Let the vault copy: from the device's memory, or to it if that is to be `filled`."""
         self._transfers.begin(client, extent)
         self.stream.synchronize()
@@ -610,7 +555,7 @@ class VaultLane(Lane):
                 self._transfers.note_loan(base, filled=True)
             beyond = np.flatnonzero((some[:, 0] < base) | (some[:, 0] >= base + lent.nbytes))
             some = some[: beyond[0]] if len(beyond) else some
-            request = client.copy(lent, extent.backup, some - np.array((base, 0, 0)), to_host=not filled)
+            request = client.copy(lent, extent, some - np.array((base, 0, 0)), to_host=not filled)
             self._begun.append((client, request))
             self._transfers.begun(request)
             pieces = pieces[len(some) :]
@@ -628,8 +573,8 @@ class VaultLane(Lane):
             self._transfers.tier.hear()
             read, self._read = self._read, []
             for each in read:
-                if each.extent.backup.extents != each.extents:
-                    self._read_itself(each._replace(extents=each.extent.backup.extents))
+                if each.extent.extents != each.extents:
+                    self._read_itself(each._replace(extents=each.extent.extents))
 
     def synchronize(self) -> None:
         """Wait for all of it."""
@@ -637,12 +582,12 @@ class VaultLane(Lane):
         super().synchronize()
 
 
-def _look(extent: VaultExtent, client: VaultClient | None) -> None:
+def _look(extent: VaultBackup, client: VaultClient | None) -> None:
     """The vault has not evicted it yet. Raises VaultError: it has, or does not answer."""
     if client is None:
         raise VaultError("the vault that kept this has ended, or does not answer")
     try:
-        evicted = client.mark([extent.backup], needed=False)
+        evicted = client.mark([extent], needed=False)
     except VaultLost as lost:
         raise VaultError(f"the vault that kept this is lost: {lost}") from None
     if evicted:
@@ -650,8 +595,8 @@ def _look(extent: VaultExtent, client: VaultClient | None) -> None:
         raise VaultError("the vault needed the memory for backups")
 
 
-def _mine(extents: Iterable[Extent]) -> list[VaultExtent]:
-    return [cast(VaultExtent, extent) for extent in extents]
+def _mine(extents: Iterable[Extent]) -> list[VaultBackup]:
+    return [cast(VaultBackup, extent) for extent in extents]
 
 
 def _read_all(descriptor: int, nbytes: int, offset: int) -> bytes:

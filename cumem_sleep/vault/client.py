@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial, wraps
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from ..errors import CumemSleepError, InvalidState, VaultError, VaultLost, VaultUnavailable
 from . import protocol
@@ -41,23 +41,50 @@ class _NoAnswer(Exception):
 
 @dataclass(eq=False)
 class VaultBackup:
-    """A backup that the vault keeps for this process.
+    """A backup that the vault keeps for this process; an extent of its tier.
 
     Attributes:
-        nbytes: of the stored bytes.
-        extents: where they are, in order: (slab, offset, bytes). `VaultClient.slabs` has the slabs, which may be files.
+        bytes: of what is stored.
+        slabs: those that it lies in, by the vault that keeps it now.
+        extents: where it lies there, in order: (slab, offset, bytes).
+        sealed: what it holds; others may share it, so it is not written again. None: not known yet.
+        needed: the vault may not evict it.
+        is_lost: it went with the vault that kept it, or that vault has given it away.
+        is_distrusted: it holds other bytes than it was sealed with.
     """
 
     number: int
-    nbytes: int
-    extents: tuple[SlabRange, ...]
+    bytes: int
+    slabs: SlabTable
+    extents: tuple[SlabRange, ...] = ()
+    sealed: Key | None = None
+    needed: bool = True
+    is_lost: bool = False
+    is_distrusted: bool = False
+    address: int = 0  # no kernel reaches it
 
+    def descriptor(self, slab: int) -> int:
+        """Of that slab, for reading. Raises VaultLost: this process can open no more files, or could not be sent it."""
+        if slab not in self.slabs.by_number:
+            raise VaultLost(f"this backup cannot be read without the vault: {NO_MORE_FILES}")
+        return self.slabs.by_number[slab][0]
 
-class Sealed(NamedTuple):
-    """What a backup turned out to hold: its bytes were proven."""
+    def ranges(self, offset: int, nbytes: int) -> Iterator[tuple[int, int, int]]:
+        """(slab, offset in it, bytes) of so many bytes from `offset` on, in order.
 
-    backup: VaultBackup
-    key: Key
+        Raises:
+            VaultLost: they are not there any more.
+        """
+        for slab, start, size in self.extents:
+            if nbytes <= 0:
+                return
+            if offset < size:
+                taken = min(nbytes, size - offset)
+                yield slab, start + offset, taken
+                nbytes -= taken
+            offset = max(0, offset - size)
+        if nbytes > 0:
+            raise VaultLost("the vault released this backup when its connection to this process ended")
 
 
 @dataclass(eq=False)
@@ -385,16 +412,16 @@ class VaultClient:
             return found
 
     @_in_turn
-    def seal(self, sealed: Sequence[Sealed]) -> None:
+    def seal(self, sealed: Sequence[tuple[VaultBackup, Key]]) -> None:
         """These have been written and proven: others may share them, and nobody writes to them again.
 
         Where another process sealed the same bytes before, both share that backup: `extents` changes.
         """
         for some in _parts(sealed):
-            said = [{"number": each.backup.number, **_described(each.key)} for each in some]
+            said = [{"number": backup.number, **_described(key)} for backup, key in some]
             facts = self._readable(self._ask("seal", backups=said)["backups"])
-            for each, now in zip(some, facts, strict=True):
-                self._fill(each.backup, now)
+            for (backup, _), now in zip(some, facts, strict=True):
+                self._fill(backup, now)
 
     @_in_turn
     def mark(self, backups: Sequence[VaultBackup], needed: bool) -> list[VaultBackup]:
@@ -690,12 +717,12 @@ class VaultClient:
         return facts
 
     def _backup(self, facts: dict[str, Any]) -> VaultBackup:
-        backup = VaultBackup(facts["number"], 0, ())
+        backup = VaultBackup(facts["number"], 0, self.slabs)
         self._fill(backup, facts)
         return backup
 
     def _fill(self, backup: VaultBackup, facts: dict[str, Any]) -> None:
-        backup.nbytes = facts["bytes"]
+        backup.bytes = facts["bytes"]
         self.slabs.put(backup, tuple(SlabRange(*extent) for extent in facts["extents"]))
 
 

@@ -26,7 +26,6 @@ from cumem_sleep.core.extents import Extent, Lane
 from cumem_sleep.digest.device import DeviceDigester, DigestRun
 from cumem_sleep.digest.reference import Digest
 from cumem_sleep.store.transfer import Transfer
-from cumem_sleep.vault.client import Sealed
 from cumem_sleep.vault.files import filesystem_of
 from cumem_sleep.vault.ledger import Key
 
@@ -69,7 +68,7 @@ def files(folder: pathlib.Path) -> Iterator[Tier]:
         running.wait_until_ready()
         others = running.client("others")
         backups = others.reserve(_core.device_info(0).uuid, [8 << 20] * 8)
-        others.seal([Sealed(backup, Key(str(number), backup.nbytes, "")) for number, backup in enumerate(backups)])
+        others.seal([(backup, Key(str(number), backup.bytes, "")) for number, backup in enumerate(backups)])
         tier = VaultTier(Settings(host_budget_bytes=BUDGET), running.socket)
         yield tier
         if tier._client is not None:

@@ -17,7 +17,7 @@ from support import DRIVER
 
 import cumem_sleep
 from cumem_sleep import _core
-from cumem_sleep.vault.client import Key, LentMemory, Sealed, VaultBackup, VaultClient
+from cumem_sleep.vault.client import Key, LentMemory, VaultBackup, VaultClient
 from cumem_sleep.vault.link import LinkGroup, VaultLink
 from cumem_sleep.vault.protocol import Table
 from cumem_sleep.vault.relay import Relaying
@@ -119,9 +119,7 @@ class Segment:
     def begin(self, backup: VaultBackup, lent: LentMemory, lent_offset: int = 0, *, to_host: bool) -> int:
         """In pieces that are not whole pages."""
         step = 3 * MIB + 17
-        rows = [
-            (lent_offset + start, start, min(step, backup.nbytes - start)) for start in range(0, backup.nbytes, step)
-        ]
+        rows = [(lent_offset + start, start, min(step, backup.bytes - start)) for start in range(0, backup.bytes, step)]
         return self.client.copy(lent, backup, np.array(rows), to_host=to_host)
 
     def back_up(self, nbytes: int | None = None) -> VaultBackup:
@@ -157,8 +155,8 @@ def take_back(client: VaultClient, lent: Sequence[LentMemory]) -> None:
 
 
 def seal(client: VaultClient, backup: VaultBackup, name: str) -> Key:
-    key = Key(name, backup.nbytes, "")
-    client.seal([Sealed(backup, key)])
+    key = Key(name, backup.bytes, "")
+    client.seal([(backup, key)])
     return key
 
 
@@ -169,7 +167,7 @@ def from_slabs(client: VaultClient, backup: VaultBackup) -> bytes:
         descriptor, slab_bytes = client.slabs.by_number[slab]
         block = _core.HostBlock.mapped(descriptor, slab_bytes, False)
         content += np.frombuffer(memoryview(block), np.uint8)[offset : offset + nbytes].tobytes()
-    return content[: backup.nbytes]
+    return content[: backup.bytes]
 
 
 def taken(sizes: Sequence[int]) -> int:

@@ -185,7 +185,7 @@ class Storm:
         assert isinstance(tier, VaultTier)
         eventually(lambda: succeeds(lambda: tier.client().release([])) and not tier.client().lost, "a vault is there")
         tier.release([])
-        assert not tier._extents
+        assert not tier._held
         assert not tier._left
         assert not tier.client().slabs.by_number, "descriptors of slabs are left"
         assert sim.stats().mapped_bytes == 0, "device memory is left"

@@ -16,7 +16,7 @@ from test_spill_attacks import take_memory
 from test_workers import PAGES, StartWorker, WorkerProcess, start_worker
 
 from cumem_sleep import CuMemAllocator, VaultLost
-from cumem_sleep.backups.vault import VaultExtent
+from cumem_sleep.vault.client import VaultBackup
 
 __all__ = ["spill", "start_worker"]
 pytestmark = [pytest.mark.sim, pytest.mark.slow]
@@ -86,13 +86,13 @@ def test_a_silent_vault_hears_of_it_when_it_goes_on(
         allocator.wake_up()
     (backup,) = allocator._store.catalogue
     (extent,) = backup.extents
-    assert isinstance(extent, VaultExtent)
+    assert isinstance(extent, VaultBackup)
     tier_of(allocator).distrust([backup.extents])
     speak(vault, allocator)
     once_it_goes_on(tier_of(allocator).client)
     other = vault.client("other")
     assert extent.sealed is not None
-    assert other.find(extent.gpu, [extent.sealed]) == [None]
+    assert other.find(other.gpus[0], [extent.sealed]) == [None]
     other.close()
     allocator.wake_up()
     leave()

@@ -29,7 +29,7 @@ from cumem_sleep import (
     _core,
 )
 from cumem_sleep.vault import protocol
-from cumem_sleep.vault.client import Key, Sealed, VaultClient
+from cumem_sleep.vault.client import Key, VaultClient
 from cumem_sleep.vault.protocol import Channel
 
 pytestmark = [pytest.mark.sim, pytest.mark.slow]
@@ -160,11 +160,11 @@ def test_what_is_too_long_is_refused_and_ends_nothing(client: VaultClient) -> No
         lambda: client._ask("release", numbers=[], slabs=[1] * 65537),
         lambda: client.find("x" * 257, []),
         lambda: client.find(gpu, [Key("x" * 65, 1, "")]),
-        lambda: client.seal([Sealed(backup, Key("x", PAGE, "n" * 65))]),
+        lambda: client.seal([(backup, Key("x", PAGE, "n" * 65))]),
     ):
         with pytest.raises(InvalidArgument, match="at most"):
             refused()
-    client.seal([Sealed(backup, Key("x", PAGE, "n" * 64))])
+    client.seal([(backup, Key("x", PAGE, "n" * 64))])
     client.release([backup])
     assert client.lost is None
 

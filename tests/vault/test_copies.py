@@ -181,7 +181,7 @@ def test_anothers_backup_cannot_be_read_or_given_back(
     content = memory.fill_random(mine.address, PAGE)
     backup = mine.back_up()
     other = Segment(vault.client("other"), mine.address, PAGE)
-    stolen = VaultBackup(backup.number, backup.nbytes, ())
+    stolen = VaultBackup(backup.number, backup.bytes, backup.slabs)
     for steal in (other.read, other.write):
         with pytest.raises(InvalidState, match="not held"):
             steal(stolen)

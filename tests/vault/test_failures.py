@@ -162,7 +162,7 @@ def test_memory_is_short_at_any_stage(
             except OutOfHostMemory:
                 refused += 1
                 assert {segment.sleep for segment in _core.segments()} == {AWAKE}
-                assert vault.status()["asleep_bytes"] == taken.nbytes
+                assert vault.status()["asleep_bytes"] == taken.bytes
             allocator.wake_up()
             check(memory, contents)
         other.release([taken])

@@ -25,7 +25,7 @@ from support import (
 from cumem_sleep import CuMemAllocator, _core, sim
 from cumem_sleep.backups.vault import VaultTier, VaultTransfers, _process_name
 from cumem_sleep.errors import VaultError, VaultLost, VaultUnavailable
-from cumem_sleep.vault.client import Sealed, VaultClient
+from cumem_sleep.vault.client import VaultClient
 
 pytestmark = pytest.mark.sim
 
@@ -201,7 +201,7 @@ class TestGivingBackToTheVault:
         def noted(transfers: VaultTransfers, client: VaultClient, address: int, device: int) -> Any:
             nonlocal most_lent
             lent = lend(transfers, client, address, device)
-            most_lent = max(most_lent, sum(nbytes for nbytes, _ in transfers._lent.values()))
+            most_lent = max(most_lent, sum(each.nbytes for each in transfers._lent.values()))
             return lent
 
         def noted_copy(client: VaultClient, lent: Any, *arguments: Any, to_host: bool) -> int:
@@ -211,7 +211,7 @@ class TestGivingBackToTheVault:
 
         def looked_at(transfers: VaultTransfers, addresses: Iterable[int]) -> None:
             some = [*addresses]
-            for lent in (transfers._lent[address][1] for address in some if address in transfers._lent):
+            for lent in (transfers._lent[address] for address in some if address in transfers._lent):
                 assert transfers._client is not None
                 assert not set(requests[lent.number]) & set(transfers._client._answers), "it may be in flight"
             done_with(transfers, some)
@@ -417,7 +417,7 @@ class TestWhatOnceBroke:
         contents = fill(allocator, memory, "weights")
         seal = VaultClient.seal
 
-        def lose_the_answer(client: VaultClient, sealed: Sequence[Sealed]) -> None:
+        def lose_the_answer(client: VaultClient, sealed: Sequence[Any]) -> None:
             seal(client, sealed)
             raise VaultLost("it is silent")
 

@@ -425,7 +425,7 @@ def test_one_waits_for_what_another_is_about_to_seal(spilling: RunningVault, how
         else:
             first.release([backup])
         (got,) = reserved.result(SECONDS)
-    assert got.nbytes == size
+    assert got.bytes == size
     assert spilling.status()["spilled_bytes"] == (size if how == "seals" else 0)
     for each in (first, second):
         each.close()

@@ -13,7 +13,6 @@ from test_sleeping import leave
 from cumem_sleep import CuMemAllocator, OutOfHostMemory, _core
 from cumem_sleep.for_plugin import drop_kept
 from cumem_sleep.vault import files
-from cumem_sleep.vault.client import Sealed
 from cumem_sleep.vault.ledger import Key
 
 pytestmark = [pytest.mark.sim, pytest.mark.slow]
@@ -97,7 +96,7 @@ def test_it_comes_back(
     if vault_is == "short of memory":
         other = running.client("other")
         (backup,) = other.reserve(other.gpus[0], [60 * MIB])
-        other.seal([Sealed(backup, Key("of another", 60 * MIB, ""))])
+        other.seal([(backup, Key("of another", 60 * MIB, ""))])
         assert running.status()["spilled_bytes"] == REST_BYTES
     assert allocator.release_backups() == drop_kept(allocator) == 0
     read = allocator.read_backup(next(iter(contents)) + PAGE + 64, PAGE)

@@ -82,7 +82,7 @@ class VaultWorker:
         tier = self._allocator._store.room.tier
         tier.hear()  # type: ignore[attr-defined]
         extent: Any = self._allocator._store.catalogue.needed(segment).extents[0]
-        slab, offset, _ = extent.backup.extents[0]
+        slab, offset, _ = extent.extents[0]
         facts = os.fstat(extent.descriptor(slab))
         return facts.st_dev, facts.st_ino, offset
 
