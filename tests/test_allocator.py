@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from filled import fill, sleep_states
-from support import BACKED_UP, DROPPED, MIB, PAGE, SIMULATED, Memory, in_thread
+from filled import fill
+from support import MIB, PAGE, SIMULATED, Memory, in_thread
 
 import cumem_sleep
 from cumem_sleep import (
@@ -23,7 +23,6 @@ from cumem_sleep import (
     InvalidState,
     OutOfDeviceMemory,
     Settings,
-    SleepReport,
     TagUsage,
     _core,
     sim,
@@ -45,11 +44,6 @@ class TestMalloc:
         assert allocator.malloc(nbytes) % PAGE == 0
         assert allocator.usage() == {"default": TagUsage(segments=1, bytes=whole, mapped_bytes=whole)}
         assert allocator.get_current_usage() == whole
-
-    def test_memory_is_usable_to_the_last_byte(self, allocator: CuMemAllocator, memory: Memory) -> None:
-        address = allocator.malloc(3 * PAGE)
-        content = memory.fill_random(address, 3 * PAGE)
-        assert memory.read(address, 3 * PAGE) == content
 
     def test_takes_and_gives_back_device_memory(self, allocator: CuMemAllocator) -> None:
         address = allocator.malloc(PAGE)
@@ -145,20 +139,6 @@ class TestFree:
         allocator.sleep()
         allocator.wake_up()
         assert memory.read(other, PAGE) == content
-
-    def test_a_freed_address_may_come_again_with_nothing_of_its_past(
-        self, allocator: CuMemAllocator, memory: Memory
-    ) -> None:
-        first = allocator.malloc(PAGE, "weights")
-        memory.fill_random(first, PAGE)
-        allocator.sleep()
-        allocator.wake_up()
-        allocator.free(first)
-        second = allocator.malloc(PAGE, "weights")
-        content = memory.fill_random(second, PAGE)
-        assert allocator.sleep().copied_bytes == PAGE
-        allocator.wake_up()
-        assert memory.read(second, PAGE) == content
 
 
 class TestReports:
@@ -435,9 +415,6 @@ class TestInstances:
             half._stop_background_work()
             prepare_to_end(half)
 
-    def test_sleep_of_a_fresh_process_needs_no_level(self, allocator: CuMemAllocator) -> None:
-        assert isinstance(allocator.sleep(), SleepReport)
-
     def test_cudagraph_pool_needs_pytorch(self, allocator: CuMemAllocator) -> None:
         if not SIMULATED:
             pytest.skip("PyTorch may reach this GPU")
@@ -483,18 +460,6 @@ class TestInstances:
             allocator.wake_up()
         allocator.wake_up()
         assert (allocator.totals()["wake"].count, allocator.totals()["wake"].failures) == (1, 1)
-
-    @pytest.mark.sim
-    def test_a_sleep_says_what_is_left_on_its_devices(self, allocator: CuMemAllocator, memory: Memory) -> None:
-        filled = fill(allocator, memory, "weights", "kv_cache")
-        assert filled
-        free_bytes, total_bytes = _core.memory_info(0)
-        report = allocator.discard("kv_cache")
-        assert report.left_bytes == total_bytes - free_bytes - PAGE
-        assert "2.00 MiB left on the GPU (about 2.00 MiB awake); " in str(report)
-        sim.fail("cuMemGetInfo", times=2)  # no reason to fail
-        assert allocator.sleep().left_bytes == 0
-        assert sleep_states() == {"weights": BACKED_UP, "kv_cache": DROPPED}
 
 
 class TestEmptyPools:

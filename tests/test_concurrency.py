@@ -70,20 +70,6 @@ class TestOperations:
         for address, content in contents.items():
             assert memory.read(address, PAGE) == content
 
-    def test_several_sleep_and_wake(self, allocator: CuMemAllocator, memory: Memory) -> None:
-        """Whoever comes second finds nothing to do, or what the first has left; the bytes stay."""
-        address = allocator.malloc(2 * PAGE, "weights")
-        content = memory.fill_random(address, 2 * PAGE)
-
-        def sleep_and_wake() -> None:
-            for _ in range(8):
-                allocator.sleep()
-                allocator.wake_up()
-
-        run_together(*[sleep_and_wake] * 3)
-        allocator.wake_up()
-        assert memory.read(address, 2 * PAGE) == content
-
     def test_one_of_two_frees_fails(self, allocator: CuMemAllocator) -> None:
         for _ in range(20):
             address = allocator.malloc(PAGE)

@@ -14,7 +14,6 @@ from cumem_sleep import (
     InvalidArgumentType,
     InvalidState,
     OutOfDeviceMemory,
-    OutOfHostMemory,
     _core,
     sim,
 )
@@ -159,13 +158,6 @@ class TestTags:
         allocator.regions.wake()
         assert set(states().values()) == {AWAKE}
 
-    def test_asking_twice_is_harmless(self, allocator: CuMemAllocator) -> None:
-        malloc_in_region(allocator, "a", backup=True)
-        allocator.regions.sleep("a")
-        assert allocator.regions.sleep("a").note
-        allocator.regions.wake("a")
-        assert allocator.regions.wake("a").note
-
     def test_has_memory_while_a_region_does(self, allocator: CuMemAllocator) -> None:
         allocator.malloc(PAGE, "pool")
         address = malloc_in_region(allocator, "region", backup=False)
@@ -215,18 +207,6 @@ class TestBesidePools:
         after = states()
         assert [after[addresses[name]] for name in ("region weights", "region kv_cache")] == [AWAKE, AWAKE]
         assert memory.read(addresses["region weights"], PAGE) == before
-
-    def test_a_sleep_by_tags_does_too(self, allocator: CuMemAllocator, addresses: dict[str, int]) -> None:
-        allocator.sleep(offload_tags=())
-        assert states()[addresses["region weights"]] == AWAKE
-        allocator.wake_up()
-        allocator.discard(["weights", "kv_cache"])
-        assert states()[addresses["region weights"]] == AWAKE
-
-    def test_a_sleep_of_regions_leaves_pools_awake(self, allocator: CuMemAllocator, addresses: dict[str, int]) -> None:
-        allocator.regions.sleep()
-        after = states()
-        assert [after[addresses[name]] for name in ("weights", "kv_cache")] == [AWAKE, AWAKE]
 
     def test_neither_wakes_the_other(self, allocator: CuMemAllocator, addresses: dict[str, int]) -> None:
         allocator.sleep(1)
@@ -300,13 +280,6 @@ class TestBesidePools:
 
 
 class TestRetainedBackups:
-    def test_by_default_unchanged_bytes_are_not_copied_again(self, allocator: CuMemAllocator) -> None:
-        malloc_in_region(allocator, "a", backup=True)
-        allocator.regions.sleep()
-        allocator.regions.wake()
-        report = allocator.regions.sleep()
-        assert (report.copied_bytes, report.clean_bytes) == (0, PAGE)
-
     def test_without_no_host_memory_stays(self, allocator: CuMemAllocator, memory: Memory) -> None:
         address = malloc_in_region(allocator, "a", backup=True)
         content = memory.fill_random(address, PAGE)
@@ -336,13 +309,6 @@ class TestRetainedBackups:
         with pytest.raises(InvalidArgument, match="restore=1"):
             allocator.regions.wake(restore=1)  # type: ignore[arg-type]
 
-    def test_only_those_that_wake_are_concerned(self, allocator: CuMemAllocator) -> None:
-        malloc_in_region(allocator, "a", backup=True)
-        malloc_in_region(allocator, "b", backup=True)
-        allocator.regions.sleep()
-        allocator.regions.wake("a", retain_backups=False)
-        assert {tag: usage.host_bytes for tag, usage in allocator.regions.usage().items()} == {"a": 0, "b": PAGE}
-
     def test_what_the_settings_say_holds_where_nothing_is_said(
         self, make_allocator: Callable[..., CuMemAllocator]
     ) -> None:
@@ -370,32 +336,6 @@ class TestRetainedBackups:
         allocator.regions.wake()
         assert memory.read(address, PAGE) == content
         assert allocator.read_backup(ordinary, PAGE) is None
-
-
-class TestAllOrNothing:
-    def test_a_failed_sleep_leaves_all_awake(
-        self, make_allocator: Callable[..., CuMemAllocator], memory: Memory
-    ) -> None:
-        allocator = make_allocator(host_budget_bytes=PAGE)
-        address = malloc_in_region(allocator, "a", backup=True, nbytes=2 * PAGE)
-        content = memory.fill_random(address, 2 * PAGE)
-        with pytest.raises(OutOfHostMemory):
-            allocator.regions.sleep()
-        assert states() == {address: AWAKE}
-        assert memory.read(address, 2 * PAGE) == content
-
-    @pytest.mark.sim
-    def test_a_failed_wake_leaves_all_asleep_with_its_backup(self, allocator: CuMemAllocator, memory: Memory) -> None:
-        kept, lost = (malloc_in_region(allocator, "a", backup=backup) for backup in (True, False))
-        content = memory.fill_random(kept, PAGE)
-        allocator.regions.sleep()
-        blocker = allocator.malloc(_core.memory_info(0)[0])
-        with pytest.raises(OutOfDeviceMemory):
-            allocator.regions.wake(retain_backups=False)
-        assert (states()[kept], states()[lost]) == (BACKED_UP, DROPPED)
-        allocator.free(blocker)
-        allocator.regions.wake(retain_backups=False)
-        assert memory.read(kept, PAGE) == content
 
 
 class TestReadingBackups:
@@ -526,12 +466,3 @@ def test_without_the_hook_a_process_is_no_region(allocator: CuMemAllocator) -> N
     with pytest.raises(InvalidState, match="LD_PRELOAD="):
         allocator.regions.use_for_process()
     assert _core.thread_backup() == _core.BackupPlan.BY_LEVEL
-
-
-def test_a_freed_region_leaves_nothing(allocator: CuMemAllocator) -> None:
-    address = malloc_in_region(allocator, "a", backup=True)
-    allocator.regions.sleep()
-    allocator.free(address)
-    assert allocator.regions.usage() == {}
-    assert allocator._store.room.bytes == 0
-    assert not SIMULATED or sim.stats().live_handles == 0

@@ -456,47 +456,6 @@ class TestFaults:
         assert errors == {"CUDA_ERROR_UNKNOWN"}
         assert memory.read(address, PAGE) == content
 
-    def test_nor_in_the_other_process(self, allocator: CuMemAllocator) -> None:
-        script = """
-            open_driver()
-            _, descriptor = link.receive()
-
-            def cycle():
-                imported = _core.ImportedMemory(descriptor, 0, PAGE)
-                imported.close()
-
-            def held():
-                _core.release_waiter(0)
-                stats = sim.stats()
-                mapped = (stats.mapped_bytes, stats.reserved_bytes)
-                return stats.live_handles, *mapped, _core.memory_info(0), len(os.listdir("/proc/self/fd"))
-
-            cycle()
-            sim.reset()
-            cycle()
-            made = {call: count for call, count in sim.stats().calls.items() if count}
-            before, failed = held(), 0
-            for call, count in made.items():
-                for after in range(count):
-                    sim.reset()
-                    sim.fail(call, after, "CUDA_ERROR_UNKNOWN", 3)
-                    try:
-                        cycle()
-                    except DriverError:
-                        failed += 1
-                    sim.reset()
-                    assert _core.reclaim() == 0
-                    assert held() == before, (call, after)
-            link.send(failed)
-        """
-        address = allocator.malloc(PAGE)
-        before = free_bytes()
-        with other_process(script) as (link, _), exported(address) as (descriptor, _, _):
-            link.send(None, descriptor)
-            assert link.receive() >= 7  # the driver was asked for as many things, at least
-        allocator.free(address)
-        assert free_bytes() == before + PAGE
-
 
 @pytest.mark.skipif(
     _core.CHECKS_INVARIANTS, reason="sanitizers look at an object through a pipe, for which no descriptor is left"

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable
 
 import pytest
-from support import AWAKE, BACKED_UP, DROPPED, PAGE, assert_clean_exit, free_everything, is_accessible, run_script
+from support import AWAKE, PAGE, assert_clean_exit, free_everything, is_accessible, run_script
 from world import ALL_CALLS_OF, PHASES, Phase, World, check_every_call, phases
 
 from cumem_sleep import CumemSleepError, DriverError, InvalidState, OutOfDeviceMemory, _core, sim
@@ -125,17 +125,6 @@ class TestPersistentFailures:
         world.allocator.wake_up()
         world.check_bytes()
 
-    def test_a_failed_wake_that_cannot_be_undone_stays_asleep(self, world: World) -> None:
-        world.allocator.sleep()
-        world.note_drops()
-        sim.fail("cuMemMap", after=2, error="CUDA_ERROR_UNKNOWN")
-        sim.fail("cuMemUnmap", times=MANY, error="CUDA_ERROR_UNKNOWN")
-        with pytest.raises(DriverError, match="cuMemMap"):
-            world.allocator.wake_up()
-        assert all(segment.sleep != AWAKE for segment in world.segments)
-        sim.reset()
-        world.wake()
-
     def test_memory_that_several_wakes_could_not_release_is_given_back_at_once(self, world: World) -> None:
         """Level 3 asks once whether the driver refuses something, and is refused if it does."""
         world.allocator.sleep()
@@ -149,18 +138,6 @@ class TestPersistentFailures:
         assert _core.reclaim() == 0
         assert sim.stats().live_handles == 0
         world.wake()
-
-    def test_access_that_cannot_be_set_again(self, world: World) -> None:
-        """Neither that nor taking the mapping back: then it sleeps, with its bytes, and whoever asks is told."""
-        sim.fail("cuMemUnmap", after=2, times=3, error="CUDA_ERROR_UNKNOWN")
-        sim.fail("cuMemSetAccess", times=1, error="CUDA_ERROR_UNKNOWN")
-        with pytest.raises(DriverError, match="cuMemUnmap") as raised:
-            world.allocator.sleep()
-        sim.reset()
-        world.check_all_is_told(raised.value)
-        world.allocator.wake_up()
-        assert [segment.sleep for segment in world.segments] == [AWAKE] * 3
-        world.check_bytes()
 
     @pytest.mark.slow
     @pytest.mark.parametrize("phase", ["first sleep", "sleep at level 2", "wake of all", "wake after level 2"])
@@ -387,18 +364,3 @@ class TestErrors:
             CUMEM_SLEEP_SIM_FABRIC="1",
         )
         assert_clean_exit(process)
-
-    def test_states_after_a_failed_wake_are_those_before(self, world: World) -> None:
-        world.allocator.sleep()
-        sim.fail("cuMemcpyHtoDAsync", after=1, error="CUDA_ERROR_UNKNOWN")
-        with pytest.raises(DriverError):
-            world.allocator.wake_up()
-        assert {segment.tag: segment.sleep for segment in world.segments} == {
-            "weights": BACKED_UP,
-            "kv_cache": DROPPED,
-            "default": BACKED_UP,
-        }
-        assert {usage.mapped_bytes for usage in world.allocator.usage().values()} == {0}
-        assert world.allocator.usage()["weights"].host_bytes == PAGE
-        world.note_drops()
-        world.wake()

@@ -59,11 +59,6 @@ class TestAlone:
         assert allocator.wake_up().verified_bytes == 2 * PAGE
         check_bytes(memory, contents)
 
-    def test_of_nothing(self, allocator: CuMemAllocator) -> None:
-        preparation = finished(allocator.prepare())
-        assert (preparation.error, preparation.wanted_bytes) == (None, 0)
-        preparation.stop()
-
     def test_copies_only_what_has_no_backup_of_the_same_bytes(self, allocator: CuMemAllocator, memory: Memory) -> None:
         contents = fill(allocator, memory, *TAGS, "lora")
         allocator.sleep()
@@ -90,25 +85,6 @@ class TestAlone:
         assert after == before, "host memory was taken anew"
         assert [old == new.digest for old, new in zip(digests, after, strict=True) if new] == [True, False, True]
         assert first in contents
-        assert allocator.sleep().copied_bytes == 0
-        allocator.wake_up()
-        check_bytes(memory, contents)
-
-    def test_what_changes_afterwards_is_left_to_the_sleep(self, allocator: CuMemAllocator, memory: Memory) -> None:
-        contents = fill(allocator, memory, *TAGS)
-        finished(allocator.prepare())
-        address = next(iter(contents))
-        contents[address] = changed(contents[address])
-        memory.write(address, contents[address])
-        report = allocator.sleep()
-        assert (report.copied_bytes, report.clean_bytes) == (PAGE, PAGE)
-        allocator.wake_up()
-        check_bytes(memory, contents)
-
-    def test_without_verification(self, make_allocator: MakeAllocator, memory: Memory) -> None:
-        allocator = make_allocator(verify="off")
-        contents = fill(allocator, memory, *TAGS)
-        assert finished(allocator.prepare()).error is None
         assert allocator.sleep().copied_bytes == 0
         allocator.wake_up()
         check_bytes(memory, contents)
@@ -204,39 +180,6 @@ class TestAlone:
         allocator.wake_up()
         check_bytes(memory, contents)
 
-    def test_no_copy_is_in_flight_between_turns(
-        self, allocator: CuMemAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """Then the segment may go at any time."""
-        fill(allocator, memory, *TAGS)
-        in_flight: list[int] = []
-        seen: list[list[int]] = []
-        to_host, synchronize = _core.CopyStream.to_host, _core.CopyStream.synchronize
-
-        def noted_copy(
-            stream: _core.CopyStream, block: _core.HostBlock, offset: int, address: int, nbytes: int
-        ) -> None:
-            to_host(stream, block, offset, address, nbytes)
-            in_flight.append(stream.handle)
-
-        def noted_wait(stream: _core.CopyStream) -> None:
-            synchronize(stream)
-            in_flight[:] = [handle for handle in in_flight if handle != stream.handle]
-
-        turns = Turns(monkeypatch, lambda: seen.append(list(in_flight)))
-        monkeypatch.setattr(_core.CopyStream, "to_host", noted_copy)
-        monkeypatch.setattr(_core.CopyStream, "synchronize", noted_wait)
-        turns.prepare(allocator)
-        assert seen == [[]] * TURNS
-
-    def test_memory_allocated_later_needs_another(self, allocator: CuMemAllocator, memory: Memory) -> None:
-        fill(allocator, memory, *TAGS)
-        finished(allocator.prepare())
-        fill(allocator, memory, "lora")
-        assert backed_up_bytes(allocator) == 2 * PAGE
-        finished(allocator.prepare())
-        assert backed_up_bytes(allocator) == 3 * PAGE
-
 
 @pytest.mark.parametrize("timeout", ["x", True, [1], float("nan")])
 def test_waiting_takes_seconds(allocator: CuMemAllocator, timeout: float) -> None:
@@ -300,11 +243,6 @@ class TestSetting:
         assert allocator.sleep().copied_bytes == 0
         allocator.wake_up()
         check_bytes(memory, {address: content})
-
-    def test_is_off_unless_asked_for(self, allocator: CuMemAllocator) -> None:
-        with allocator.use_memory_pool("weights"):
-            allocator.malloc(PAGE)
-        assert allocator._preparation is None
 
     def test_not_after_an_error(self, make_allocator: MakeAllocator) -> None:
         allocator = make_allocator(prepare=True)

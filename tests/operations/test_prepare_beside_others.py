@@ -199,21 +199,6 @@ class TestBesideOthers:
         allocator.wake_up()
         check_bytes(memory, contents)
 
-    def test_free_of_another_segment_while_a_piece_is_copied(
-        self, allocator: CuMemAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """It has a backup, which cannot be forgotten at once, but is by the time the preparation ends."""
-        contents = fill(allocator, memory, "weights")
-        finished(allocator.prepare())
-        contents |= fill(allocator, memory, "default")
-        gate = Gate(monkeypatch)
-        preparation = allocator.prepare()
-        gate.wait()
-        in_thread(lambda: allocator.free(min(contents, key=lambda address: address == gate.address)))
-        gate.open()
-        finished(preparation)
-        assert allocator._store.room.bytes == PAGE
-
     @pytest.mark.parametrize("through_hook", [False, True])
     def test_a_backup_of_what_is_freed_goes_after_the_piece(
         self, make_allocator: MakeAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch, through_hook: bool

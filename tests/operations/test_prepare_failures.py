@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-import numpy as np
 import pytest
 from preparing import (
     TAGS,
@@ -21,7 +20,6 @@ from preparing import (
 from support import AWAKE, MIB, PAGE, Memory, forget_devices
 
 from cumem_sleep import (
-    BackupMismatch,
     CuMemAllocator,
     CumemSleepError,
     DriverError,
@@ -153,25 +151,6 @@ class TestHostMemoryIsShort:
         check_bytes(memory, contents)
 
 
-class TestDamage:
-    def test_a_flipped_bit_in_a_backup(self, allocator: CuMemAllocator, memory: Memory) -> None:
-        contents = fill(allocator, memory, *TAGS, "lora")
-        finished(allocator.prepare())
-        assert allocator.sleep().copied_bytes == 0
-        segment = _core.segments()[1]
-        backup = allocator._store.catalogue.get(segment)
-        assert backup is not None
-        content = np.frombuffer(memoryview(backup.extents[1]), np.uint8)
-        content[5] ^= 1
-        for _ in range(2):
-            with pytest.raises(BackupMismatch, match=f"default at 0x{segment.address:x}"):
-                allocator.wake_up()
-            assert all(s.sleep != AWAKE and not s.has_memory for s in _core.segments())
-        content[5] ^= 1
-        allocator.wake_up()
-        check_bytes(memory, contents)
-
-
 @pytest.mark.sim
 class TestDriverErrors:
     def check(self, allocator: CuMemAllocator, memory: Memory, contents: dict[int, bytes], call: str) -> None:
@@ -228,24 +207,6 @@ class TestDriverErrors:
                     allocator.wake_up()
                     allocator.release_backups()
         assert not problems, f"{len(problems)} of {sum(calls.values())}:\n" + "\n".join(problems[:20])
-
-    @pytest.mark.parametrize(
-        "call",
-        [
-            "cuMemHostRegister",
-            "cuMemHostUnregister",
-            "cuMemcpyDtoHAsync",
-            "cuStreamCreate",
-            "cuStreamDestroy",
-            "cuStreamSynchronize",
-        ],
-    )
-    def test_for_long(self, allocator: CuMemAllocator, memory: Memory, call: str) -> None:
-        contents = fill(allocator, memory, *TAGS)
-        memory.close()
-        forget_devices()
-        sim.fail(call, error="CUDA_ERROR_UNKNOWN", times=MANY)
-        self.check(allocator, memory, contents, call)
 
 
 class TestForeignErrorsAndPromisedMemory:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 from filled import fill, sleep_states
-from support import AWAKE, BACKED_UP, DROPPED, MIB, PAGE, SIMULATED, Memory, around_copies
+from support import AWAKE, BACKED_UP, DROPPED, PAGE, SIMULATED, Memory, around_copies
 
 from cumem_sleep import CuMemAllocator, InvalidState, _core
 from cumem_sleep.for_plugin import filling
@@ -30,23 +30,6 @@ class TestBytes:
                 assert memory.read(addresses[tag], nbytes) == contents[tag], (cycle, tag)
             assert [segment.address for segment in _core.segments()] == list(addresses.values())
 
-    def test_order_of_segments_does_not_matter(self, allocator: CuMemAllocator, memory: Memory) -> None:
-        """Backups are not mixed up between segments of one size, or of several, freed and allocated in between."""
-        kept: Contents = {}
-        for _ in range(6):
-            address = allocator.malloc(PAGE, "weights")
-            kept[address] = memory.fill_random(address, PAGE)
-        for address in list(kept)[::2]:
-            allocator.free(address)
-            del kept[address]
-        allocator.sleep()
-        address = allocator.malloc(2 * PAGE, "weights")
-        kept[address] = memory.fill_random(address, 2 * PAGE)
-        allocator.sleep()
-        allocator.wake_up()
-        for address, content in kept.items():
-            assert memory.read(address, len(content)) == content
-
     def test_backups_of_several_blocks(
         self, allocator: CuMemAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -59,17 +42,6 @@ class TestBytes:
         assert [extent.bytes for extent in backup.extents] == [2 * PAGE, 2 * PAGE, PAGE]
         allocator.wake_up()
         assert memory.read(address, 5 * PAGE) == content
-
-    @pytest.mark.parametrize("pieces_mib", [1, 2, 32])
-    def test_pages_are_touched_in_pieces(
-        self, allocator: CuMemAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch, pieces_mib: int
-    ) -> None:
-        monkeypatch.setattr(CuMemAllocator.tuning, "prefault_bytes", pieces_mib * MIB)
-        address = allocator.malloc(2 * PAGE)
-        content = memory.fill_random(address, 2 * PAGE)
-        allocator.sleep()
-        allocator.wake_up()
-        assert memory.read(address, 2 * PAGE) == content
 
     @pytest.mark.sim
     def test_dropped_bytes_are_gone(self, allocator: CuMemAllocator, memory: Memory) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import AWAKE, MIB, PAGE, Memory, patch_map, threads_refused
+from support import MIB, PAGE, Memory, patch_map, threads_refused
 from waking import assert_all_asleep, check_bytes, fill
 
 from cumem_sleep import BackupMismatch, CuMemAllocator, DriverError, _core, sim
@@ -114,12 +114,6 @@ class TestBlankSegments:
         if level == 1:
             allocator.wake_up()
             check_bytes(memory, contents)
-
-    def test_all_is_blank(self, allocator: CuMemAllocator, contents: dict[int, bytes], begun: list[int]) -> None:
-        allocator.sleep(2)
-        assert allocator.wake_up().mapped_bytes == (3 + len(contents)) * PAGE
-        assert begun == []
-        assert all(segment.sleep == AWAKE and segment.has_memory for segment in _core.segments())
 
     @pytest.mark.parametrize("refused", [1, 2])
     def test_where_only_so_many_threads_can_be_started(
