@@ -129,17 +129,6 @@ class TestFree:
         assert allocator.usage() == {}
         assert allocator._store.room.bytes == 0
 
-    def test_forgets_the_backup_at_once(self, allocator: CuMemAllocator, memory: Memory) -> None:
-        (address, _), (other, content) = fill(allocator, memory, "weights", "default").values()
-        allocator.sleep()
-        allocator.wake_up()
-        assert allocator._store.room.bytes == 2 * PAGE
-        allocator.free(address)
-        assert allocator._store.room.bytes == PAGE
-        allocator.sleep()
-        allocator.wake_up()
-        assert memory.read(other, PAGE) == content
-
 
 class TestReports:
     def test_add_up(self, allocator: CuMemAllocator, memory: Memory, caplog: pytest.LogCaptureFixture) -> None:

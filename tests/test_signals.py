@@ -243,59 +243,6 @@ def test_interrupt_of_malloc_by_a_signal() -> None:
     assert_clean_exit(process)
 
 
-@pytest.mark.slow
-def test_interrupt_by_a_signal() -> None:
-    """SIGINT at ever later moments of a sleep and of a wake, in a process of its own."""
-    process = run_script(
-        """
-        import signal
-        import time
-
-        reset_simulation()
-        allocator, memory = fresh_allocator(), Memory()
-        contents = {}
-        for tag in ("weights", "default", "lora", "weights"):
-            address = allocator.malloc(2 * PAGE, tag)
-            contents[address] = memory.fill_random(address, 2 * PAGE)
-        signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
-
-        def interrupted(operation, delay_s):
-            try:
-                try:
-                    signal.setitimer(signal.ITIMER_REAL, delay_s)
-                    operation()
-                finally:
-                    signal.setitimer(signal.ITIMER_REAL, 0)
-            except KeyboardInterrupt:
-                return True
-            return False
-
-        def check():
-            states = {segment.sleep != AWAKE for segment in _core.segments()}
-            assert len(states) == 1, states
-            assert all(segment.has_memory is (segment.sleep == AWAKE) for segment in _core.segments())
-
-        hits = 0
-        for operation in (allocator.sleep, allocator.wake_up):
-            for turn in range(40):
-                if operation == allocator.wake_up:
-                    allocator.sleep()
-                elif turn % 2:
-                    allocator.release_backups()
-                start = time.perf_counter()
-                hits += interrupted(operation, 1e-4 + turn * 6e-4)
-                check()
-                allocator.wake_up()
-                for address, content in contents.items():
-                    assert memory.read(address, 2 * PAGE) == content, (operation, turn)
-        assert hits > 10, hits
-        memory.close()
-        free_everything()
-        """
-    )
-    assert_clean_exit(process)
-
-
 def test_an_allocator_that_fails_to_replace_another_leaves_that_in_use(
     allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch
 ) -> None:

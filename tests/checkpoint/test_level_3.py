@@ -409,18 +409,6 @@ class TestMeanwhile:
         assert_nothing_asked()
         allocator.wake_up()
 
-    def test_the_hook_frees_later(self, allocator: CuMemAllocator, weights: int) -> None:
-        """A tensor that goes away meanwhile."""
-        pools = hooks()
-        allocator.sleep(level=3)
-        in_thread(lambda: pools.cumem_sleep_free(ctypes.c_void_p(weights), PAGE, 0, None))
-        assert_deep(allocator)
-        assert "weights" not in allocator.usage()
-        allocator.wake_up()
-        assert allocator.usage()["kv_cache"].mapped_bytes == 2 * PAGE
-        assert sim.stats().live_handles == 1
-        assert_nothing_asked()
-
     def test_threads_of_all_kinds(self, allocator: CuMemAllocator, memory: Memory, weights: int) -> None:
         """Whatever comes between two steps of going down and coming back."""
 

@@ -180,44 +180,12 @@ class TestRoundTrip:
         assert code is not None
         assert assert_round_trip(code, content).size < 0.95 * content.size
 
-    @pytest.mark.slow
-    @every_layout
-    @pytest.mark.parametrize("byte", [0, 0xFF, 0x80, 0x7F])
-    def test_constant(self, layout: ExponentLayout, byte: int) -> None:
-        assert_round_trip(code_of(layout), tiled(bytes([byte])))
-
-    @every_layout
-    def test_random_bytes(self, layout: ExponentLayout) -> None:
-        assert_round_trip(code_of(layout, 3), random_bytes(CHUNK_BYTES))
-
     @every_layout
     def test_every_value(self, layout: ExponentLayout) -> None:
         count = min(1 << layout.value_bits, CHUNK_BYTES // layout.value_bytes)
         step = (1 << layout.value_bits) // count
         every = (np.arange(count, dtype=np.uint64) * step + np.arange(count) % step).astype(layout.dtype)
         assert_round_trip(code_of(layout), tiled(every.view(np.uint8)))
-
-    def test_the_least_is_that_of_some_layout(self) -> None:
-        assert codecs.least_bytes(3 * CHUNK_BYTES) == 3 * min(layout.smallest_chunk_bytes for layout in LAYOUTS)
-
-    @pytest.mark.slow
-    @every_layout
-    def test_many_chunks(self, layout: ExponentLayout) -> None:
-        content = np.concatenate([weights(layout, 2), random_bytes(CHUNK_BYTES), tiled(b"\0"), weights(layout, seed=1)])
-        code = choose_code(content[:8192])
-        assert code is not None
-        stored = assert_round_trip(code, content)
-        sizes = codec.chunk_bytes(code, content)
-        assert sizes[2] > CHUNK_BYTES > sizes[4]
-        for number, end in enumerate(np.cumsum(sizes)):  # chunks are independent
-            alone = codec.decode(code, stored[end - sizes[number] : end], [sizes[number]])
-            assert np.array_equal(alone, content[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES])
-
-    def test_nothing(self) -> None:
-        nothing = np.zeros(0, np.uint8)
-        assert codec.encode(code_of(BF16), nothing).size == 0
-        assert codec.chunk_bytes(code_of(BF16), nothing).size == 0
-        assert codec.decode(code_of(BF16), nothing, []).size == 0
 
     @pytest.mark.slow
     @settings(max_examples=40, deadline=None)
@@ -320,12 +288,6 @@ class TestDamage:
         assert code is not None
         return code, content, codec.encode(code, content)
 
-    def test_of_random_bytes(self, encoded: tuple[Code, Bytes, Bytes]) -> None:
-        code, content, stored = encoded
-        for seed in range(3):
-            damaged = random_bytes(stored.size, seed)
-            assert codec.decode(code, damaged, [stored.size]).shape == content.shape
-
     @pytest.mark.slow
     @pytest.mark.parametrize("offset", [0xFFFFFFFF, 0x80000000, 0x7FFFFFF0, 1 << 20, 7])
     def test_of_the_header(self, encoded: tuple[Code, Bytes, Bytes], offset: int) -> None:
@@ -347,14 +309,6 @@ class TestDamage:
         damaged[last:] = byte
         decoded = codec.decode(code, damaged, [stored.size]).reshape(code.layout.blocks_per_chunk, -1)
         assert np.array_equal(decoded[:-1], content.reshape(decoded.shape)[:-1])
-
-    @pytest.mark.slow
-    def test_of_single_bits(self, encoded: tuple[Code, Bytes, Bytes]) -> None:
-        code, content, stored = encoded
-        for seed in range(8):
-            damaged = stored.copy()
-            damaged[np.random.default_rng(seed).integers(stored.size)] ^= 1 << seed
-            assert codec.decode(code, damaged, [stored.size]).shape == content.shape
 
     @pytest.mark.slow
     @pytest.mark.parametrize("left", [0, 1, 15, 16, 500, 100_000, -1, -15, -16, -1000])

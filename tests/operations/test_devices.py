@@ -83,18 +83,6 @@ class TestTwoDevices:
         assert memory.read(shared, PAGE, device=1) == content
         memory.close()
 
-    def test_sleep_and_wake_together(self, allocator: CuMemAllocator, memory: Memory) -> None:
-        contents = {}
-        for device in (0, 1, 1, 0):
-            address = allocator.malloc(PAGE, "weights", device)
-            contents[address, device] = memory.fill_random(address, PAGE, device)
-        assert allocator.sleep().copied_bytes == 4 * PAGE
-        assert allocator.wake_up().verified_bytes == 4 * PAGE
-        for (address, device), content in contents.items():
-            assert memory.read(address, PAGE, device) == content
-        assert allocator.sleep().clean_bytes == 4 * PAGE
-        memory.close()
-
     def test_too_little_memory_on_one_wakes_neither(self, allocator: CuMemAllocator, memory: Memory) -> None:
         contents = {}
         for device in (0, 1):

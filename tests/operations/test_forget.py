@@ -6,7 +6,7 @@ import importlib
 from typing import Any
 
 import pytest
-from support import AWAKE, BACKED_UP, DROPPED, PAGE, SIMULATED, Memory
+from support import AWAKE, BACKED_UP, DROPPED, PAGE, Memory
 from waking import OldWeights, check_bytes, fill, states
 
 from cumem_sleep import CuMemAllocator, DriverError, InvalidArgument, InvalidState, OutOfDeviceMemory, _core, sim
@@ -30,16 +30,6 @@ def test_what_is_forgotten_comes_back_without_its_bytes(old_weights: OldWeights,
     check_bytes(old_weights.memory, old_weights.others)
     old_weights.check_that_they_are_gone()
     old_weights.check_that_new_ones_survive()
-
-
-def test_other_tags_are_restored(allocator: CuMemAllocator, memory: Memory) -> None:
-    weights = fill(allocator, memory, [PAGE])
-    fill(allocator, memory, [PAGE], "kv_cache")
-    allocator.sleep(offload_tags=["weights", "kv_cache"])
-    assert allocator.release_backups("kv_cache") == PAGE
-    assert states() == {"weights": BACKED_UP, "kv_cache": DROPPED}
-    assert allocator.wake_up().restored_bytes == PAGE
-    check_bytes(memory, weights)
 
 
 def test_what_is_awake_keeps_its_backup(allocator: CuMemAllocator, memory: Memory) -> None:
@@ -75,21 +65,6 @@ def test_what_was_kept_of_dropped_memory_is_given_up(allocator: CuMemAllocator, 
     assert allocator.usage()["kv_cache"].kept_bytes == 0
     woken = allocator.wake_up()
     assert (woken.kept_bytes, woken.not_kept) == (0, "release_backups() was called")
-
-
-def test_the_process_stays_at_level_3(allocator: CuMemAllocator, memory: Memory) -> None:
-    if not SIMULATED:
-        pytest.skip("a process of its own tries level 3 on a GPU")
-    fill(allocator, memory, [PAGE])
-    others = fill(allocator, memory, [PAGE], "default")
-    memory.close()
-    allocator.sleep(3)
-    assert allocator.release_backups("weights") == PAGE
-    assert allocator.checkpoint is not None
-    assert allocator.usage()["weights"].host_bytes == 0, "only a later call gives it back"
-    assert allocator.wake_up().restored_bytes == PAGE
-    assert states() == {"weights": AWAKE, "default": AWAKE}
-    check_bytes(memory, others)
 
 
 @pytest.mark.sim

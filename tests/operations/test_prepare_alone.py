@@ -180,6 +180,31 @@ class TestAlone:
         allocator.wake_up()
         check_bytes(memory, contents)
 
+    def test_no_copy_is_in_flight_between_turns(
+        self, allocator: CuMemAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Then the segment may go at any time."""
+        fill(allocator, memory, *TAGS)
+        in_flight: list[int] = []
+        seen: list[list[int]] = []
+        to_host, synchronize = _core.CopyStream.to_host, _core.CopyStream.synchronize
+
+        def noted_copy(
+            stream: _core.CopyStream, block: _core.HostBlock, offset: int, address: int, nbytes: int
+        ) -> None:
+            to_host(stream, block, offset, address, nbytes)
+            in_flight.append(stream.handle)
+
+        def noted_wait(stream: _core.CopyStream) -> None:
+            synchronize(stream)
+            in_flight[:] = [handle for handle in in_flight if handle != stream.handle]
+
+        turns = Turns(monkeypatch, lambda: seen.append(list(in_flight)))
+        monkeypatch.setattr(_core.CopyStream, "to_host", noted_copy)
+        monkeypatch.setattr(_core.CopyStream, "synchronize", noted_wait)
+        turns.prepare(allocator)
+        assert seen == [[]] * TURNS
+
 
 @pytest.mark.parametrize("timeout", ["x", True, [1], float("nan")])
 def test_waiting_takes_seconds(allocator: CuMemAllocator, timeout: float) -> None:
