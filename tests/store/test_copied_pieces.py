@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -10,6 +11,7 @@ import pytest
 from support import PAGE, Memory
 
 from cumem_sleep import CuMemAllocator, InvalidState, _core
+from cumem_sleep.store.lanes import HostTransfers
 
 
 def rows(*pieces: tuple[int, int, int]) -> npt.NDArray[np.int64]:
@@ -77,3 +79,29 @@ def test_what_is_refused(allocator: CuMemAllocator, blocks: tuple[_core.HostBloc
                 stream.copy_pieces(table, 0, block, wrong, to_host=True)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="contiguous"):
             stream.digest(table, 0, np.zeros((4, 6), np.int64)[:, ::2])
+
+
+def test_no_table_is_overwritten_while_a_kernel_may_read_it(
+    allocator: CuMemAllocator, blocks: tuple[_core.HostBlock, _core.HostBlock], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    block, address = blocks[1], allocator.malloc(PAGE)
+    used: list[tuple[int, int]] = []
+    copy = _core.CopyStream.copy_pieces
+
+    def note(stream: _core.CopyStream, table: _core.HostBlock, begin: int, *rest: Any, to_host: bool) -> None:
+        used.append((table.address, begin))
+        copy(stream, table, begin, *rest, to_host=to_host)
+
+    monkeypatch.setattr(_core.CopyStream, "copy_pieces", note)
+    with HostTransfers(1, 0) as transfers, _core.CopyStream(0) as stream:
+        lane = transfers.lane(stream)
+        for count in (3, 4, 600):
+            lane.begin(block, rows(*[(address, 0, 16)] * count), out=True, by_kernel=True)
+        lane.synchronize()
+        lane.begin(block, rows((address, 0, 16)), out=True, by_kernel=True)
+        lane.synchronize()
+    (first, begin), (second, after), third, last = used
+    assert (begin, second, after) == (0, first, 3)
+    assert third == (last[0], 0)
+    assert third[0] != first
+    assert last[1] == 0
