@@ -157,7 +157,7 @@ class HostLane(Lane):
         ends = np.arange(_PART_BYTES, block.bytes + _PART_BYTES, _PART_BYTES)
         _, pieces = cut(np.asarray(rows), ends)
         if self._table is None or self._used + len(pieces) > self._rows:
-            self._used, self._rows = 0, max(len(pieces), _LEAST_ROWS)
+            self._used, self._rows = 0, max(_LEAST_ROWS, 1 << len(pieces).bit_length())  # a few sizes, not any
             self._table = self._transfers.table(_ROW_BYTES * self._rows, self.stream.device)
         self.stream.copy_pieces(self._table, self._used, block, pieces, to_host=out)
         self._used += len(pieces)

@@ -81,6 +81,7 @@ class VaultLink:
         self._relay = Relay(device, self._to_host)
         self._stopping = False
         self._transfers = HostTransfers(1, 0, kernel_blocks=_KERNEL_BLOCKS)
+        self._streams = ExitStack()
         self._idle: dict[int, list[HostLane]] = {}  # by GPU
         name = f"vault-{'out' if self._to_host else 'in'}-{device}"
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -140,8 +141,8 @@ class VaultLink:
     def _run(self) -> None:
         if not self._to_host and load_kernel(self.device):
             self._pace.best = BestRate()
-        with self._transfers, ExitStack() as stack:
-            stack.callback(self._relay.close)
+        with self._transfers, self._streams:
+            self._streams.callback(self._relay.close)
             while True:
                 copier = self._copier
                 home = self._next_home(wait=not copier.in_flight)
@@ -154,9 +155,9 @@ class VaultLink:
                     copier.wait()  # their times are of another kind of copies
                     self._home = home
                 if home is self:
-                    self._begin(stack)
+                    self._begin()
                 elif home is not None:
-                    self._begin_for(home, stack)
+                    self._begin_for(home)
                 self._copier.wait(len(copier.in_flight) - 1 if home is None else _IN_FLIGHT - 1)
 
     @property
@@ -208,7 +209,7 @@ class VaultLink:
     def _may_help(self, home: VaultLink) -> bool:
         return not (self._group.refusal(self.device, home.device) or self._relay.refusal(home.device))
 
-    def _begin(self, stack: ExitStack) -> None:
+    def _begin(self) -> None:
         """Copy the next piece for this GPU."""
         if not self._own.in_flight and time.monotonic() - self._own.until > _PAUSE_S:
             self._before_pause = self._own.copied
@@ -222,15 +223,14 @@ class VaultLink:
             return
         job, piece = taken
         if piece is not None:
-            self._start(job, piece, stack)
+            self._start(job, piece)
         self._end_if_over(self, job)
 
-    def _start(self, job: Job, piece: LinkPiece, stack: ExitStack) -> None:
-        """If that fails, the job fails, too."""
+    def _start(self, job: Job, piece: LinkPiece) -> None:
         own, lanes = self._own, list[HostLane]()
         try:
             address = job.lent.address() + piece.lent_offset
-            lanes.append(self._lane(self.device, stack))
+            lanes.append(self._lane(self.device))
             if piece.rows is None:
                 rows: PieceRows = ((address, piece.offset, piece.nbytes),)
                 wanted = own.ready() and (address | piece.offset) % 16 == 0
@@ -241,9 +241,7 @@ class VaultLink:
             by_kernel = lanes[0].begin(piece.block, rows, out=self._to_host, by_kernel=wanted)
         except Exception as error:
             _close(lanes)
-            with self._group.lock:
-                self.turns.fail(job, error)
-                job.in_flight -= 1
+            self._fail(self, job, error)
             return
         own.in_flight.append(_InFlight(lanes, self, job, piece))
         if piece.rows is None:
@@ -251,7 +249,7 @@ class VaultLink:
         else:  # others are not chosen by how long this takes
             own.start_batch()
 
-    def _begin_for(self, home: VaultLink, stack: ExitStack) -> None:
+    def _begin_for(self, home: VaultLink) -> None:
         """Copy the next piece of a link that this one helps. What this one cannot copy, that one copies itself."""
         if not self._relay.open(home.device):
             return
@@ -265,15 +263,12 @@ class VaultLink:
         try:
             address = job.lent.address() + piece.lent_offset
         except Exception as error:
-            with self._group.lock:
-                home.turns.fail(job, error)
-                job.in_flight -= 1
-            self._end_if_over(home, job)
+            self._fail(home, job, error)
             return
         lanes: list[HostLane] = []
         try:
             for device in (self.device, home.device):
-                lanes.append(self._lane(device, stack))
+                lanes.append(self._lane(device))
             link, peer = (lane.stream for lane in lanes)
             self._for_others.count()
             self._relay.begin(link, peer, piece, address)
@@ -284,15 +279,22 @@ class VaultLink:
             self._relay.disable(home.device, error)
             self._give_back(home, job, piece)
 
+    def _fail(self, home: VaultLink, job: Job, error: Exception) -> None:
+        """A piece of it was taken, and is not copied; nor are those that follow."""
+        with self._group.lock:
+            home.turns.fail(job, error)
+            job.in_flight -= 1
+        self._end_if_over(home, job)
+
     def _give_back(self, home: VaultLink, job: Job, piece: LinkPiece) -> None:
         with self._group.lock:
             home.turns.give_back(job, piece)
             home._notify()
         self._end_if_over(home, job)
 
-    def _lane(self, device: int, stack: ExitStack) -> HostLane:
+    def _lane(self, device: int) -> HostLane:
         idle = self._idle.setdefault(device, [])
-        return idle.pop() if idle else self._transfers.lane(stack.enter_context(_core.CopyStream(device)))
+        return idle.pop() if idle else self._transfers.lane(self._streams.enter_context(_core.CopyStream(device)))
 
     def _finish(self, copy: _InFlight) -> None:
         lanes, home, job, piece = copy
@@ -300,16 +302,15 @@ class VaultLink:
             lanes[-1].synchronize()
         except Exception as error:
             _close(lanes)
-            if home is not self:
+            if home is self:
+                self._fail(self, job, error)
+            else:
                 self._relay.disable(home.device, error)
                 self._give_back(home, job, piece)
-                return
-            with self._group.lock:
-                self.turns.fail(job, error)
-        else:
-            self._copier.count(piece.nbytes)  # before anybody hears of it
-            for lane in lanes:
-                self._idle[lane.stream.device].append(lane)
+            return
+        self._copier.count(piece.nbytes)  # before anybody hears of it
+        for lane in lanes:
+            self._idle[lane.stream.device].append(lane)
         with self._group.lock:
             job.in_flight -= 1
         self._end_if_over(home, job)

@@ -51,14 +51,14 @@ def pace(has_kernel: bool, in_flight: int = 2) -> Pace:
 @pytest.mark.usefixtures("one_segment_each")
 class TestTransferIn:
     def transfer(
-        self, log: Log, kernels: bool = False, digests: bool = True, lanes: int = 2, count: int = 0
+        self, log: Log, kernels: bool = False, lanes: int = 2, count: int = 0
     ) -> tuple[Transfer, list[FakeStream]]:
         def mapped(number: int) -> None:
             log.events.append(("mapped", number))
 
         streams = [FakeStream(number, log) for number in range(lanes)]
         tuning = CuMemAllocator.tuning
-        arrived = FakeDigests(log).start if digests else list
+        arrived = FakeDigests(log).start
         mine = pace(kernels, lanes)
         transfer = Transfer(streams, mine, arrived, tuning, out=False, mapped=mapped)  # type: ignore[arg-type]
         parts = parts_of(*[4] * count)
@@ -194,12 +194,6 @@ class TestTransferIn:
         assert sizes == [4, 2, 4, 20, 18], "the second trial is as large as a batch of the kernel"
         sizes = self.run_with_clock(monkeypatch, Log(), 12, engine=lambda: 10, kernel=lambda: 1)
         assert sizes == [4, 2, *[4, 4, 2] * 4, 2]
-
-    def test_without_digests(self) -> None:
-        log = Log()
-        transfer, _ = self.transfer(log, digests=False, count=3)
-        assert len(self.run(transfer)) == 3
-        assert not [event for event, _ in log.events if event == "digest"]
 
     def test_nothing_is_digested_that_was_not_copied(self) -> None:
         log = Log()

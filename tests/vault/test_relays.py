@@ -10,7 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
@@ -94,10 +94,10 @@ class Holding:
         self.is_over: Callable[[], bool] = lambda: True
         begin = VaultLink._begin
 
-        def held(mine: VaultLink, stack: ExitStack) -> None:
+        def held(mine: VaultLink) -> None:
             if mine.device == 0:
                 eventually(self.is_over, "others carry enough")
-            begin(mine, stack)
+            begin(mine)
 
         monkeypatch.setattr(VaultLink, "_begin", held)
 
@@ -426,9 +426,9 @@ def may_copy(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Until it is set, the link of GPU 0 copies nothing."""
     may_copy, begin = threading.Event(), VaultLink._begin
 
-    def held(mine: VaultLink, stack: ExitStack) -> None:
+    def held(mine: VaultLink) -> None:
         assert mine.device or may_copy.wait(30)
-        begin(mine, stack)
+        begin(mine)
 
     monkeypatch.setattr(VaultLink, "_begin", held)
     return may_copy
