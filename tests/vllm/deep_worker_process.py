@@ -6,8 +6,6 @@ At level 3 such a call waits until the process is restored, which here would be 
 from __future__ import annotations
 
 import ctypes
-import json
-import os
 
 from watched_worker import WatchedWorker
 
@@ -32,14 +30,3 @@ class DeepWorker(WatchedWorker):
 
     def shutdown(self) -> None:
         self.call_driver()
-        self._say("shut down")
-
-    def fill_gpu(self) -> None:
-        """As if another process had taken the memory."""
-        from cumem_sleep import sim
-
-        sim.configure(device_bytes=1 << 20)
-
-    def _say(self, what: str) -> None:
-        with open(os.environ["WATCHED_WORKER_RECORD"], "a") as record:
-            record.write(json.dumps({"said": what}) + "\n")

@@ -38,6 +38,12 @@ def skip_unless_vllm() -> None:
         pytest.skip(f"vLLM needs libcuda.so.1 ({error}); `bash .ci/run vllm` provides one", allow_module_level=True)
 
 
+def skip_without_sleep_modes() -> None:
+    """Skip the test, or the module that is being collected: `WatchedWorker` is for vLLM from 0.18 on, as the gate."""
+    if tuple(map(int, importlib.metadata.version("vllm").split(".")[:2])) < (0, 18):
+        pytest.skip("this vLLM has no modes of sleep", allow_module_level=True)
+
+
 def simulate_cuda(folder: pathlib.Path) -> None:
     """Let vLLM find a CUDA platform without a GPU, in this process and in its children, by a plugin in `folder`."""
     information = folder / "simulated_cuda-0.dist-info"

@@ -24,6 +24,7 @@ from cumem_sleep.vllm import kept_kv
 
 PROMPT = list(range(7, 107))  # six blocks and a part of one
 KEPT = "the kept blocks of the KV cache are back"
+Step = Callable[[Any], object]
 
 
 def sleep(core: Any, level: int = 1, mode: str = "abort") -> None:
@@ -34,102 +35,36 @@ def kept_bytes(core: Any) -> int:
     return sum(usage.kept_bytes for usage in core.worker._allocator.usage().values())
 
 
-def _update_awake(core: Any) -> None:
-    core.collective_rpc("change_weights")
-    sleep(core)
-    core.wake_up()
+def slept(level: int = 1, mode: str = "abort") -> Step:
+    """A sleep."""
+    return lambda core: sleep(core, level, mode)
 
 
-def _update_asleep(core: Any) -> None:
-    sleep(core)
-    core.wake_up(["weights"])
-    core.collective_rpc("change_weights")
-    core.wake_up(["kv_cache"])
+def woken(*tags: str) -> Step:
+    """A wake."""
+    return lambda core: core.wake_up(list(tags) or None)
 
 
-def _written_unseen_asleep(core: Any) -> None:
-    sleep(core)
-    core.wake_up(["weights"])
-    core.worker.write_unseen()
-    core.wake_up(["kv_cache"])
+def call(method: Any, *args: Any) -> Step:
+    """A call of all workers."""
+    return lambda core: core.collective_rpc(method, args=args)
 
 
-def _forget(core: Any) -> None:
-    sleep(core)
+def _keeps(core: Any) -> None:
     assert kept_bytes(core) > 0
-    core.collective_rpc("cumem_sleep_forget", args=(["weights"],))
+
+
+def _keeps_nothing(core: Any) -> None:
     assert kept_bytes(core) == 0
-    core.wake_up()
 
 
-def _function_for_workers(core: Any) -> None:
-    core.collective_rpc(lambda worker: None)
-    sleep(core)
-    core.wake_up()
+def _check(is_so: bool) -> None:
+    assert is_so
 
 
-def _look(core: Any) -> None:
-    core.collective_rpc("check_health")
-    core.collective_rpc("cumem_sleep_status")
-    sleep(core)
-    core.collective_rpc("cumem_sleep_status")
-    core.wake_up()
-
-
-def _reset_asleep(core: Any) -> None:
-    sleep(core)
-    assert kept_bytes(core) > 0
-    assert core.reset_prefix_cache()
-    assert kept_bytes(core) == 0
-    core.wake_up()
-
-
-def _unwanted(core: Any) -> None:
-    core.collective_rpc("cumem_sleep_keep_kv", args=(False,))
-    core.finish(core.sleep(0, "keep"))  # does not count
-    core.resume_scheduler()
-    sleep(core)
-    core.wake_up()
-
-
-def _unwanted_before(core: Any) -> None:
-    _unwanted(core)
+def _ask_again(core: Any) -> None:
     add(core, "again", PROMPT, 2)
     run_to_end(core)
-    sleep(core)
-    core.wake_up()
-
-
-def _twice(core: Any) -> None:
-    sleep(core)
-    sleep(core, mode="keep")
-    core.wake_up()
-
-
-def _twice_half_awake(core: Any) -> None:
-    sleep(core)
-    core.wake_up(["weights"])
-    sleep(core)
-    core.wake_up()
-
-
-def _level_2_asleep(core: Any) -> None:
-    sleep(core)
-    sleep(core, 2)
-    core.wake_up()
-
-
-def _resumed_asleep(core: Any) -> None:
-    sleep(core)
-    core.resume_scheduler()
-    core.wake_up()
-
-
-def _by_tags(core: Any) -> None:
-    sleep(core, mode="keep")
-    core.wake_up(["kv_cache"])
-    assert core.is_scheduler_paused()
-    core.wake_up(["weights"])
 
 
 def _failing_sleep(when: str) -> Callable[[Any], None]:
@@ -183,14 +118,6 @@ def _running(mode: str) -> Callable[[Any], None]:
     return act
 
 
-def _level(level: int) -> Callable[[Any], None]:
-    def act(core: Any) -> None:
-        sleep(core, level)
-        core.wake_up()
-
-    return act
-
-
 def _other_fails(question: str) -> Callable[[Any], None]:
     def act(core: Any) -> None:
         core.ranks.fails_at = question
@@ -200,18 +127,6 @@ def _other_fails(question: str) -> Callable[[Any], None]:
         assert kept_bytes(core) == 0
 
     return act
-
-
-def _other_has_no_room(core: Any) -> None:
-    core.ranks.blocks = 0
-    sleep(core)
-    core.wake_up()
-
-
-def _lost(core: Any) -> None:
-    sleep(core)
-    drop_kept(core.worker._allocator)
-    core.wake_up()
 
 
 def _steps_under_way(core: Any) -> None:
@@ -245,39 +160,90 @@ def _in_the_users_process(core: Any, mode: str) -> None:
         del core.pause_scheduler
 
 
-# Whether the prompt's tokens are found afterwards, and what the log said.
-SCENARIOS: dict[str, tuple[Callable[[Any], None], bool, str]] = {
-    "level 1": (_level(1), True, KEPT),
-    "level 2": (_level(2), False, ""),
-    "level 3": (_level(3), True, KEPT),
-    "tags": (_by_tags, True, KEPT),
-    **{f"requests and mode {mode}": (_running(mode), True, KEPT) for mode in ("abort", "wait", "keep")},
-    "calls that write nothing": (_look, True, KEPT),
-    "an update awake": (_update_awake, False, "change_weights may have changed weights since the last reset"),
-    "an update asleep": (_update_asleep, False, "change_weights may have changed weights while the model slept"),
-    "a write asleep that no call tells of": (_written_unseen_asleep, False, "the weights are not those that it was"),
-    "a forget": (_forget, False, "cumem_sleep_forget may have changed weights while the model slept"),
-    "a function for the workers": (_function_for_workers, False, "<lambda> may have changed weights"),
-    "a reset asleep": (_reset_asleep, False, ""),
-    "not wanted": (_unwanted, False, ""),
-    "wanted again": (_unwanted_before, True, KEPT),
-    "a second sleep": (_twice, True, KEPT),
-    "a second sleep, half awake": (_twice_half_awake, False, ""),
-    "level 2 after level 1": (_level_2_asleep, False, ""),
-    "resumed asleep": (_resumed_asleep, False, "the scheduler is resumed while memory sleeps"),
-    "a sleep that fails before the memory's": (_failing_sleep("before"), True, ""),
-    "a sleep that fails after the memory's": (_failing_sleep("after"), False, "some memory slept for a while"),
-    "a sleep that is undone in part": (_undone_in_part, False, "some memory slept for a while"),
-    "a wake that fails before the memory's": (_failing_wake("before wake"), True, KEPT),
-    "a wake that fails after the memory's": (_failing_wake("after wake"), True, KEPT),
+UNWANTED: list[Step] = [
+    call("cumem_sleep_keep_kv", False),
+    lambda core: core.finish(core.sleep(0, "keep")),  # does not count
+    lambda core: core.resume_scheduler(),
+    slept(),
+    woken(),
+]
+# What is done, whether the prompt's tokens are found afterwards, and what the log said.
+SCENARIOS: dict[str, tuple[list[Step], bool, str]] = {
+    "level 1": ([slept(1), woken()], True, KEPT),
+    "level 2": ([slept(2), woken()], False, ""),
+    "level 3": ([slept(3), woken()], True, KEPT),
+    "tags": (
+        [slept(mode="keep"), woken("kv_cache"), lambda core: _check(core.is_scheduler_paused()), woken("weights")],
+        True,
+        KEPT,
+    ),
+    **{f"requests and mode {mode}": ([_running(mode)], True, KEPT) for mode in ("abort", "wait", "keep")},
+    "calls that write nothing": (
+        [call("check_health"), call("cumem_sleep_status"), slept(), call("cumem_sleep_status"), woken()],
+        True,
+        KEPT,
+    ),
+    "an update awake": (
+        [call("change_weights"), slept(), woken()],
+        False,
+        "weights may have changed weights since the last",
+    ),
+    "an update asleep": (
+        [slept(), woken("weights"), call("change_weights"), woken("kv_cache")],
+        False,
+        "change_weights may have changed weights while the model slept",
+    ),
+    "a write asleep that no call tells of": (
+        [slept(), woken("weights"), lambda core: core.worker.write_unseen(), woken("kv_cache")],
+        False,
+        "the weights are not those that it was",
+    ),
+    "a forget": (
+        [slept(), _keeps, call("cumem_sleep_forget", ["weights"]), _keeps_nothing, woken()],
+        False,
+        "cumem_sleep_forget may have changed weights while the model slept",
+    ),
+    "a function for the workers": (
+        [call(lambda worker: None), slept(), woken()],
+        False,
+        "<lambda> may have changed weights",
+    ),
+    "a reset asleep": (
+        [slept(), _keeps, lambda core: _check(core.reset_prefix_cache()), _keeps_nothing, woken()],
+        False,
+        "",
+    ),
+    "not wanted": (UNWANTED, False, ""),
+    "wanted again": ([*UNWANTED, _ask_again, slept(), woken()], True, KEPT),
+    "a second sleep": ([slept(), slept(mode="keep"), woken()], True, KEPT),
+    "a second sleep, half awake": ([slept(), woken("weights"), slept(), woken()], False, ""),
+    "level 2 after level 1": ([slept(), slept(2), woken()], False, ""),
+    "resumed asleep": (
+        [slept(), lambda core: core.resume_scheduler(), woken()],
+        False,
+        "the scheduler is resumed while memory sleeps",
+    ),
+    "a sleep that fails before the memory's": ([_failing_sleep("before")], True, ""),
+    "a sleep that fails after the memory's": ([_failing_sleep("after")], False, "some memory slept for a while"),
+    "a sleep that is undone in part": ([_undone_in_part], False, "some memory slept for a while"),
+    "a wake that fails before the memory's": ([_failing_wake("before wake")], True, KEPT),
+    "a wake that fails after the memory's": ([_failing_wake("after wake")], True, KEPT),
     **{
-        f"another rank: {question}": (_other_fails(question), False, "another rank cannot")
+        f"another rank: {question}": ([_other_fails(question)], False, "another rank cannot")
         for question in ("room", "plan", "kept", "whole")
     },
-    "no room in another rank": (_other_has_no_room, False, "there is no host memory for a block of it"),
-    "given up": (_lost, False, "drop_kept() was called"),
-    "the last step under way": (_last_step_under_way, True, KEPT),
-    "steps under way": (_steps_under_way, False, "steps are still under way"),
+    "no room in another rank": (
+        [lambda core: vars(core.ranks).update(blocks=0), slept(), woken()],
+        False,
+        "there is no host memory for a block of it",
+    ),
+    "given up": (
+        [slept(), lambda core: drop_kept(core.worker._allocator), woken()],
+        False,
+        "drop_kept() was called",
+    ),
+    "the last step under way": ([_last_step_under_way], True, KEPT),
+    "steps under way": ([_steps_under_way], False, "steps are still under way"),
 }
 
 
@@ -292,7 +258,7 @@ class _Said(logging.Handler):
 
 def _wrong(core: Any, name: str, said: list[str]) -> list[str]:
     """What a scenario did not do as its row says."""
-    act, is_found, expected = SCENARIOS[name]
+    steps, is_found, expected = SCENARIOS[name]
     core.reset_prefix_cache()
     core.worker.faults.clear()
     core.worker.breaks, core.worker.version, core.worker.oldest = [], 0, 0
@@ -300,7 +266,8 @@ def _wrong(core: Any, name: str, said: list[str]) -> list[str]:
     add(core, f"{name}: before", PROMPT, 2)
     run_to_end(core)
     said.clear()
-    act(core)
+    for step in steps:
+        step(core)
     hits = core.worker.hits
     add(core, f"{name}: after", PROMPT, 2)
     run_to_end(core)

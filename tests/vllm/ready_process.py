@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 
 ENDS_WITHIN_S = 180.0
+CHECKED_WITHIN_S = 880.0
 
 
 class ReadyProcess:
@@ -41,6 +42,19 @@ class ReadyProcess:
         order = _Order([str(program), *arguments], environment, str(log))
         self._process.stdin.write(json.dumps(vars(order)).encode() + b"\n")
         return Program(self, int(self.said().removeprefix(b"began ")))
+
+    def check(self, program: str, log: pathlib.Path, *arguments: str, code: int = 0) -> str:
+        """What a program of this folder says, which ends so, and in time."""
+        running = self.run(pathlib.Path(__file__).with_name(program), *arguments, log=log)
+        try:
+            ended = running.wait(CHECKED_WITHIN_S)
+        except subprocess.TimeoutExpired:
+            ended = -1
+        finally:
+            running.end()
+        said = log.read_text()
+        assert ended == code, said[-8_000:]
+        return said
 
     def said(self, within_s: float | None = None) -> bytes:
         """The next line, or nothing."""

@@ -8,8 +8,6 @@ import pytest
 from fake_vllm import Client, FakeEngine, FakeVllm, Held, SlowToAnswer, until_idle
 from gate_client import Serve, outcomes
 
-from cumem_sleep.vllm.engine_door import EngineDoor
-
 WAYS = ("tokenize", "body", "websocket")
 
 
@@ -253,23 +251,3 @@ async def test_what_waited_behind_the_running_ones_is_aborted_by_a_level_2_sleep
     await client.post("/sleep?level=2&mode=wait")
     assert client.engine.queue == []
     assert client.engine.asleep
-
-
-@pytest.mark.parametrize("turns", range(6))
-def test_a_cancellation_that_comes_as_the_last_request_has_passed_is_not_lost(turns: int) -> None:
-    """`asyncio.wait_for` loses it before Python 3.12."""
-
-    async def scenario() -> None:
-        door = EngineDoor(None)  # type: ignore[arg-type]
-        door._passing = 1
-        waiting = asyncio.create_task(door.empties(60))
-        await asyncio.sleep(0.01)
-        door._passing = 0
-        door._empty.set()
-        for _ in range(turns):
-            await asyncio.sleep(0)
-        was_told = waiting.cancel()
-        await asyncio.wait((waiting,))
-        assert waiting.cancelled() == was_told
-
-    asyncio.run(scenario())

@@ -8,13 +8,12 @@ import pathlib
 import subprocess
 import sys
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from fake_vllm import FakeVllm
 from gate_client import TOKEN, Serve
 
-from cumem_sleep import InvalidArgument, InvalidArgumentType, InvalidState
+from cumem_sleep import InvalidArgument, InvalidState
 from cumem_sleep.core import misspelt
 from cumem_sleep.settings import GateSettings
 from cumem_sleep.vllm import SleepGate
@@ -56,16 +55,10 @@ def test_settings_come_from_the_environment() -> None:
         ("ON_REQUEST", "sleep", "one of reject, wait, wake"),
         ("HEALTH", "true", "one of auto, ok, unavailable"),
         ("REQUEST_DEADLINE_S", "soon", "seconds from 0 to 86400"),
-        ("REQUEST_DEADLINE_S", "-1", "seconds from 0 to 86400"),
-        ("REQUEST_DEADLINE_S", "nan", "seconds from 0 to 86400"),
-        ("REQUEST_DEADLINE_S", "inf", "seconds from 0 to 86400"),
         ("MAX_HELD_REQUESTS", "many", "a whole number of at least 0"),
-        ("MAX_HELD_REQUESTS", "-1", "a whole number of at least 0"),
         ("MAX_HELD_BYTES", "2 barrels", "expected a number of bytes"),
         ("LOADING_METHODS", "refit;drop()", "names are separated by commas"),
         ("RETRY_AFTER_S", "0", "expected a whole number of seconds from 1 to 86400"),
-        ("RETRY_AFTER_S", "1.5", "expected a whole number of seconds from 1 to 86400"),
-        ("RETRY_AFTER_S", "1e9", "expected a whole number of seconds from 1 to 86400"),
     ],
 )
 def test_bad_values_name_variable_value_and_what_is_expected(variable: str, value: str, expected: str) -> None:
@@ -74,25 +67,6 @@ def test_bad_values_name_variable_value_and_what_is_expected(variable: str, valu
     assert f"CUMEM_SLEEP_{variable}=" in str(error.value)
     assert value in str(error.value)
     assert expected in str(error.value)
-
-
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"on_request": None},
-        {"health": 1},
-        {"retry_after_s": 1.0},
-        {"retry_after_s": True},
-        {"request_deadline_s": "1"},
-        {"admin_token": 1},
-        {"max_held_requests": 1.5},
-        {"max_held_bytes": True},
-        {"loading_methods": "refit"},
-    ],
-)
-def test_wrong_types(values: dict[str, Any]) -> None:
-    with pytest.raises(InvalidArgumentType, match=next(iter(values))):
-        GateSettings(**values)
 
 
 def test_a_token_may_be_in_a_file(tmp_path: pathlib.Path) -> None:

@@ -6,15 +6,15 @@ CUMEM_SLEEP_TEST_GATE_SEED which is the first.
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import pathlib
 
 import pytest
-from environment import skip_unless_vllm
+from environment import skip_unless_vllm, skip_without_sleep_modes
 from ready_process import ReadyProcess
 
 skip_unless_vllm()
+skip_without_sleep_modes()
 SECONDS = "1"  # one episode begins, and lasts longer
 
 
@@ -24,15 +24,7 @@ SECONDS = "1"  # one episode begins, and lasts longer
 def test_it_sleeps_in_time_and_under_no_request(
     ready_process: ReadyProcess, servers: int, engines: int, seed: int, tmp_path: pathlib.Path
 ) -> None:
-    if tuple(map(int, importlib.metadata.version("vllm").split(".")[:2])) < (0, 18):
-        pytest.skip("`WatchedWorker` is for vLLM from 0.18 on")
-    program, log = pathlib.Path(__file__).with_name("idle_episodes.py"), tmp_path / "episodes.txt"
     options = ["--servers", str(servers), "--engines", str(engines)]
     options += ["--seconds", os.environ.get("CUMEM_SLEEP_TEST_GATE_SECONDS", SECONDS)]
     options += ["--seed", os.environ.get("CUMEM_SLEEP_TEST_GATE_SEED", str(seed))]
-    episodes = ready_process.run(program, *options, log=log)
-    try:
-        assert episodes.wait(880) == 0, log.read_text()[-8_000:]
-    finally:
-        episodes.end()
-    print(log.read_text())
+    print(ready_process.check("idle_episodes.py", tmp_path / "log", *options))

@@ -10,7 +10,6 @@ import functools
 import importlib.metadata
 import os
 import pathlib
-import subprocess
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -36,73 +35,56 @@ def _is_served() -> bool:
     return importlib.metadata.version("vllm").rpartition(".")[0] in kept_kv.VERSIONS
 
 
-def _run(ready_process: ReadyProcess, program: str, folder: pathlib.Path, *options: str) -> tuple[int, str]:
-    log = folder / "log.txt"
-    running = ready_process.run(pathlib.Path(__file__).with_name(program), *options, log=log)
-    try:
-        code = running.wait(580)
-    except subprocess.TimeoutExpired:
-        code = -1
-    running.end()
-    return code, log.read_text()
+def real(test: Any) -> Any:
+    """With a real vLLM that keeps its KV cache."""
+    served = pytest.mark.skipif(not _is_served(), reason="this version resets its prefix cache")
+    return pytest.mark.timeout(900)(served(test))
 
 
-def _episodes(ready_process: ReadyProcess, folder: pathlib.Path, seed: str, *options: str) -> tuple[int, str]:
+def _options(seed: str, workers: int, seconds: str) -> list[str]:
     seed = os.environ.get("CUMEM_SLEEP_TEST_GATE_SEED", seed)
-    return _run(ready_process, "kept_kv_episodes.py", folder, "--seed", seed, *options)
+    return ["--seed", seed, "--workers", str(workers), "--seconds", seconds]
 
 
-@pytest.mark.timeout(600)
-@pytest.mark.skipif(not _is_served(), reason="this version resets its prefix cache")
+@real
 def test_each_way_to_keep_and_to_lose_it(ready_process: ReadyProcess, tmp_path: pathlib.Path) -> None:
-    code, log = _run(ready_process, "kept_kv_scenarios.py", tmp_path)
-    assert code == 0, log
+    log = ready_process.check("kept_kv_scenarios.py", tmp_path / "log")
     assert log.count("as it should be") >= 20
 
 
-@pytest.mark.timeout(600)
-@pytest.mark.skipif(not _is_served(), reason="this version resets its prefix cache")
+@real
 def test_the_example_of_a_conversation(ready_process: ReadyProcess, tmp_path: pathlib.Path) -> None:
-    code, log = _run(ready_process, "example_of_kept_kv.py", tmp_path, str(tmp_path))
-    assert code == 0, log
+    log = ready_process.check("example_of_kept_kv.py", tmp_path / "log", str(tmp_path))
     assert "the conversation went on where it was" in log
     assert not (tmp_path / "touches.jsonl").exists(), log
 
 
-@pytest.mark.timeout(600)
-@pytest.mark.skipif(not _is_served(), reason="this version resets its prefix cache")
+@real
 @pytest.mark.parametrize("engines", [1, 2])
 def test_two_api_servers_over_one_engine_and_over_data_parallel_ones(
     ready_process: ReadyProcess, engines: int, tmp_path: pathlib.Path
 ) -> None:
     """A gate in each decides with the other's when the engine cores sleep: here these are processes of vLLM's."""
-    code, log = _run(ready_process, "kept_kv_servers.py", tmp_path, "--engines", str(engines))
-    assert code == 0, log[-8_000:]
-    print(log)
+    print(ready_process.check("kept_kv_servers.py", tmp_path / "log", "--engines", str(engines)))
 
 
-@pytest.mark.timeout(600)
-@pytest.mark.skipif(not _is_served(), reason="this version resets its prefix cache")
+@real
 @pytest.mark.parametrize("workers", [1, 2])
 def test_no_hit_finds_other_bytes_than_its_hash_says(
     ready_process: ReadyProcess, workers: int, tmp_path: pathlib.Path
 ) -> None:
     """With one worker and with two, each in its process: tensor parallel, and a pipeline."""
     seconds = os.environ.get("CUMEM_SLEEP_TEST_GATE_SECONDS", "20" if workers == 1 else "5")
-    code, log = _episodes(ready_process, tmp_path, "1", "--workers", str(workers), "--seconds", seconds)
-    assert code == 0, log[-8_000:]
-    print(log)
+    print(ready_process.check("kept_kv_episodes.py", tmp_path / "log", *_options("1", workers, seconds)))
 
 
-@pytest.mark.timeout(600)
-@pytest.mark.skipif(not _is_served(), reason="this version resets its prefix cache")
+@real
 @pytest.mark.parametrize(("mutant", "workers"), [*((mutant, 1) for mutant in MUTANTS), ("one-worker", 2)])
 def test_the_episodes_find_what_is_broken(
     ready_process: ReadyProcess, mutant: str, workers: int, tmp_path: pathlib.Path
 ) -> None:
-    options = ["--seconds", "200", "--workers", str(workers), "--mutant", mutant]
-    code, log = _episodes(ready_process, tmp_path, FINDING.get(mutant, "42"), *options)
-    assert code == 1, log[-8_000:]
+    options = [*_options(FINDING.get(mutant, "42"), workers, "200"), "--mutant", mutant]
+    log = ready_process.check("kept_kv_episodes.py", tmp_path / "log", *options, code=1)
     assert (" blocks that are gone" if mutant == "unheard-eviction" else " reads what is of ") in log
 
 

@@ -6,11 +6,9 @@ Real are the API server with the gate, the engine core in a process of its own, 
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import pathlib
-import re
 import signal
 import time
 import urllib.error
@@ -19,13 +17,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from environment import skip_unless_vllm
+from environment import skip_unless_vllm, skip_without_sleep_modes
 from ready_process import ReadyProcess
 from support import two_free_ports
 
 skip_unless_vllm()
-if tuple(map(int, importlib.metadata.version("vllm").split(".")[:2])) < (0, 18):
-    pytest.skip("`WatchedWorker` is for vLLM from 0.18 on", allow_module_level=True)
+skip_without_sleep_modes()
 pytestmark = [pytest.mark.sim, pytest.mark.slow]
 
 STARTS_WITHIN_S = 600.0
@@ -81,12 +78,6 @@ class Server:
             name, _, rest = (task / "status").read_text().partition("\n")
             told.append(f"{name.split()[-1]} {rest.partition('State:')[2].split()[0]} {(task / 'wchan').read_text()}")
         return told
-
-    def engine_core(self) -> int:
-        """The number of its process."""
-        found = re.search(r"\(EngineCore\w* pid=(\d+)\)", self.log.read_text())
-        assert found, self.said()
-        return int(found[1])
 
     def get(self, path: str) -> Any:
         return self.ask(path, None)
@@ -178,71 +169,6 @@ def test_nobody_asks_so_it_sleeps_and_later_goes_to_level_3(server: Server) -> N
             time.sleep(0.1)
         assert server.get("/is_sleeping") == (200, {"is_sleeping": True, "tags": ["kv_cache", "weights"]})
     assert '"touch"' not in (server.record.read_text() if server.record.exists() else "")
-
-
-def test_an_engine_core_ends_in_order(server: Server) -> None:
-    assert "bad" not in complete(server)
-    deepen(server)
-    end_engine_core(server)
-    ends(server)
-    assert '{"said": "shut down"}' in server.record.read_text(), "its worker called the driver"
-
-
-def test_an_engine_core_ends_where_it_cannot_come_back(server: Server) -> None:
-    """Another model has the memory."""
-    assert "bad" not in complete(server)
-    assert server.ask("/collective_rpc", {"method": "fill_gpu"})[0] == 200
-    deepen(server)
-    code, answer = server.ask("/wake_up", {})
-    assert code == 500, answer
-    assert server.get("/health")[1] == DEEP
-    end_engine_core(server)
-    ends(server)
-    assert not server.record.exists()
-    assert "its CUDA state did not come back" in server.log.read_text()
-
-
-def end_engine_core(server: Server) -> None:
-    """It ends by itself: the API server, which newer versions let kill it at once, is stopped meanwhile.
-
-    All of its threads have to be gone. While some are left, vLLM finds it alive and kills it; where another thread of
-    the API server takes its exit status meanwhile, that fails, and the API server stays (vLLM 0.26 with psutil 7.2).
-    """
-    process = server.engine_core()
-    wait_until_idle(process)
-    server.process.send_signal(signal.SIGSTOP)
-    os.kill(process, signal.SIGTERM)
-    end = time.monotonic() + ENDS_WITHIN_S
-    while not is_dead(process):
-        assert time.monotonic() < end, server.said()
-        time.sleep(0.05)
-    server.process.send_signal(signal.SIGCONT)
-
-
-def is_dead(process: int) -> bool:
-    """Nobody has taken its exit status. Its main thread can be a zombie while others are still there."""
-    main_thread_ended = pathlib.Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    return main_thread_ended and os.listdir(f"/proc/{process}/task") == [str(process)]
-
-
-def wait_until_idle(process: int) -> None:
-    """Its main thread waits for the next order.
-
-    A signal that comes while it is about to wait, and lets go of Python's lock, is handled after that wait only: with
-    two busy cores, one of twenty.
-    """
-    status = pathlib.Path(f"/proc/{process}/status")
-    end = time.monotonic() + ENDS_WITHIN_S
-    before = None
-    while (now := _rest(status.read_text())) is None or now != before:
-        assert time.monotonic() < end, "the engine core is never idle"
-        before = now
-        time.sleep(0.3)
-
-
-def _rest(status: str) -> str | None:
-    """How often a main thread has been switched, while it sleeps: the same again if it has slept ever since."""
-    return status.partition("voluntary_ctxt_switches")[2] if "\nState:\tS" in status else None
 
 
 def ends(server: Server) -> None:

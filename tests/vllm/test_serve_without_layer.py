@@ -8,7 +8,6 @@ weights that were dropped.
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import pathlib
@@ -23,7 +22,7 @@ from typing import Any
 
 import pytest
 import watched_server
-from environment import skip_unless_vllm
+from environment import skip_unless_vllm, skip_without_sleep_modes
 from ready_process import Program, ReadyProcess
 
 from cumem_sleep.serve import servers
@@ -31,8 +30,7 @@ from cumem_sleep.serve.address import from_url
 from cumem_sleep.serve.config import ModelConfig
 
 skip_unless_vllm()
-if tuple(map(int, importlib.metadata.version("vllm").split(".")[:2])) < (0, 18):
-    pytest.skip("`WatchedWorker` is for vLLM from 0.18 on", allow_module_level=True)
+skip_without_sleep_modes()
 pytestmark = [pytest.mark.sim, pytest.mark.slow, pytest.mark.timeout(600)]
 
 WITHIN_S = 240.0  # for what takes seconds

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import pathlib
 import types
 from typing import Any
 
 import pytest
-from environment import Stock, skip_unless_vllm
+from environment import Stock, skip_unless_vllm, skip_without_sleep_modes
 from ready_process import ReadyProcess
 from real_worker import Contents
 from support import Memory
@@ -193,11 +192,5 @@ def test_the_gate_refuses_all_that_a_worker_refuses() -> None:
 def test_in_a_real_server_the_calls_answer_and_the_engine_lives(
     ready_process: ReadyProcess, tmp_path: pathlib.Path
 ) -> None:
-    if tuple(map(int, importlib.metadata.version("vllm").split(".")[:2])) < (0, 18):
-        pytest.skip("`WatchedWorker` is for vLLM from 0.18 on")
-    program, log = pathlib.Path(__file__).with_name("refused_calls.py"), tmp_path / "log.txt"
-    served = ready_process.run(program, log=log)
-    try:
-        assert served.wait(580) == 0, log.read_text()[-8_000:]
-    finally:
-        served.end()
+    skip_without_sleep_modes()
+    ready_process.check("refused_calls.py", tmp_path / "log")
