@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
-from fake_vllm import Client, FakeVllm
+from fake_vllm import AnotherClient, Client, FakeEngine, FakeVllm
 
 from cumem_sleep.vllm import SleepGate, metrics
 
@@ -49,6 +49,23 @@ async def asleep(serve: Serve, level: int = 1, vllm: FakeVllm | None = None, **s
     client = serve(vllm, **settings)
     await client.post(f"/sleep?level={level}")
     return client
+
+
+def two_servers(serve: Serve, engine: FakeEngine | None = None, dev_mode: bool = True, **settings: Any) -> list[Client]:
+    """Two API servers of one engine."""
+    engine = engine or FakeEngine()
+    vllms = [FakeVllm(each, dev_mode) for each in (engine, AnotherClient(engine))]
+    for vllm in vllms:
+        vllm.state.args.api_server_count = 2
+    return [serve(vllm, **settings) for vllm in vllms]
+
+
+async def two_awake(serve: Serve, engine: FakeEngine | None = None, **settings: Any) -> list[Client]:
+    """Both have answered a request."""
+    clients = two_servers(serve, engine, **settings)
+    for client in clients:
+        assert (await client.ask()).code == 200
+    return clients
 
 
 def run(scenario: Awaitable[None]) -> None:

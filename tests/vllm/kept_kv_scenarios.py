@@ -186,7 +186,7 @@ SCENARIOS: dict[str, tuple[list[Step], bool, str]] = {
     "an update awake": (
         [call("change_weights"), slept(), woken()],
         False,
-        "weights may have changed weights since the last",
+        "may have changed weights since",
     ),
     "an update asleep": (
         [slept(), woken("weights"), call("change_weights"), woken("kv_cache")],
@@ -206,7 +206,7 @@ SCENARIOS: dict[str, tuple[list[Step], bool, str]] = {
     "a function for the workers": (
         [call(lambda worker: None), slept(), woken()],
         False,
-        "<lambda> may have changed weights",
+        "<lambda> may have changed",
     ),
     "a reset asleep": (
         [slept(), _keeps, lambda core: _check(core.reset_prefix_cache()), _keeps_nothing, woken()],

@@ -14,8 +14,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import pytest
-from fake_vllm import TAGS, AnotherClient, Client, FakeEngine, FakeVllm, until_idle
-from gate_client import TOKEN, Serve
+from fake_vllm import TAGS, Client, FakeEngine, FakeVllm, until_idle
+from gate_client import TOKEN, Serve, two_servers
 
 from cumem_sleep import InvalidArgument
 from cumem_sleep.settings import GateSettings
@@ -343,11 +343,7 @@ async def test_a_server_does_not_start_where_somebody_else_is_at_its_address(
 async def test_a_second_vllm_is_no_sibling(serve: Serve, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async def begin(name: str, stack: AsyncExitStack) -> tuple[list[Client], list[dict[str, Any]]]:
         monkeypatch.setattr(siblings, "_parent", lambda: name)
-        engine = FakeEngine()
-        servers = [FakeVllm(each, dev_mode=False) for each in (engine, AnotherClient(engine))]
-        for server in servers:
-            server.state.args.api_server_count = 2
-        clients = [serve(server, admin=place) for server in servers]
+        clients = two_servers(serve, dev_mode=False, admin=place)
         return clients, [each for client in clients for each in await stack.enter_async_context(living(client))]
 
     async with AsyncExitStack() as stack:
@@ -424,11 +420,7 @@ async def test_a_websocket_gets_what_any_request_gets_at_the_public_port(serve: 
 
 
 async def test_of_several_api_servers_one_listens_for_all(serve: Serve, free_port: str) -> None:
-    address, engine = free_port, FakeEngine()
-    servers = [FakeVllm(each, dev_mode=False) for each in (engine, AnotherClient(engine))]
-    for server in servers:
-        server.state.args.api_server_count = 2
-    clients = [serve(server, admin=address, admin_token=TOKEN) for server in servers]
+    address, clients = free_port, two_servers(serve, dev_mode=False, admin=free_port, admin_token=TOKEN)
     async with living(clients[0]) as first, living(clients[1]) as second:
         assert first == second == []
         assert code(await ask(address, request("/sleep"))) == 401

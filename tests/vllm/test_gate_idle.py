@@ -7,8 +7,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fake_vllm import AnotherClient, Client, FakeEngine, FakeVllm, until_idle
-from gate_client import Serve
+from fake_vllm import Client, FakeVllm, until_idle
+from gate_client import Serve, two_servers
 
 from cumem_sleep import InvalidArgument
 from cumem_sleep.settings import GateSettings
@@ -200,14 +200,6 @@ async def test_a_request_that_comes_before_the_sleep_has_its_turn_prevents_it(se
     assert sleeps(client) == []
     client.engine.waits["generate"].set()
     assert (await request.response()).body == {"text": "good"}
-
-
-def two_servers(serve: Serve, **settings: Any) -> list[Client]:
-    engine = FakeEngine()
-    servers = [FakeVllm(each) for each in (engine, AnotherClient(engine))]
-    for server in servers:
-        server.state.args.api_server_count = 2
-    return [serve(server, **settings) for server in servers]
 
 
 async def test_several_api_servers_agree(serve: Serve) -> None:

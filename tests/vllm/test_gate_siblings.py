@@ -17,26 +17,17 @@ from typing import Any
 
 import pytest
 from fake_vllm import AnotherClient, Client, FakeEngine, FakeVllm, SlowToAnswer, until_idle
-from gate_client import Serve
+from gate_client import Serve, two_awake
 
 from cumem_sleep.vllm import siblings
 from cumem_sleep.vllm.siblings import Busy, Siblings
-
-
-async def two_servers(serve: Serve, engine: FakeEngine | None = None, **settings: Any) -> tuple[Client, Client]:
-    first = serve(FakeVllm(engine), **settings)
-    second = serve(FakeVllm(AnotherClient(first.engine)), **settings)
-    for client in (first, second):
-        client.vllm.state.args.api_server_count = 2
-        assert (await client.ask()).code == 200
-    return first, second
 
 
 @pytest.mark.parametrize("own", [True, False])
 @pytest.mark.parametrize("plugin", [True, False])
 async def test_an_answer_from_before_a_sleep_is_not_believed(serve: Serve, plugin: bool, own: bool) -> None:
     engine = SlowToAnswer()
-    first, second = await two_servers(serve, engine, on_request="wait")
+    first, second = await two_awake(serve, engine, on_request="wait")
     engine.plugin = plugin
     old, new = engine.on_their_way = [asyncio.Event(), asyncio.Event()]
     early = await second.under_way("/v1/completions")
@@ -102,7 +93,7 @@ class FullSocket(FakeEngine):
 
 
 async def test_a_sleep_does_not_overtake_a_request_of_another_server(serve: Serve) -> None:
-    first, second = await two_servers(serve, FullSocket())
+    first, second = await two_awake(serve, FullSocket())
     first.engine.waits["send"] = asyncio.Event()
     requests = [second.begin("POST", "/v1/completions") for _ in range(2)]
     await until_idle()
@@ -115,7 +106,7 @@ async def test_a_sleep_does_not_overtake_a_request_of_another_server(serve: Serv
 
 
 async def test_a_sleep_waits_a_moment_for_a_request_that_is_being_sent(serve: Serve) -> None:
-    first, second = await two_servers(serve, FullSocket())
+    first, second = await two_awake(serve, FullSocket())
     first.engine.waits["send"] = asyncio.Event()
     requests = [client.begin("POST", "/v1/completions") for client in (first, second)]
     await until_idle()
@@ -129,7 +120,7 @@ async def test_a_sleep_waits_a_moment_for_a_request_that_is_being_sent(serve: Se
 @pytest.mark.parametrize("level", [1, 2])
 @pytest.mark.parametrize("path", ["/v1/load_lora_adapter", "/scale_elastic_ep"])
 async def test_adapters_are_not_loaded_after_anothers_sleep(serve: Serve, path: str, level: int) -> None:
-    first, second = await two_servers(serve)
+    first, second = await two_awake(serve)
     load = await second.under_way(path, slow=True)
     assert (await first.post(f"/sleep?level={level}")).code == 200
     load.go_on()
@@ -138,7 +129,7 @@ async def test_adapters_are_not_loaded_after_anothers_sleep(serve: Serve, path: 
 
 
 async def test_a_request_waits_for_anothers_wake(serve: Serve) -> None:
-    first, second = await two_servers(serve, on_request="wake")
+    first, second = await two_awake(serve, on_request="wake")
     await first.post("/sleep?level=2")
     await second.get("/health")  # it knows of the sleep
     first.engine.waits["reload_weights"] = asyncio.Event()
@@ -160,7 +151,7 @@ async def test_a_write_is_not_misled_by_an_answer_from_before_anothers_wake(serv
 
     engine = Slow()
     engine.plugin = False
-    first, second = await two_servers(serve, engine)
+    first, second = await two_awake(serve, engine)
     assert (await first.post("/sleep?level=2")).code == 200
     engine.on_their_way = [old := asyncio.Event()]
     look = await second.under_way("/v1/completions")
@@ -231,7 +222,7 @@ async def test_with_several_servers_weights_loaded_through_another_count(serve: 
 @pytest.mark.parametrize("mode", ["keep", "abort"])
 async def test_with_several_servers_a_request_wakes_those_that_another_kept(serve: Serve, mode: str) -> None:
     """What a sibling let through in a sleep that keeps none never runs."""
-    first, second = await two_servers(serve, on_request="wake")
+    first, second = await two_awake(serve, on_request="wake")
     assert (await first.post(f"/sleep?mode={mode}")).code == 200
     first.engine.queue = ["one of the first server's"]
     assert (await second.ask()).body == {"text": "good"}
@@ -243,7 +234,7 @@ async def test_with_several_servers_a_request_wakes_those_that_another_kept(serv
 async def test_weights_that_one_server_dropped_are_served_by_none(
     serve: Serve, plugin: bool, order: tuple[str, ...]
 ) -> None:
-    first, second = await two_servers(serve)
+    first, second = await two_awake(serve)
     first.engine.plugin = plugin
     await first.post("/sleep?level=2")
     for call in order:
@@ -255,7 +246,7 @@ async def test_weights_that_one_server_dropped_are_served_by_none(
 
 @pytest.mark.parametrize("plugin", [True, False])
 async def test_requests_that_one_server_kept_are_not_run_early_by_another(serve: Serve, plugin: bool) -> None:
-    first, second = await two_servers(serve)
+    first, second = await two_awake(serve)
     first.engine.plugin = plugin
     first.engine.waits["generate"] = asyncio.Event()
     request = await first.under_way("/v1/completions")
@@ -271,7 +262,7 @@ async def test_requests_that_one_server_kept_are_not_run_early_by_another(serve:
 
 @pytest.mark.parametrize("call", ["/wake", "/resume", "/sleep", "/pause", "/update_weights", "/reload_weights"])
 async def test_what_another_server_does_meanwhile_is_not_disturbed(serve: Serve, call: str) -> None:
-    first, second = await two_servers(serve)
+    first, second = await two_awake(serve)
     first.engine.waits["sleep"] = asyncio.Event()
     sleep = await first.under_way("/sleep?mode=wait")
     assert (await first.ask()).code == 503, "nor does the server that sleeps lose its turn by this"
@@ -287,7 +278,7 @@ async def test_what_another_server_does_meanwhile_is_not_disturbed(serve: Serve,
 
 
 async def test_a_request_that_another_server_let_through_is_not_run_after_a_sleep(serve: Serve) -> None:
-    first, second = await two_servers(serve)
+    first, second = await two_awake(serve)
     second.engine.waits["tokenize"] = asyncio.Event()
     late = await second.under_way("/v1/completions")
     await first.post("/sleep")
@@ -297,7 +288,7 @@ async def test_a_request_that_another_server_let_through_is_not_run_after_a_slee
 
 
 async def test_what_a_sibling_left_in_the_engine_is_aborted_before_a_wake(serve: Serve) -> None:
-    first, second = await two_servers(serve)
+    first, second = await two_awake(serve)
     await first.post("/sleep?level=2")
     first.engine.queue = ["let-through"]
     assert (await second.post("/wake")).code == 200
@@ -352,7 +343,7 @@ async def no_server_passes_anything(client: Client) -> None:
 
 @pytest.mark.parametrize("call", ["pread", "fcntl"])
 async def test_a_look_that_fails_lets_nothing_pass(serve: Serve, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second = await two_servers(serve)
+    first, second = await two_awake(serve)
     first.engine.waits["tokenize"] = asyncio.Event()
     late = second.begin("POST", "/v1/completions")
     await first.engine.entered["tokenize"].wait()
@@ -372,7 +363,7 @@ async def test_a_look_that_fails_lets_nothing_pass(serve: Serve, call: str, monk
 async def test_what_could_not_be_told_lets_nothing_pass_elsewhere(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, second = await two_servers(serve)
+    first, second = await two_awake(serve)
     pwrite = os.pwrite
     for call in ("/sleep", "/wake"):
         assert (await first.post(call)).code == 200
@@ -385,7 +376,7 @@ async def test_what_could_not_be_told_lets_nothing_pass_elsewhere(
 
 
 async def test_only_this_user_can_open_what_servers_share(serve: Serve) -> None:
-    await two_servers(serve, idle_s=60, on_request="wait")
+    await two_awake(serve, idle_s=60, on_request="wait")
     assert stat.S_IMODE(folder().stat().st_mode) == 0o700
     (shared,) = folder().iterdir()
     assert stat.S_IMODE(shared.stat().st_mode) == 0o600

@@ -5,43 +5,27 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable
 
 import pytest
-from fake_vllm import Client, FakeEngine, FakeVllm, until_idle
+from fake_vllm import FakeEngine, until_idle
+from gate_client import Serve, run
 
-from cumem_sleep.vllm import SleepGate, metrics
+from cumem_sleep.vllm import metrics
 
-
-@pytest.fixture(autouse=True)
-def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
-    monkeypatch.delenv("PROMETHEUS_MULTIPROC_DIR", raising=False)
+_register = metrics.register
 
 
 @pytest.fixture
-def scraped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if prometheus_client were installed."""
-    monkeypatch.setattr(metrics, "register", lambda *_: True)
-
-
-def run(scenario: Awaitable[None]) -> None:
-    async def within() -> None:
-        await asyncio.wait_for(scenario, 200)
-
-    asyncio.run(within())
-
-
-def serve(vllm: FakeVllm | None = None) -> Client:
-    vllm = vllm or FakeVllm()
-    return Client(SleepGate(vllm), vllm)
+def registers(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gate registers metrics indeed, where the tests of the gate only say so."""
+    monkeypatch.delenv("PROMETHEUS_MULTIPROC_DIR", raising=False)
+    monkeypatch.setattr(metrics, "register", _register)
 
 
 # Asking the workers
 
 
-@pytest.mark.usefixtures("scraped")
-async def test_asked_after_every_change_and_at_every_scrape() -> None:
+async def test_asked_after_every_change_and_at_every_scrape(serve: Serve) -> None:
     client = serve()
     engine, status = client.engine, client.gate._status
     await client.ask()
@@ -57,8 +41,9 @@ async def test_asked_after_every_change_and_at_every_scrape() -> None:
     assert engine.count("cumem_sleep_status") == 3
 
 
-@pytest.mark.usefixtures("scraped")
-async def test_an_engine_that_does_not_answer_does_not_hang_the_scrape(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_engine_that_does_not_answer_does_not_hang_the_scrape(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
     client = serve()
     await client.get("/metrics")
     ranks = client.gate._status.ranks
@@ -73,8 +58,7 @@ async def test_an_engine_that_does_not_answer_does_not_hang_the_scrape(monkeypat
     assert client.gate._status.ranks is not ranks, "a late answer is one, too"
 
 
-@pytest.mark.usefixtures("scraped")
-async def test_a_scrape_during_a_sleep_asks_nothing() -> None:
+async def test_a_scrape_during_a_sleep_asks_nothing(serve: Serve) -> None:
     client = serve()
     client.engine.waits["sleep"] = asyncio.Event()
     sleep = await client.under_way("/sleep")
@@ -84,8 +68,7 @@ async def test_a_scrape_during_a_sleep_asks_nothing() -> None:
     await sleep.response()
 
 
-@pytest.mark.usefixtures("scraped")
-async def test_without_the_plugin_nobody_asks_again(caplog: pytest.LogCaptureFixture) -> None:
+async def test_without_the_plugin_nobody_asks_again(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
     client = serve()
     client.engine.plugin = False
     for _ in range(3):
@@ -99,8 +82,7 @@ async def test_without_the_plugin_nobody_asks_again(caplog: pytest.LogCaptureFix
     assert sum("not active" in record.message for record in caplog.records) == 1
 
 
-@pytest.mark.usefixtures("scraped")
-async def test_other_failures_pass(caplog: pytest.LogCaptureFixture) -> None:
+async def test_other_failures_pass(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
     client = serve()
     client.engine.fails["cumem_sleep_status"] = [RuntimeError("a worker stumbled")]
     assert (await client.get("/metrics")).code == 200
@@ -110,8 +92,9 @@ async def test_other_failures_pass(caplog: pytest.LogCaptureFixture) -> None:
     assert not [record for record in ours if record.levelno >= logging.WARNING]
 
 
+@pytest.mark.usefixtures("registers")
 async def test_several_api_servers_leave_the_metrics_out(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", "/tmp/nowhere")
     client = serve()
@@ -211,7 +194,8 @@ def test_an_answer_that_is_not_understood_takes_nothing_down(caplog: pytest.LogC
     assert sum("not be understood" in record.message for record in caplog.records) == 1
 
 
-async def test_a_later_gate_takes_the_place_over() -> None:
+@pytest.mark.usefixtures("registers")
+async def test_a_later_gate_takes_the_place_over(serve: Serve) -> None:
     client = pytest.importorskip("prometheus_client", reason="needs prometheus_client (in vLLM's environments)")
     first, second = serve(), serve()
     assert "cumem_sleep_" not in client.generate_latest().decode(), "nothing is known yet"
