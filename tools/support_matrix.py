@@ -88,9 +88,12 @@ class Tested:
         test = next((node for node in ast.walk(tree) if getattr(node, "name", "") == self.name), None)
         if test is None:
             raise SystemExit(f"docs/support.md: no test {self.name} in tests/{self.file}")
-        parts = [test, *(node for node in tree.body if isinstance(node, ast.If))]
+        parts = [test, *(node for node in tree.body if isinstance(node, (ast.If, ast.Expr)))]
         source = "\n".join(ast.get_source_segment(text, part) or "" for part in parts)
-        return max(((int(a), int(b)) for a, b in re.findall(r"< \((\d+), (\d+)\)", source)), default=(0, 0))
+        return max(
+            ((int(a), int(b)) for a, b in re.findall(r"(?:< |skip_vllm_before\()\((\d+), (\d+)\)", source)),
+            default=(0, 0),
+        )
 
     def runs_with(self, version: str) -> bool:
         """Whether `.ci/run` runs it with this vLLM."""

@@ -38,10 +38,10 @@ def skip_unless_vllm() -> None:
         pytest.skip(f"vLLM needs libcuda.so.1 ({error}); `bash .ci/run vllm` provides one", allow_module_level=True)
 
 
-def skip_without_sleep_modes() -> None:
-    """Skip the test, or the module that is being collected: `WatchedWorker` is for vLLM from 0.18 on, as the gate."""
-    if tuple(map(int, importlib.metadata.version("vllm").split(".")[:2])) < (0, 18):
-        pytest.skip("this vLLM has no modes of sleep", allow_module_level=True)
+def skip_vllm_before(version: tuple[int, int]) -> None:
+    """Skip the test, or the module that is being collected. `WatchedWorker` and the gate are for vLLM from 0.18 on."""
+    if tuple(map(int, importlib.metadata.version("vllm").split(".")[:2])) < version:
+        pytest.skip(f"it needs vLLM {version[0]}.{version[1]}", allow_module_level=True)
 
 
 def simulate_cuda(folder: pathlib.Path) -> None:

@@ -9,11 +9,11 @@ import os
 import pathlib
 
 import pytest
-from environment import skip_unless_vllm, skip_without_sleep_modes
+from environment import skip_unless_vllm, skip_vllm_before
 from ready_process import ReadyProcess
 
 skip_unless_vllm()
-skip_without_sleep_modes()
+skip_vllm_before((0, 18))
 
 
 @pytest.mark.timeout(900)

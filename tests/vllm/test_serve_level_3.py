@@ -17,12 +17,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from environment import skip_unless_vllm, skip_without_sleep_modes
+from environment import skip_unless_vllm, skip_vllm_before
 from ready_process import ReadyProcess
 from support import two_free_ports
 
 skip_unless_vllm()
-skip_without_sleep_modes()
+skip_vllm_before((0, 18))
 pytestmark = [pytest.mark.sim, pytest.mark.slow]
 
 STARTS_WITHIN_S = 600.0

@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 import watched_server
-from environment import skip_unless_vllm, skip_without_sleep_modes
+from environment import skip_unless_vllm, skip_vllm_before
 from ready_process import Program, ReadyProcess
 
 from cumem_sleep.serve import servers
@@ -30,7 +30,7 @@ from cumem_sleep.serve.address import from_url
 from cumem_sleep.serve.config import ModelConfig
 
 skip_unless_vllm()
-skip_without_sleep_modes()
+skip_vllm_before((0, 18))
 pytestmark = [pytest.mark.sim, pytest.mark.slow, pytest.mark.timeout(600)]
 
 WITHIN_S = 240.0  # for what takes seconds

@@ -7,7 +7,7 @@ import types
 from typing import Any
 
 import pytest
-from environment import Stock, skip_unless_vllm, skip_without_sleep_modes
+from environment import Stock, skip_unless_vllm, skip_vllm_before
 from ready_process import ReadyProcess
 from real_worker import Contents
 from support import Memory
@@ -192,5 +192,5 @@ def test_the_gate_refuses_all_that_a_worker_refuses() -> None:
 def test_in_a_real_server_the_calls_answer_and_the_engine_lives(
     ready_process: ReadyProcess, tmp_path: pathlib.Path
 ) -> None:
-    skip_without_sleep_modes()
+    skip_vllm_before((0, 18))
     ready_process.check("refused_calls.py", tmp_path / "log")
