@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -440,6 +441,21 @@ def test_the_file_is_read_again_when_it_changes_and_at_sighup(tmp_path: Path) ->
         front.process.send_signal(signal.SIGHUP)
         write(file, two={"at_start": "stopped"})
         front.says("reload: one is removed")
+
+
+def test_the_file_is_read_again_when_a_kubelet_exchanges_its_folder(tmp_path: Path) -> None:
+    mount = tmp_path / "mount"
+    for number, models in (("1", ("one",)), ("2", ("one", "two"))):
+        (mount / f"..{number}").mkdir(parents=True)
+        write(mount / f"..{number}" / "models.yaml", **{name: {"at_start": "stopped"} for name in models})
+    (mount / "..data").symlink_to("..1")
+    (mount / "models.yaml").symlink_to("..data/models.yaml")
+    with running(str(mount / "models.yaml"), log=tmp_path / "log") as front:
+        assert front.url
+        (mount / "..new").symlink_to("..2")
+        (mount / "..new").rename(mount / "..data")
+        shutil.rmtree(mount / "..1")
+        front.says("reload: two was added")
 
 
 @pytest.mark.slow

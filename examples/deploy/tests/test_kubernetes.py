@@ -19,6 +19,8 @@ import cumem_sleep
 README = (DEPLOY / "README.md").read_text()
 OLDEST, NEWEST = "1.29", "1.37"
 overlays = pytest.mark.parametrize("overlay", OVERLAYS)
+WITH_VAULT = [overlay for overlay in OVERLAYS if overlay != "gpu-without-vault"]
+with_vault = pytest.mark.parametrize("overlay", WITH_VAULT)
 
 
 def named(items: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -49,16 +51,13 @@ def test_quantities_are_what_kubernetes_takes(overlay: str) -> None:
 @overlays
 def test_an_overlay_has_what_the_cluster_needs(overlay: str) -> None:
     kinds = sorted((resource["kind"], resource["metadata"]["name"].split("-")[0]) for resource in resources(overlay))
-    assert kinds == [
-        ("ConfigMap", "models"),
-        ("DaemonSet", "vault"),
-        ("Deployment", "front"),
-        ("Namespace", "cumem"),
-        ("NetworkPolicy", "front"),
-        ("NetworkPolicy", "vault"),
-        ("PodDisruptionBudget", "front"),
-        ("Service", "front"),
-    ]
+    wanted = [("ConfigMap", "models"), ("Deployment", "front"), ("Namespace", "cumem"), ("NetworkPolicy", "front")]
+    wanted += [("PodDisruptionBudget", "front"), ("Service", "front")]
+    if overlay in WITH_VAULT:
+        wanted += [("DaemonSet", "vault"), ("NetworkPolicy", "vault")]
+    if overlay != "simulated":
+        wanted += [("PersistentVolumeClaim", "weights")]
+    assert kinds == sorted(wanted)
     namespaces = {found["metadata"].get("namespace") for found in resources(overlay) if found["kind"] != "Namespace"}
     assert namespaces == {*of_kind(overlay, "Namespace")}
 
@@ -66,7 +65,11 @@ def test_an_overlay_has_what_the_cluster_needs(overlay: str) -> None:
 @overlays
 def test_selectors_find_the_pods_of_that_name_and_no_others(overlay: str) -> None:
     labels = {name: pod["metadata"]["labels"] for name, pod in pods(overlay).items()}
-    selecting = [resource for resource in resources(overlay) if resource["kind"] not in ("Namespace", "ConfigMap")]
+    selecting = [
+        resource
+        for resource in resources(overlay)
+        if "selector" in resource.get("spec", {}) or "podSelector" in resource.get("spec", {})
+    ]
     for resource in selecting:
         spec = resource["spec"]
         selector = spec.get("selector") or spec["podSelector"]
@@ -96,14 +99,15 @@ def test_ports_mounts_and_configurations_that_are_named_exist(overlay: str) -> N
     (configuration,) = of_kind(overlay, "ConfigMap").values()
     folder = named(front["volumeMounts"])["models"]["mountPath"]
     assert front["args"] == ["serve", *(f"{folder}/{name}" for name in configuration["data"])]
-    (vault,) = pods(overlay)["vault"]["spec"]["containers"]
-    (port,) = vault["ports"]
-    assert vault["args"][vault["args"].index("--metrics") + 1] == f"0.0.0.0:{port['containerPort']}"
+    if overlay in WITH_VAULT:
+        (vault,) = pods(overlay)["vault"]["spec"]["containers"]
+        (port,) = vault["ports"]
+        assert vault["args"][vault["args"].index("--metrics") + 1] == f"0.0.0.0:{port['containerPort']}"
     (port,) = of_kind(overlay, "Service")["front"]["spec"]["ports"]
     assert port["targetPort"] in named(pods(overlay)["front"]["spec"]["containers"][0]["ports"])
 
 
-@overlays
+@with_vault
 def test_the_vault_takes_the_memory_that_it_requests(overlay: str) -> None:
     (vault,) = pods(overlay)["vault"]["spec"]["containers"]
     assert vault["args"][:3] == ["vault", "--memory", "$(MEMORY)"]
@@ -113,7 +117,7 @@ def test_the_vault_takes_the_memory_that_it_requests(overlay: str) -> None:
     assert memory_bytes(amounts["requests"]["memory"]) < memory_bytes(amounts["limits"]["memory"])
 
 
-@overlays
+@with_vault
 def test_front_and_vault_share_a_user_and_the_folder_of_the_socket(overlay: str) -> None:
     specs = {name: pod["spec"] for name, pod in pods(overlay).items()}
     users = {spec["securityContext"]["runAsUser"] for spec in specs.values()}
@@ -150,14 +154,16 @@ def test_containers_have_the_rights_that_they_need_and_no_others(overlay: str) -
 
 @overlays
 def test_policies_let_through_what_the_readme_says(overlay: str) -> None:
-    vault, front = (of_kind(overlay, "NetworkPolicy")[name]["spec"] for name in ("vault", "front"))
-    assert not vault.get("egress")
+    policies = {name: found["spec"] for name, found in of_kind(overlay, "NetworkPolicy").items()}
+    front = policies.pop("front")
     going_out = {(port["protocol"], port["port"]) for rule in front["egress"] for port in rule["ports"]}
     assert going_out == {("UDP", 53), ("TCP", 53), ("TCP", 443)}
     monitoring = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}
     label, value = re.findall(r"label `(\S+)=(\S+)`", README)[0]
     clients = [{"podSelector": {}}, {"namespaceSelector": {"matchLabels": {label: value}}}]
-    assert [rule["from"] for rule in vault["ingress"]] == [[monitoring]]
+    for vault in policies.values():
+        assert not vault.get("egress")
+        assert [rule["from"] for rule in vault["ingress"]] == [[monitoring]]
     assert [rule["from"] for rule in front["ingress"]] == [[*clients, monitoring]]
 
 
@@ -183,6 +189,33 @@ def test_one_overlay_uses_gpus_and_the_other_none() -> None:
     assert front["resources"]["limits"] == {"nvidia.com/gpu": 1}
     assert "nvidia.com/gpu" not in vault["resources"]["limits"]
     assert named(vault["env"])["NVIDIA_VISIBLE_DEVICES"]["value"] == "all"
+
+
+def test_what_servers_download_outlives_a_pod_with_gpus() -> None:
+    for overlay in ("gpu", "gpu-without-vault"):
+        front, claim = pods(overlay)["front"]["spec"], of_kind(overlay, "PersistentVolumeClaim")["weights"]
+        volumes = named(front["volumes"])
+        assert volumes["cache"] == {"name": "cache", "persistentVolumeClaim": {"claimName": "weights"}}
+        assert claim["spec"]["accessModes"] == ["ReadWriteOnce"]
+        assert front["securityContext"]["fsGroup"] == front["securityContext"]["runAsUser"]
+        assert {"models", "cache", "shm"} <= {*volumes}
+
+
+def test_without_a_vault_the_front_has_the_memory_for_backups() -> None:
+    spec = pods("gpu-without-vault")["front"]["spec"]
+    (front,) = spec["containers"]
+    assert "CUMEM_SLEEP_VAULT" not in named(front["env"])
+    assert "vault" not in named(spec["volumes"])
+    assert front["resources"]["requests"]["memory"] == front["resources"]["limits"]["memory"] == "216Gi"
+    assert front["resources"]["limits"]["nvidia.com/gpu"] == 1
+
+
+@overlays
+def test_a_changed_configuration_makes_no_new_pod(overlay: str) -> None:
+    """Its name stays, so the kubelet changes the file, which the front reads again."""
+    assert [*of_kind(overlay, "ConfigMap")] == ["models"]
+    (front,) = pods(overlay)["front"]["spec"]["containers"]
+    assert "subPath" not in named(front["volumeMounts"])["models"], "which no change would reach"
 
 
 @overlays
