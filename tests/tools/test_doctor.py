@@ -20,6 +20,7 @@ from cumem_sleep.tools import cli, doctor
 from cumem_sleep.tools.doctor import CheckStatus, DoctorReport, gpus, host, level_3, packages, variables
 from cumem_sleep.tools.doctor.examine import examine, good_for
 from cumem_sleep.tools.machine import Machine, machine_facts
+from cumem_sleep.vllm import seams
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
@@ -239,6 +240,80 @@ def test_vllm(
     assert (check.status, bool(check.advice)) == (status, status is CheckStatus.WARN)
     assert check.found.startswith(version)
     assert found in check.found
+
+
+def sources_of_vllm(minor: int) -> dict[str, str]:
+    """What the seams of this version want, as the smallest sources that have them."""
+    classes: dict[tuple[str, str], list[str]] = {}
+    for seam in seams.SEAMS:
+        if seam.since <= minor:
+            owner, _, name = seam.name.rpartition(".")
+            body = f"async def {name}(self, {', '.join(seam.parameters)}): ..."
+            if not owner:
+                body = "pass" if name[0].isupper() and name[1].islower() else f"{name} = None"
+            classes.setdefault((seam.file, owner or name), []).append(body)
+    files: dict[str, str] = {}
+    for (file, owner), bodies in classes.items():
+        text = f"class {owner}:\n" + "".join(f"    {body}\n" for body in bodies)
+        if bodies == [f"{owner} = None"]:
+            text = f"{bodies[0]}\n"
+        files[f"site/vllm/{file}"] = files.get(f"site/vllm/{file}", "") + text
+    return {**files, **package("vllm", f"0.{minor}.0")}
+
+
+@pytest.mark.parametrize("minor", [11, 26, 33])
+def test_vllms_seams_are_those_of_its_version(minor: int, tmp_path: pathlib.Path) -> None:
+    check = packages.vllm_seams(machine(tmp_path, sources_of_vllm(minor)))
+    known = sum(seam.since <= minor for seam in seams.SEAMS)
+    assert (check.status, check.found, check.advice) == (CheckStatus.OK, f"{known} of {known} found", "")
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "said"),
+    [
+        (
+            "v1/engine/async_llm.py",
+            "def sleep(self, level, mode)",
+            "def sleep(self, level)",
+            "changed: no parameter mode:",
+        ),
+        ("v1/engine/async_llm.py", "def sleep(self, level, mode)", "def sleep(self, level, **more)", ""),
+        ("v1/engine/async_llm.py", "def abort(", "def abort_all(", "gone: v1/engine/async_llm.py: AsyncLLM.abort "),
+        (
+            "v1/worker/gpu_worker.py",
+            "class Worker:",
+            "class GpuWorker:",
+            "gone: v1/worker/gpu_worker.py: Worker.sleep ",
+        ),
+        ("ray/ray_env.py", "DEFAULT_ENV_VAR_PREFIXES = None", "from .x import y as DEFAULT_ENV_VAR_PREFIXES", ""),
+        ("ray/ray_env.py", "DEFAULT_ENV_VAR_PREFIXES = None", "DEFAULT_ENV_VAR_PREFIXES: set = {1}", ""),
+        (
+            "device_allocator/cumem.py",
+            "pass",
+            "def checkpoint_prepare(self): ...\n    def _own(self): ...\n    def sleep(self): ...",
+            "new: device_allocator/cumem.py: CuMemAllocator.checkpoint_prepare",
+        ),
+    ],
+)
+def test_what_changed_in_vllm_is_named(file: str, old: str, new: str, said: str, tmp_path: pathlib.Path) -> None:
+    files = sources_of_vllm(33)
+    assert old in files[f"site/vllm/{file}"]
+    files[f"site/vllm/{file}"] = files[f"site/vllm/{file}"].replace(old, new)
+    check = packages.vllm_seams(machine(tmp_path, files))
+    assert check.status is (CheckStatus.WARN if said else CheckStatus.OK)
+    assert said in check.found
+    assert "_own" not in check.found
+    assert "CuMemAllocator.sleep" not in check.found
+    assert bool(check.advice) == bool(said)
+
+
+def test_a_file_of_vllm_that_is_gone_and_no_vllm(tmp_path: pathlib.Path) -> None:
+    files = sources_of_vllm(33)
+    del files["site/vllm/ray/ray_env.py"], files["site/vllm/device_allocator/cumem.py"]
+    found = packages.vllm_seams(machine(tmp_path, files)).found
+    assert "gone: ray/ray_env.py: DEFAULT_ENV_VAR_PREFIXES (variables for workers on Ray)" in found
+    assert "gone: device_allocator/cumem.py: CuMemAllocator (replaced)" in found
+    assert packages.vllm_seams(machine(tmp_path / "other")).status is CheckStatus.OK
 
 
 # Settings

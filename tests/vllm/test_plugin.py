@@ -10,6 +10,7 @@ import importlib.metadata
 import io
 import logging
 import os
+import pathlib
 import subprocess
 import sys
 import types
@@ -22,7 +23,7 @@ from environment import Stock, in_fork, skip_unless_vllm
 from fresh_process import Findings
 
 from cumem_sleep import CuMemAllocator, InvalidArgument, InvalidState, Settings, sim
-from cumem_sleep.vllm import compatibility, plugin
+from cumem_sleep.vllm import compatibility, plugin, seams
 
 skip_unless_vllm()
 pytestmark = pytest.mark.sim
@@ -191,6 +192,11 @@ class TestLoading:
             "vllm.cumem_allocator",
             "vllm.distributed.device_communicators.cuda_wrapper",
         }
+
+    def test_all_that_the_layer_needs_is_where_doctor_looks(self, vllm_version: tuple[int, int]) -> None:
+        distribution = importlib.metadata.distribution("vllm")
+        states = seams.examined(pathlib.Path(str(distribution.locate_file("vllm"))), vllm_version[1])
+        assert set(states.values()) == {"found"}, states
 
     def test_calls_no_driver(self, stock: Stock) -> None:
         calls = dict(sim.stats().calls)

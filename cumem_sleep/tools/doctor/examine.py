@@ -20,6 +20,7 @@ _HOST_CHECKS: Mapping[str, Callable[[Machine], Check]] = {
     "PyTorch": packages.torch,
     "compression": packages.compression,
     "vLLM": packages.vllm,
+    "vLLM's seams": packages.vllm_seams,
 }
 
 

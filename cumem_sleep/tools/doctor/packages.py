@@ -9,7 +9,7 @@ from pathlib import Path
 from ...core.torch_pools import OLDEST_TORCH
 from ...errors import CumemSleepError
 from ...settings import FLAG, PREFIX, Settings
-from ...vllm import compatibility, plugin
+from ...vllm import compatibility, plugin, seams
 from ..machine import TRITON_DISTRIBUTIONS, Machine
 from .report import Check, CheckStatus
 
@@ -98,6 +98,20 @@ def vllm(machine: Machine) -> Check:
             name, CheckStatus.WARN, f"{version}, with sleep mode in this layer if it fits: {misfit}", "test it"
         )
     return Check(name, CheckStatus.OK, f"{version}, with sleep mode in this layer")
+
+
+def vllm_seams(machine: Machine) -> Check:
+    """Whether all that this layer calls, wraps or replaces in the installed vLLM is there."""
+    name, vllm = "vLLM's seams", machine.distribution("vllm")
+    if vllm is None:
+        return Check(name, CheckStatus.OK, "vLLM is not installed (optional)")
+    _, minor, *_ = (*_version(vllm.version), 0, 0)
+    states = seams.examined(Path(str(vllm.locate_file("vllm"))), minor)
+    others = [f"{state}: {place}" for place, state in states.items() if state != "found"]
+    found = "; ".join([f"{len(states) - len(others)} of {len(states)} found", *others])
+    if not others:
+        return Check(name, CheckStatus.OK, found)
+    return Check(name, CheckStatus.WARN, found, "see CONTRIBUTING, A new version of vLLM")
 
 
 def _is_on(machine: Machine, variable: str) -> bool:
