@@ -21,7 +21,7 @@ TITLES = {
     "prepared_graphs": "the same, `--sleep-mode-offload-cudagraph`",
     "compressed": "prepared, `CUMEM_SLEEP_COMPRESS=auto`",
     "vllm": "vLLM's own",
-    "vllm_best": "vLLM's own, `--sleep-mode-offload-cudagraph`, PyTorch's pinning by 8 threads, host memory used before",
+    "vllm_best": "vLLM's own, `--sleep-mode-offload-cudagraph`, pinning by 8 threads, host memory used before",
 }
 
 
