@@ -29,8 +29,8 @@ def pages() -> Iterator[tuple[Path, Mapping[str, str]]]:
     of_contributors = Reader.BUILD_AND_TESTS.value
     yield ROOT / "CONTRIBUTING.md", {of_contributors: settings.pop(of_contributors)}
     yield ROOT / "docs" / "settings.md", settings
-    headings = zip(("Keys", "Of the front:", "Of a model:"), map(keys_table, KEYS.values()), strict=True)
-    yield ROOT / "docs" / "several-models.md", dict(headings)
+    headings = ("Keys", "Of the front:", "Of its vault:", "Of a model:")
+    yield ROOT / "docs" / "several-models.md", dict(zip(headings, map(keys_table, KEYS.values()), strict=True))
     yield ROOT / "docs" / "metrics.md", metrics.tables()
     yield ROOT / "docs" / "support.md", support_matrix.tables()
 

@@ -147,7 +147,7 @@ def _text(value: object) -> str:
     return value
 
 
-def _logs(value: object) -> Path:
+def _path(value: object) -> Path:
     return Path(_text(value))
 
 
@@ -384,15 +384,25 @@ def _model_of(name: object) -> Parse:
 
 
 @dataclass(frozen=True)
+class VaultConfig:
+    """The keys of the front's own vault."""
+
+    memory: int = setting(BYTES, 0, "How much host memory it takes.", "required")
+    spill: Path | None = setting(_path, None, "A folder for [files](vault.md#files), which only this user may enter.")
+    spill_size: int | None = setting(BYTES, None, "How much the files may hold.", "required with `spill`")
+
+
+@dataclass(frozen=True)
 class Config:
     """All of models.yaml."""
 
     models: Mapping[str, ModelConfig] = setting(_models, {}, "The models, by name.", "required")
     front: FrontConfig = setting(section(FrontConfig), FrontConfig(), "The keys of the front.", "as below")
+    vault: VaultConfig | None = setting(section(VaultConfig), None, "The front's own [vault](#with-the-vault).")
     host_memory: int | None = setting(
         BYTES, None, "What sleepers may hold, beside those [in the vault](#with-the-vault).", "what is free, less 2 GiB"
     )
-    logs: Path | None = setting(_logs, None, "The folder of servers' logs.", "`~/.local/state/cumem-sleep/serve`")
+    logs: Path | None = setting(_path, None, "The folder of servers' logs.", "`~/.local/state/cumem-sleep/serve`")
 
     def secrets(self) -> set[str]:
         """All keys and tokens in it."""
@@ -405,7 +415,7 @@ class Config:
         return {alias: name for name, model in self.models.items() for alias in model.aliases} | own
 
 
-KEYS = {"": Config, "front.": FrontConfig, "models.NAME.": ModelConfig}
+KEYS = {"": Config, "front.": FrontConfig, "vault.": VaultConfig, "models.NAME.": ModelConfig}
 
 
 def load(path: Path) -> Config:
@@ -486,8 +496,8 @@ def _says(fault: Fault, root: yaml.Node | None) -> str:
 
 def _owner(path: tuple[str | int, ...]) -> tuple[type[Any], int]:
     """Whose keys a path goes through last, and where in the path such a key is."""
-    if path[:1] == ("front",) and len(path) > 1:
-        return FrontConfig, 1
+    if path[:1] in (("front",), ("vault",)) and len(path) > 1:
+        return FrontConfig if path[0] == "front" else VaultConfig, 1
     if path[:1] == ("models",) and len(path) > 2:
         return ModelConfig, 2
     return Config, 0
@@ -517,6 +527,10 @@ def _contradictions(config: Config) -> Iterator[Fault]:
     """What is wrong although each value is allowed."""
     if not config.models:
         yield Fault(("models",), "expected at least one")
+    if config.vault is not None and not config.vault.memory:
+        yield Fault(("vault", "memory"), "expected how much host memory it takes, such as 200GiB")
+    if config.vault is not None and (config.vault.spill is None) != (config.vault.spill_size is None):
+        yield Fault(("vault",), "expected both spill and spill_size, or neither")
     admin_token, keys = config.front.admin_token, (model.api_key for model in config.models.values())
     if admin_token is not None and admin_token in (*config.front.api_keys, *keys):
         yield Fault(("front", "admin_token"), "is an API key, too: expected a token that only operators have")

@@ -166,9 +166,10 @@ class Fleet:
         """Begin: returns at once; servers start one after the other in the background.
 
         Raises:
-            OSError: nothing can be written to the folder of the logs.
+            OSError: nothing can be written to the folder of the logs, or its own vault does not start.
         """
         self._units.check_logs()
+        await self._units.start_vault()
         await self._look_at_gpus()
         self._found_host_bytes = await self._find_host_bytes()
         self._units.configure(self.config)
@@ -200,9 +201,9 @@ class Fleet:
         """Take a new configuration; returns what was changed, and what only a restart changes, in sentences."""
         says = []
         old = self.config
-        if old.front != config.front or old.logs != config.logs:
-            says.append("front and logs are read at the start alone: restart to change them")
-            config = replace(config, front=old.front, logs=old.logs)
+        if (old.front, old.vault, old.logs) != (config.front, config.vault, config.logs):
+            says.append("front, vault and logs are read at the start alone: restart to change them")
+            config = replace(config, front=old.front, vault=old.vault, logs=old.logs)
         for name in config.models.keys() - old.models.keys():
             says.append(f"{name} was added")
         for name in old.models.keys() - config.models.keys():
@@ -517,7 +518,8 @@ class Fleet:
 
         What the vault has taken is missing there. What it has yet to take will be.
         """
-        vault = await self._ask_vaults({servers.vault_of(model, os.environ) for model in self.config.models.values()})
+        inherited = self._units.variables
+        vault = await self._ask_vaults({servers.vault_of(model, inherited) for model in self.config.models.values()})
         available = hardware.host_available_bytes()
         if available is None or self.simulated:
             return 1 << 50

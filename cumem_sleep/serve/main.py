@@ -50,7 +50,7 @@ async def serve(
         lock: of the file, which servers keep until they have ended.
 
     Raises:
-        OSError: the port cannot be had, or nothing can be written to the folder of the logs.
+        OSError: the port cannot be had, nothing can be written to the folder of the logs, or the vault does not start.
     """
     allow_many_connections()
     traces = tracing.from_environment(os.environ)

@@ -20,7 +20,7 @@ import stat
 import sys
 import tempfile
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,7 +28,7 @@ from typing import BinaryIO
 
 from ..http.asgi import within
 from .address import Address, from_url
-from .config import OF_FRONT, ModelConfig
+from .config import OF_FRONT, ModelConfig, VaultConfig
 from .lock import Lock
 from .masking import holds_any, masked
 
@@ -66,24 +66,26 @@ class Surroundings:
         secrets: of the front and of all its models; new ones may be added.
         leaves: what the front leaves if it is killed, to be removed then: its lock, or its folder; None for nothing.
         lock: that reapers keep until they end; None without one.
+        more: variables that servers get beside those of this process.
     """
 
     secrets: set[str] = field(default_factory=set)
     leaves: Path | None = None
     lock: Lock | None = None
+    more: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """What servers inherit."""
+        return {**os.environ, **self.more}
 
 
-class Server:
-    """One model's server process, from `start` to `stop`, and again."""
+class OwnProcess:
+    """A process with all that it starts, from its start to `stop`, and again."""
 
-    def __init__(
-        self, name: str, model: ModelConfig, logs: Path, sockets: Path, around: Surroundings | None = None
-    ) -> None:
+    def __init__(self, log: Path, sockets: Path, around: Surroundings | None) -> None:
         """`sockets`: where it has a folder for its socket while it runs."""
-        self.name = name
-        self.model = model
-        self.log = logs / f"{_file_name(name)}.log"
-        self.address: Address | None = None
+        self.log = log
         self._folder = sockets / f"cumem-sleep-{secrets.token_hex(4)}"
         self._around = around or Surroundings()
         self._process: asyncio.subprocess.Process | None = None
@@ -100,27 +102,29 @@ class Server:
         """Of all its processes; empty without any. Looks at every process of the machine."""
         return _members(self._process.pid) if self._process is not None else []
 
-    async def start(self, died: Callable[[str, str], None]) -> Address:
-        """Start it; returns when it is healthy. Should it end later without being told to, `died` hears why, and its
+    async def _run(
+        self,
+        command: list[str],
+        variables: Mapping[str, str],
+        ready: Callable[[asyncio.subprocess.Process], Awaitable[None]],
+        died: Callable[[str, str], None],
+    ) -> None:
+        """Start it; returns when it is `ready`. Should it end later without being told to, `died` hears why, and its
         last words.
 
         Raises:
-            StartFailed: it did not become healthy.
+            StartFailed.
         """
-        model = self.model
-        token = model.kind.token(model.command or (), {**os.environ, **model.env}, model.api_key)
-        variables = environment(model, os.environ, self._around.secrets, token)
         try:
             log = open_log(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         except OSError as error:
+            self._remove_folder()
             raise StartFailed("its log cannot be written", f"{self.log}: {error.strerror}") from None
         with log:
-            self.address = address = self._new_address(token)
-            command = command_line(self.name, model, address, token)
             try:
                 os.write(log.fileno(), f"\n==> {self._masked(shlex.join(command))}\n".encode())
             except OSError as error:  # the disk is full: a server may run all the same
-                logger.warning("%s: its log cannot be written: %s", self.name, error.strerror)
+                logger.warning("%s cannot be written: %s", self.log, error.strerror)
             folders = (str(self._folder), str(self._around.leaves or ""))
             creating = asyncio.ensure_future(
                 asyncio.create_subprocess_exec(
@@ -146,12 +150,11 @@ class Server:
             assert self._process.stdout is not None
             said = await self._process.stdout.readline()
             self._pid = int(said) if said else None
-            await self._until_healthy(address, self._process)
+            await ready(self._process)
         except BaseException:
             await asyncio.shield(self.stop())
             raise
         self._watch = asyncio.create_task(self._see_it_end(self._process, died))
-        return address
 
     async def stop(self) -> None:
         """End all its processes; returns when none is left. Does nothing the second time."""
@@ -175,6 +178,49 @@ class Server:
         except OSError:
             return []
 
+    def _remove_folder(self) -> None:
+        """Its reaper has done so, unless it was killed."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _masked(self, text: str) -> str:
+        return masked(text, self._around.secrets)
+
+    async def _see_it_end(self, process: asyncio.subprocess.Process, died: Callable[[str, str], None]) -> None:
+        status = await process.wait()
+        self._watch = None
+        await self.stop()  # what it has started may live on, and hold the GPU
+        died(_ended(status), self._last_words())
+
+    def _last_words(self) -> str:
+        lines = [line for line in self.tail(20) if line.strip() and not line.startswith("==> ")]
+        return f"its log ({self.log}) ends with: {lines[-1][:300]}" if lines else f"its log is {self.log}"
+
+
+class Server(OwnProcess):
+    """One model's server."""
+
+    def __init__(
+        self, name: str, model: ModelConfig, logs: Path, sockets: Path, around: Surroundings | None = None
+    ) -> None:
+        super().__init__(logs / f"{_file_name(name)}.log", sockets, around)
+        self.name = name
+        self.model = model
+        self.address: Address | None = None
+
+    async def start(self, died: Callable[[str, str], None]) -> Address:
+        """Start it; returns when it is healthy. `died`: hears of its end, as `OwnProcess._run` has it.
+
+        Raises:
+            StartFailed: it did not become healthy.
+        """
+        model, inherited = self.model, self._around.variables
+        token = model.kind.token(model.command or (), {**inherited, **model.env}, model.api_key)
+        variables = environment(model, inherited, self._around.secrets, token)
+        self.address = address = self._new_address(token)
+        command = command_line(self.name, model, address, token)
+        await self._run(command, variables, lambda process: self._until_healthy(address, process), died)
+        return address
+
     def _new_address(self, token: str | None) -> Address:
         if self.model.kind.uses_socket(self.model.command or ()):
             try:
@@ -190,13 +236,6 @@ class Server:
             free.bind((host, 0))
             where = f"[{host}]" if is_ipv6 else host
             return from_url(f"http://{where}:{free.getsockname()[1]}", self.model.api_key, token)
-
-    def _remove_folder(self) -> None:
-        """Its reaper has done so, unless it was killed."""
-        shutil.rmtree(self._folder, ignore_errors=True)
-
-    def _masked(self, text: str) -> str:
-        return masked(text, {*self._around.secrets, *filter(None, (self.model.api_key,))})
 
     async def _until_healthy(self, address: Address, process: asyncio.subprocess.Process) -> None:
         loop = asyncio.get_running_loop()
@@ -219,15 +258,43 @@ class Server:
                 f"it listens at {where}, port {port}: have it listen at 127.0.0.1",
             )
 
-    async def _see_it_end(self, process: asyncio.subprocess.Process, died: Callable[[str, str], None]) -> None:
-        status = await process.wait()
-        self._watch = None
-        await self.stop()  # what it has started may live on, and hold the GPU
-        died(f"its server {_ended(status)}", self._last_words())
+    def _masked(self, text: str) -> str:
+        return super()._masked(masked(text, filter(None, (self.model.api_key,))))
 
-    def _last_words(self) -> str:
-        lines = [line for line in self.tail(20) if line.strip() and not line.startswith("==> ")]
-        return f"its log ({self.log}) ends with: {lines[-1][:300]}" if lines else f"its log is {self.log}"
+
+class OwnVault(OwnProcess):
+    """`cumem-sleep vault`, for the servers of this front.
+
+    Attributes:
+        socket: the same each time.
+    """
+
+    def __init__(self, config: VaultConfig, logs: Path, sockets: Path, around: Surroundings) -> None:
+        super().__init__(logs / "cumem-sleep-vault.log", sockets, around)
+        self.socket = self._folder / "vault.sock"
+        self._config = config
+
+    async def start(self, died: Callable[[str, str], None]) -> None:
+        """Start it; returns when it listens. `died`: as of a server.
+
+        Raises:
+            StartFailed: it ended, or its folder cannot be made.
+        """
+        command = [sys.executable, "-m", "cumem_sleep", "vault", f"--socket={self.socket}"]
+        command.append(f"--memory={self._config.memory}")
+        if self._config.spill is not None:
+            command += [f"--spill={self._config.spill}", f"--spill-size={self._config.spill_size}"]
+        try:
+            self._folder.mkdir(mode=0o700, exist_ok=True)  # one that is not private it refuses
+        except OSError as error:
+            raise StartFailed("no folder for its socket can be made", str(error)) from None
+        await self._run(command, _kept(os.environ, self._around.secrets), self._until_it_listens, died)
+
+    async def _until_it_listens(self, process: asyncio.subprocess.Process) -> None:
+        while not self.socket.exists():
+            if process.returncode is not None:
+                raise StartFailed(f"the vault {_ended(process.returncode)} before it listened", self._last_words())
+            await asyncio.sleep(POLL_S)
 
 
 def open_to_network(port: int) -> str | None:
@@ -269,11 +336,7 @@ def environment(
         StartFailed: it is to use a GPU that this process may not use.
     """
     others = [secret for secret in known if secret != model.api_key]
-    kept = {
-        name: value
-        for name, value in inherited.items()
-        if name not in _NOT_FOR_SERVERS and not holds_any(value, others)
-    }
+    kept = _kept(inherited, others)
     visible = [each for each in inherited.get("CUDA_VISIBLE_DEVICES", "").split(",") if each]
     if visible and model.gpus[-1] >= len(visible):
         raise StartFailed(f"there is no GPU {model.gpus[-1]}: CUDA_VISIBLE_DEVICES has {len(visible)}")
@@ -281,6 +344,11 @@ def environment(
     ours = {"CUDA_VISIBLE_DEVICES": ",".join(gpus), "PYTHONSAFEPATH": "1"}
     found = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", **kept, **ours, **model.env}
     return model.kind.environment(model.command or (), found, model.api_key, token)
+
+
+def _kept(inherited: Mapping[str, str], secrets: Collection[str]) -> dict[str, str]:
+    kept = ((name, value) for name, value in inherited.items() if name not in _NOT_FOR_SERVERS)
+    return {name: value for name, value in kept if not holds_any(value, secrets)}
 
 
 def vault_of(model: ModelConfig, inherited: Mapping[str, str]) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
@@ -12,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from . import actions, events, hardware, servers
+from . import actions, events, hardware, policy, servers
 from .address import Address, from_url
 from .config import Config, ModelConfig
 from .engines.engine import ASK_EVERY_S, Engine, Facts
@@ -20,7 +19,7 @@ from .events import Outcome
 from .lock import Lock
 from .model import Model
 from .policy import STOP
-from .servers import Server, StartFailed, Surroundings
+from .servers import OwnVault, Server, StartFailed, Surroundings
 from .status import Counters, Phase, Switch
 from .tracing import Tracing
 
@@ -137,6 +136,8 @@ class Units:
         self._logs = config.logs or servers.default_logs()
         leaves = self._logs if simulated else lock.path if lock is not None else None
         self._around = Surroundings(leaves=leaves, lock=lock)
+        self._vault: OwnVault | None = None
+        self._vault_deaths, self._vault_started = 0, 0.0
         self._units: dict[str, Unit] = {}
         self._giving_up: set[asyncio.Task[None]] = set()
         self._pinning = asyncio.Lock()  # the system shows bit by bit what a sleep takes: another one waits for its end
@@ -154,8 +155,47 @@ class Units:
         Raises:
             OSError: there are servers to start, and nothing can be written to the folder of their logs.
         """
-        if any(model.owned for model in self.config.models.values()):
+        if self.config.vault is not None or any(model.owned for model in self.config.models.values()):
             servers.check_logs(self._logs)
+
+    @property
+    def variables(self) -> Mapping[str, str]:
+        """What servers inherit."""
+        return self._around.variables
+
+    async def start_vault(self) -> None:
+        """Start this front's own vault, before any server, if it is to have one.
+
+        Raises:
+            OSError: it does not start.
+        """
+        if self.config.vault is None:
+            return
+        self._around.secrets.update(self.config.secrets())
+        vault = self._vault = OwnVault(self.config.vault, self._logs, servers.place_of_sockets(), self._around)
+        self._around.more["CUMEM_SLEEP_VAULT"] = str(vault.socket)
+        try:
+            await self._start_vault(vault)
+        except StartFailed as error:
+            raise OSError(f"vault: {error}; {error.last_words}") from None
+
+    async def _start_vault(self, vault: OwnVault) -> None:
+        self._vault_started = time.monotonic()
+        await vault.start(partial(self._vault_ended, vault))
+
+    def _vault_ended(self, vault: OwnVault, how: str, last_words: str) -> None:
+        """As of a server: it is started again after a pause, which grows while it does not last."""
+        has_run_long = time.monotonic() - self._vault_started > policy.LONGEST_PAUSE_S
+        self._vault_deaths = 1 if has_run_long else self._vault_deaths + 1
+        logger.warning("the vault %s; %s", how, last_words)
+        self._spawn(self._asking, self._start_vault_again(vault))
+
+    async def _start_vault_again(self, vault: OwnVault) -> None:
+        await asyncio.sleep(policy.pause_s(self._vault_deaths))
+        try:
+            await self._start_vault(vault)
+        except StartFailed as error:
+            self._vault_ended(vault, f"does not start: {error}", error.last_words)
 
     def configure(self, config: Config) -> None:
         """Take a configuration: its models are there, beside those that are being removed."""
@@ -188,6 +228,9 @@ class Units:
         for task in self._giving_up | self._asking:
             task.cancel()
         await asyncio.gather(*map(self._end, units))
+        if self._vault is not None:
+            await asyncio.gather(*self._asking, return_exceptions=True)  # one of these may be starting it
+            await self._vault.stop()
 
     @staticmethod
     async def _end(unit: Unit) -> None:
@@ -378,7 +421,7 @@ class Units:
             unit.server.model = config
         if unit.engine is not None:
             await unit.engine.close()
-        unit.address = await unit.server.start(partial(self._died, unit))
+        unit.address = await unit.server.start(partial(self._ended, unit))
         unit.engine = unit.server.model.connect(unit.address, unit.server.model.switch_timeout)
         await self._learn(unit)
         unit.held_awake_bytes = await self._held_bytes(unit) or 0
@@ -436,7 +479,7 @@ class Units:
         model = self.config.models.get(unit.name)
         unit.layer, unit.vault, unit.pids = facts.layer, facts.vault, facts.pids
         if facts.vault and model is not None and not model.owned:  # it could name any socket, for the front to ask
-            unit.vault = servers.vault_of(model, os.environ) or "auto"
+            unit.vault = servers.vault_of(model, self.variables) or "auto"
         if facts.layer == "":
             logger.info("%s: cumem-sleep is not active in its server", unit.name)
         host_bytes = None
@@ -453,6 +496,9 @@ class Units:
             logger.warning("%s: %s: without its host_memory it sleeps at level 2, or is stopped", name, why)
             return NOBODY_KNOWS_BYTES
         return int(sum(self.gpus[gpu].total_bytes for gpu in model.gpus) * model.share)
+
+    def _ended(self, unit: Unit, how: str, last_words: str) -> None:
+        self._died(unit, f"its server {how}", last_words)
 
     def _died(self, unit: Unit, error: str, last_words: str = "") -> None:
         unit.last_words = last_words

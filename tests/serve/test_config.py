@@ -224,6 +224,12 @@ def test_what_is_wrong_with_a_model_is_named_with_its_line(model: str, says: str
         ("models: {a: {url: 'http://a:b'}}", "the.yaml:1: models.a.url: 'http://a:b': expected http://HOST:PORT"),
         ("models: {a: {url: 'http://h:99999'}}", "the.yaml:1: models.a.url: 'http://h:99999': expected http://HOST"),
         ("models: {a: {url: 'http://u:p@h'}}", "the.yaml:1: models.a.url: 'http://u:p@h': expected http://HOST:PORT"),
+        ("vault: {}\nmodels: {a: {command: vllm serve x}}", "the.yaml:1: vault.memory: expected how much host memory"),
+        ("vault: {memory: much}\nmodels: {a: {command: vllm serve x}}", "the.yaml:1: vault.memory: 'much': expected a"),
+        (
+            "vault: {memory: 1GiB, spill: /x}\nmodels: {a: {command: vllm serve x}}",
+            "the.yaml:1: vault: expected both spill and spill_size, or neither",
+        ),
         ("front: {host: ''}\nmodels: {a: {command: vllm serve x}}", "the.yaml:1: front.host: '': expected a name or"),
     ],
 )

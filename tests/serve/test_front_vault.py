@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -18,6 +21,7 @@ from servers_of_tests import config, running, until
 
 from cumem_sleep.serve import fleet as fleets
 from cumem_sleep.serve import hardware
+from cumem_sleep.serve.config import VaultConfig
 from cumem_sleep.serve.fleet import Fleet
 from cumem_sleep.serve.status import ModelStatus, Phase, VaultStatus
 from cumem_sleep.tools import serve as tools
@@ -202,6 +206,70 @@ def test_a_vault_that_dies_costs_level_1_until_there_is_one_again(
             assert levels(fleet) == {"a": 1}
             assert only(fleet).restarts == 0
             await until_vault(fleet, is_there=True)
+
+    run(scenario())
+
+
+def test_its_own_vault_is_started_again_and_ends_after_its_servers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hardware, "host_available_bytes", lambda: 0)
+    monkeypatch.setattr(fleets, "LOOK_AT_MACHINE_EVERY_S", 0.05)
+    folders = []
+
+    async def scenario() -> None:
+        own = VaultConfig(64 * MIB)
+        parsed = replace(config(tmp_path, a={**model("a", ""), "env": {}}), vault=own)
+        async with running(parsed, look_at_vaults=tools.look_at_vaults) as fleet:
+            await until(fleet, a=Phase.ASLEEP)
+            assert (only(fleet).level, only(fleet).in_vault) == (1, True)
+            await until_vault(fleet, is_there=True)
+            vault = fleet._units._vault
+            assert vault is not None
+            folders.append(vault.socket.parent)
+            os.kill(int(vault.pid or 0), signal.SIGKILL)
+            await until_vault(fleet, is_there=False)
+            await until_vault(fleet, is_there=True)
+            await fleet.wake("a")
+            await fleet.sleep("a")
+            assert (only(fleet).level, only(fleet).restarts) == (1, 0)
+
+    run(scenario())
+    assert [folder for folder in folders if folder.exists()] == []
+
+
+def test_its_own_vault_ends_with_a_front_that_is_killed(tmp_path: Path) -> None:
+    file, mark = tmp_path / "models.yaml", tmp_path.name.encode()
+    file.write_text(f"vault: {{memory: 64MiB}}\nlogs: {tmp_path}\nmodels: {{a: {{url: 'http://127.0.0.1:1'}}}}\n")
+
+    def vaults() -> list[str]:
+        found = []
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if mark in (process / "environ").read_bytes() and b"vault" in (process / "cmdline").read_bytes():
+                    found.append(process.name)
+        return found
+
+    front = subprocess.Popen(
+        [sys.executable, "-m", "cumem_sleep", "serve", str(file), "--port", "0"],
+        env={**os.environ, "MARK": tmp_path.name},
+        stderr=subprocess.PIPE,
+    )
+    assert front.stderr is not None
+    assert b"listens at" in front.stderr.readline()
+    assert vaults()
+    front.kill()
+    front.wait()
+    while vaults():
+        time.sleep(0.05)
+
+
+def test_a_front_whose_own_vault_does_not_start_does_not_start_either(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        fleet = Fleet(replace(config(tmp_path, a={}), vault=VaultConfig(1 << 60)))
+        with pytest.raises(OSError, match=r"vault: the vault ended with status 2 .* give the vault less"):
+            await fleet.start()
+        await fleet.stop()
 
     run(scenario())
 
