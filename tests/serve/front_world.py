@@ -346,9 +346,9 @@ async def a_world(*names: str, **options: Any) -> AsyncIterator[World]:
     assert front._ways.held.nbytes == 0
 
 
-def run(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
+def run(test: Coroutine[Any, Any, None]) -> None:
     async def bounded() -> None:
-        await asyncio.wait_for(scenario(), WITHIN_S * 2)
+        await asyncio.wait_for(test, WITHIN_S * 2)
         left = asyncio.all_tasks() - {asyncio.current_task()}
         assert not [task for task in left if "serve" not in repr(task.get_coro())], left
 

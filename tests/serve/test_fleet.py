@@ -50,36 +50,33 @@ def lives(pid: int) -> bool:
         return False
 
 
-def test_requests_wake_their_models_and_nothing_is_left_in_the_end(tmp_path: Path) -> None:
+async def test_requests_wake_their_models_and_nothing_is_left_in_the_end(tmp_path: Path) -> None:
     pids: list[int | None] = []
 
-    async def scenario() -> None:
-        async with running(config(tmp_path, a={"aliases": ["gpt"]}, b={})) as fleet:
-            status = await until(fleet, a=Phase.ASLEEP, b=Phase.ASLEEP)
-            pids.extend(model.pid for model in status.models)
-            assert [model.last_switch.kind for model in status.models if model.last_switch] == ["sleep", "sleep"]
-            async with fleet.lease("gpt") as lease:
-                assert "This is a," in await ask(lease, "a")
-                assert phases(fleet.status()) == {"a": Phase.AWAKE, "b": Phase.ASLEEP}
-                assert [holder.model for holder in fleet.status().gpus[0].holders] == ["a"]
-            async with fleet.lease("b") as lease:
-                assert "This is b," in await ask(lease, "b")
-                assert phases(fleet.status()) == {"a": Phase.ASLEEP, "b": Phase.AWAKE}
-            with pytest.raises(UnknownModel, match="there are a, b"):
-                async with fleet.lease("c"):
-                    pass
-            sockets = Path(str(lease.server.socket)).parent
-            assert fleet.counters.requests == {("a", "granted"): 1, ("b", "granted"): 1}
-            assert fleet.counters.waited_seconds["b", "wake"] > 0
-            assert "simulated_server" in fleet.log_tail("a")[1]
-        assert not sockets.exists()
-
-    run(scenario())
+    async with running(config(tmp_path, a={"aliases": ["gpt"]}, b={})) as fleet:
+        status = await until(fleet, a=Phase.ASLEEP, b=Phase.ASLEEP)
+        pids.extend(model.pid for model in status.models)
+        assert [model.last_switch.kind for model in status.models if model.last_switch] == ["sleep", "sleep"]
+        async with fleet.lease("gpt") as lease:
+            assert "This is a," in await ask(lease, "a")
+            assert phases(fleet.status()) == {"a": Phase.AWAKE, "b": Phase.ASLEEP}
+            assert [holder.model for holder in fleet.status().gpus[0].holders] == ["a"]
+        async with fleet.lease("b") as lease:
+            assert "This is b," in await ask(lease, "b")
+            assert phases(fleet.status()) == {"a": Phase.ASLEEP, "b": Phase.AWAKE}
+        with pytest.raises(UnknownModel, match="there are a, b"):
+            async with fleet.lease("c"):
+                pass
+        sockets = Path(str(lease.server.socket)).parent
+        assert fleet.counters.requests == {("a", "granted"): 1, ("b", "granted"): 1}
+        assert fleet.counters.waited_seconds["b", "wake"] > 0
+        assert "simulated_server" in fleet.log_tail("a")[1]
+    assert not sockets.exists()
     assert all(pid is not None and not lives(pid) for pid in pids)
 
 
 @pytest.mark.parametrize("key", [None, "key"])
-def test_a_server_with_the_gate_sleeps_without_development_mode(
+async def test_a_server_with_the_gate_sleeps_without_development_mode(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str | None
 ) -> None:
     """The gate is real, and vLLM is that of its tests."""
@@ -90,22 +87,6 @@ def test_a_server_with_the_gate_sleeps_without_development_mode(
     vllm.chmod(0o755)
     monkeypatch.chdir(tmp_path)
 
-    async def scenario() -> None:
-        one = {"command": f"{vllm} serve m", "levels": [1, 2, 3], **({"api_key": key} if key else {})}
-        async with running(config(tmp_path, a=one)) as fleet:
-            (model,) = (await until(fleet, a=Phase.ASLEEP)).models
-            assert model.layer == "active"
-            for level in (2, 3, 1, 3):
-                async with fleet.lease("a") as lease:
-                    assert bool(lease.server.headers) == bool(key), "clients' requests come without the token"
-                    await post_without_key(lease, "/sleep")
-                await fleet.sleep("a", level)
-                (model,) = fleet.status().models
-                assert (model.phase, model.level, model.error) == (Phase.ASLEEP, level, None)
-            environ = Path(f"/proc/{model.pid}/environ").read_bytes()
-            assert b"VLLM_SERVER_DEV_MODE" not in environ
-            assert key is None or b"\0CUMEM_SLEEP_ADMIN_TOKEN=key\0" in environ
-
     async def post_without_key(lease: ModelLease, path: str) -> None:
         transport = httpx.AsyncHTTPTransport(uds=lease.server.socket)
         async with httpx.AsyncClient(transport=transport, base_url=lease.server.base_url) as client:
@@ -115,61 +96,65 @@ def test_a_server_with_the_gate_sleeps_without_development_mode(
             answer = await client.post("/collective_rpc", json={"method": "sleep"}, headers=headers)
             assert answer.status_code == 404
 
-    run(scenario())
-
-
-def test_a_request_is_counted_by_what_it_found(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with running(config(tmp_path, a={"at_start": "stopped"})) as fleet:
-            async with fleet.lease("a"), fleet.lease("a"):
-                pass
-            await fleet.sleep("a")
+    one = {"command": f"{vllm} serve m", "levels": [1, 2, 3], **({"api_key": key} if key else {})}
+    async with running(config(tmp_path, a=one)) as fleet:
+        (model,) = (await until(fleet, a=Phase.ASLEEP)).models
+        assert model.layer == "active"
+        for level in (2, 3, 1, 3):
             async with fleet.lease("a") as lease:
-                assert lease.found == "asleep"
-            counted = {found: sum(seconds.counts) for (_, found), seconds in fleet.counters.actuation.items()}
-            assert counted == {"stopped": 1, "awake": 1, "asleep": 1}
-            switches = fleet.counters.switch_seconds
-            for found, kind in (("stopped", "start"), ("asleep", "wake")):
-                assert fleet.counters.actuation["a", found].total_s >= switches["a", kind]
-            assert 'cumem_sleep_serve_actuation_seconds_count{model="a",found="asleep"} 1' in exposition(fleet)
+                assert bool(lease.server.headers) == bool(key), "clients' requests come without the token"
+                await post_without_key(lease, "/sleep")
+            await fleet.sleep("a", level)
+            (model,) = fleet.status().models
+            assert (model.phase, model.level, model.error) == (Phase.ASLEEP, level, None)
+        environ = Path(f"/proc/{model.pid}/environ").read_bytes()
+        assert b"VLLM_SERVER_DEV_MODE" not in environ
+        assert key is None or b"\0CUMEM_SLEEP_ADMIN_TOKEN=key\0" in environ
 
-    run(scenario())
+
+async def test_a_request_is_counted_by_what_it_found(tmp_path: Path) -> None:
+    async with running(config(tmp_path, a={"at_start": "stopped"})) as fleet:
+        async with fleet.lease("a"), fleet.lease("a"):
+            pass
+        await fleet.sleep("a")
+        async with fleet.lease("a") as lease:
+            assert lease.found == "asleep"
+        counted = {found: sum(seconds.counts) for (_, found), seconds in fleet.counters.actuation.items()}
+        assert counted == {"stopped": 1, "awake": 1, "asleep": 1}
+        switches = fleet.counters.switch_seconds
+        for found, kind in (("stopped", "start"), ("asleep", "wake")):
+            assert fleet.counters.actuation["a", found].total_s >= switches["a", kind]
+        assert 'cumem_sleep_serve_actuation_seconds_count{model="a",found="asleep"} 1' in exposition(fleet)
 
 
 @pytest.mark.slow
-def test_a_server_that_does_not_start_is_named_with_its_last_words(
+async def test_a_server_that_does_not_start_is_named_with_its_last_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(policy, "FIRST_PAUSE_S", 0.01)
     bad = f"{command('bad')} --token-seconds much"
 
-    async def scenario() -> None:
-        async with running(
-            config(tmp_path, bad={"command": bad}, gone={"command": "no-such-program {port}", "gpus": [1]})
-        ) as fleet:
-            with pytest.raises(ServerFailed, match=r"its server ended with status 2 before it was ready$") as failed:
-                await fleet.wake("bad")
-            assert re.search(r"its log \(.*\) ends with: .* invalid float value: 'much'", failed.value.details)
-            with pytest.raises(ServerFailed) as failed:
-                await fleet.wake("gone")
-            assert "no-such-program: No such file" in failed.value.details
-            assert "no-such-program: No such file" in str(fleet.status().models[1].last_words)
-
-    run(scenario())
+    async with running(
+        config(tmp_path, bad={"command": bad}, gone={"command": "no-such-program {port}", "gpus": [1]})
+    ) as fleet:
+        with pytest.raises(ServerFailed, match=r"its server ended with status 2 before it was ready$") as failed:
+            await fleet.wake("bad")
+        assert re.search(r"its log \(.*\) ends with: .* invalid float value: 'much'", failed.value.details)
+        with pytest.raises(ServerFailed) as failed:
+            await fleet.wake("gone")
+        assert "no-such-program: No such file" in failed.value.details
+        assert "no-such-program: No such file" in str(fleet.status().models[1].last_words)
 
 
-def test_changes_of_one_model_never_run_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_changes_of_one_model_never_run_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """It is looked for elsewhere, is to be started here, and then to be started anew, before that look has ended."""
     here, there = {"at_start": "awake"}, {"url": "http://127.0.0.1:1", "at_start": "awake"}
 
-    async def scenario() -> None:
-        async with running(config(tmp_path, a=there)) as fleet:
-            for model in (here, {**here, "share": 0.5}):
-                await asyncio.sleep(0.1)
-                await fleet.reload(config(tmp_path, a=model))
-            await until(fleet, a=Phase.AWAKE)
-
-    run(scenario())
+    async with running(config(tmp_path, a=there)) as fleet:
+        for model in (here, {**here, "share": 0.5}):
+            await asyncio.sleep(0.1)
+            await fleet.reload(config(tmp_path, a=model))
+        await until(fleet, a=Phase.AWAKE)
     assert "the front failed" not in caplog.text
 
 
@@ -199,16 +184,13 @@ def test_what_the_front_asks_a_server_all_the_time_hides_nothing_in_its_log(tmp_
     assert server._last_words() == f"its log ({server.log}) ends with: CUDA error"
 
 
-def test_who_watches_hears_of_a_front_without_news(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_who_watches_hears_of_a_front_without_news(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fleets, "SAME_AGAIN_S", 0.01)
 
-    async def scenario() -> None:
-        async with running(config(tmp_path, a={"at_start": "stopped"})) as fleet:
-            watching = fleet.watch()
-            seen = [phases(await watching.__anext__()) for _ in range(3)]
-            assert seen == [{"a": Phase.STOPPED}] * 3
-
-    run(scenario())
+    async with running(config(tmp_path, a={"at_start": "stopped"})) as fleet:
+        watching = fleet.watch()
+        seen = [phases(await watching.__anext__()) for _ in range(3)]
+        assert seen == [{"a": Phase.STOPPED}] * 3
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda at: at.symlink_to(at.with_name("precious"))])
@@ -222,49 +204,43 @@ def test_a_log_that_is_no_plain_file_is_not_opened(make: Callable[[Path], None],
 
 
 @pytest.mark.slow
-def test_a_server_that_lives_and_does_not_serve_is_started_afresh(
+async def test_a_server_that_lives_and_does_not_serve_is_started_afresh(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def is_healthy(_: VllmEngine) -> bool:
         return False
 
-    async def scenario() -> None:
-        async with running(config(tmp_path, a={})) as fleet:
-            async with fleet.lease("a") as lease:
-                pid = fleet.status().models[0].pid
-                with monkeypatch.context() as patch:
-                    patch.setattr(VllmEngine, "is_healthy", is_healthy)
-                    fleet.report_failure(lease, "it broke off")
-                    await until(fleet, a=Phase.DRAINING)
-            async with fleet.lease("a") as lease:
-                assert "This is a," in await ask(lease, "a")
-            assert fleet.status().models[0].pid not in (None, pid)
-
-    run(scenario())
+    async with running(config(tmp_path, a={})) as fleet:
+        async with fleet.lease("a") as lease:
+            pid = fleet.status().models[0].pid
+            with monkeypatch.context() as patch:
+                patch.setattr(VllmEngine, "is_healthy", is_healthy)
+                fleet.report_failure(lease, "it broke off")
+                await until(fleet, a=Phase.DRAINING)
+        async with fleet.lease("a") as lease:
+            assert "This is a," in await ask(lease, "a")
+        assert fleet.status().models[0].pid not in (None, pid)
 
 
 @pytest.mark.slow
-def test_a_server_by_url_is_found_as_it_is_and_never_stopped(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with running(config(tmp_path, a={"at_start": "awake"})) as theirs:
-            await theirs.wake("a")
-            url = theirs.status().models[0].url
-            async with running(config(tmp_path, a={"url": url}, b={"at_start": "stopped"})) as fleet:
-                await until(fleet, a=Phase.AWAKE)
-                await fleet.wake("b")
-                assert phases(fleet.status())["a"] is Phase.ASLEEP
-                async with fleet.lease("a") as lease:
-                    assert "This is a," in await ask(lease, "a")
-                with pytest.raises(OrderRefused, match="somebody else"):
-                    await fleet.stop_model("a")
-            async with theirs.lease("a") as lease:
+async def test_a_server_by_url_is_found_as_it_is_and_never_stopped(tmp_path: Path) -> None:
+    async with running(config(tmp_path, a={"at_start": "awake"})) as theirs:
+        await theirs.wake("a")
+        url = theirs.status().models[0].url
+        async with running(config(tmp_path, a={"url": url}, b={"at_start": "stopped"})) as fleet:
+            await until(fleet, a=Phase.AWAKE)
+            await fleet.wake("b")
+            assert phases(fleet.status())["a"] is Phase.ASLEEP
+            async with fleet.lease("a") as lease:
                 assert "This is a," in await ask(lease, "a")
-
-    run(scenario())
+            with pytest.raises(OrderRefused, match="somebody else"):
+                await fleet.stop_model("a")
+        async with theirs.lease("a") as lease:
+            assert "This is a," in await ask(lease, "a")
 
 
 @pytest.mark.parametrize("named", [None, "off", "/mine/vault.sock"])
-def test_the_front_asks_no_vault_that_a_server_by_url_names(
+async def test_the_front_asks_no_vault_that_a_server_by_url_names(
     named: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It could be any socket: the user's own is asked, or what the front's own variable names."""
@@ -273,77 +249,68 @@ def test_the_front_asks_no_vault_that_a_server_by_url_names(
         engine.has_layer = True
         return Facts("0.1.0", 1, vault="/of/another/service.sock", mapped_bytes=0, pids=(1,))
 
-    async def scenario() -> None:
-        asked = asyncio.Queue[str]()
-        monkeypatch.setattr(fleets, "LOOK_AT_MACHINE_EVERY_S", 0.01)
+    asked = asyncio.Queue[str]()
+    monkeypatch.setattr(fleets, "LOOK_AT_MACHINE_EVERY_S", 0.01)
 
-        def look(sockets: Collection[str]) -> VaultStatus:
-            for each in sockets:
-                loop.call_soon_threadsafe(asked.put_nowait, each)
-            return VaultStatus(2, 0, 1, 1, 1, spilled_by_pid={1: 1})
+    def look(sockets: Collection[str]) -> VaultStatus:
+        for each in sockets:
+            loop.call_soon_threadsafe(asked.put_nowait, each)
+        return VaultStatus(2, 0, 1, 1, 1, spilled_by_pid={1: 1})
 
-        def read_ahead(socket: str, pids: Collection[int]) -> None:
-            assert pids == (1,)
-            loop.call_soon_threadsafe(read.set_result, socket)
+    def read_ahead(socket: str, pids: Collection[int]) -> None:
+        assert pids == (1,)
+        loop.call_soon_threadsafe(read.set_result, socket)
 
-        loop, read = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
-        async with running(config(tmp_path, a={})) as theirs:
-            await until(theirs, a=Phase.ASLEEP)
-            monkeypatch.setattr(VllmEngine, "facts", facts)
-            if named is not None:
-                monkeypatch.setenv("CUMEM_SLEEP_VAULT", named)
-            by_url = config(tmp_path, a={"url": theirs.status().models[0].url})
-            async with running(by_url, look_at_vaults=look, read_ahead=read_ahead) as fleet:
-                await until(fleet, a=Phase.ASLEEP)
-                socket = named if named == "/mine/vault.sock" else "auto"
-                while not fleet.status().models[0].files_bytes:
-                    assert await asked.get() == socket
-                await fleet.wake("a")
-                assert await read == socket
-
-    run(scenario())
+    loop, read = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
+    async with running(config(tmp_path, a={})) as theirs:
+        await until(theirs, a=Phase.ASLEEP)
+        monkeypatch.setattr(VllmEngine, "facts", facts)
+        if named is not None:
+            monkeypatch.setenv("CUMEM_SLEEP_VAULT", named)
+        by_url = config(tmp_path, a={"url": theirs.status().models[0].url})
+        async with running(by_url, look_at_vaults=look, read_ahead=read_ahead) as fleet:
+            await until(fleet, a=Phase.ASLEEP)
+            socket = named if named == "/mine/vault.sock" else "auto"
+            while not fleet.status().models[0].files_bytes:
+                assert await asked.get() == socket
+            await fleet.wake("a")
+            assert await read == socket
 
 
 @pytest.mark.slow
-def test_a_server_by_url_that_is_not_there_holds_up_its_neighbours_for_a_moment_only(
+async def test_a_server_by_url_that_is_not_there_holds_up_its_neighbours_for_a_moment_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that is silent, or was there before and starts again, may take the GPU's memory."""
     monkeypatch.setattr(units, "NOBODY_ANSWERS_S", 0.3)
 
-    async def scenario() -> None:
-        patient = {"start_timeout": "1h", "switch_timeout": "1h"}
-        nobody = {"url": f"unix:{tmp_path / 'nobody.sock'}", **patient}
-        async with running(config(tmp_path, a=nobody, b={"at_start": "stopped"})) as fleet:
-            asked = asyncio.create_task(fleet.wake("a"))
-            await fleet.wake("b")
-            with pytest.raises(ServerFailed, match="no server answers there"):
-                await asked
-
-    run(scenario())
+    patient = {"start_timeout": "1h", "switch_timeout": "1h"}
+    nobody = {"url": f"unix:{tmp_path / 'nobody.sock'}", **patient}
+    async with running(config(tmp_path, a=nobody, b={"at_start": "stopped"})) as fleet:
+        asked = asyncio.create_task(fleet.wake("a"))
+        await fleet.wake("b")
+        with pytest.raises(ServerFailed, match="no server answers there"):
+            await asked
 
 
 @pytest.mark.slow
-def test_a_server_by_url_that_starts_again_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_server_by_url_that_starts_again_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be taking the GPU's memory before it listens."""
     monkeypatch.setattr(units, "NOBODY_ANSWERS_S", 0.0)
 
-    async def scenario() -> None:
-        async with running(config(tmp_path, a={"at_start": "awake"})) as theirs:
+    async with running(config(tmp_path, a={"at_start": "awake"})) as theirs:
+        await theirs.wake("a")
+        url = theirs.status().models[0].url
+        async with running(config(tmp_path, a={"url": url}, b={"at_start": "stopped"})) as fleet:
+            await until(fleet, a=Phase.AWAKE)
+            await theirs.stop_model("a")
+            await until(fleet, a=Phase.STARTING)  # after three looks in vain
+            asked = asyncio.create_task(fleet.wake("b"))
+            await asyncio.sleep(1.0)
+            assert not asked.done()
             await theirs.wake("a")
-            url = theirs.status().models[0].url
-            async with running(config(tmp_path, a={"url": url}, b={"at_start": "stopped"})) as fleet:
-                await until(fleet, a=Phase.AWAKE)
-                await theirs.stop_model("a")
-                await until(fleet, a=Phase.STARTING)  # after three looks in vain
-                asked = asyncio.create_task(fleet.wake("b"))
-                await asyncio.sleep(1.0)
-                assert not asked.done()
-                await theirs.wake("a")
-                await asked
-                assert phases(fleet.status()) == {"a": Phase.ASLEEP, "b": Phase.AWAKE}
-
-    run(scenario())
+            await asked
+            assert phases(fleet.status()) == {"a": Phase.ASLEEP, "b": Phase.AWAKE}
 
 
 @pytest.mark.parametrize("is_asked", [True, False])
@@ -397,30 +364,27 @@ PREPARED = command("a", f"--weights-bytes {60 << 30} --prepared-bytes {60 << 30}
         ({"host_memory": None, "command": PREPARED}, 40, 1),  # its backups have their memory already
     ],
 )
-def test_host_memory_is_looked_up_before_a_sleep(
+async def test_host_memory_is_looked_up_before_a_sleep(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: dict[str, Any], available_gib: int, level: int
 ) -> None:
     """Whatever the budget allows."""
     monkeypatch.setattr(hardware, "host_available_bytes", lambda: available_gib << 30)
     monkeypatch.setattr(hardware, "gpus", lambda _: [])
 
-    async def scenario() -> None:
-        async with running(config(tmp_path, a=model)) as fleet:
-            status = await until(fleet, a=Phase.ASLEEP)
-            assert status.models[0].level == level
-            assert ("a", "sleep", "failed") not in fleet.counters.switches or available_gib == 20
-            if level == 2:
-                with pytest.raises(OrderRefused):
-                    await fleet.sleep("a", 3)
-                assert (fleet.status().models[0].phase, fleet.status().models[0].level) == (Phase.ASLEEP, 2)
-                assert fleet.status().host.held_bytes == 0
-
-    run(scenario())
+    async with running(config(tmp_path, a=model)) as fleet:
+        status = await until(fleet, a=Phase.ASLEEP)
+        assert status.models[0].level == level
+        assert ("a", "sleep", "failed") not in fleet.counters.switches or available_gib == 20
+        if level == 2:
+            with pytest.raises(OrderRefused):
+                await fleet.sleep("a", 3)
+            assert (fleet.status().models[0].phase, fleet.status().models[0].level) == (Phase.ASLEEP, 2)
+            assert fleet.status().host.held_bytes == 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("available", "levels"), [(100 << 30, [1, 2]), (130 << 30, [1, 1])])
-def test_sleeps_that_overlap_do_not_count_on_the_same_host_memory(
+async def test_sleeps_that_overlap_do_not_count_on_the_same_host_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, available: int, levels: list[int]
 ) -> None:
     pinned, sleep = 0, VllmEngine.sleep
@@ -436,18 +400,15 @@ def test_sleeps_that_overlap_do_not_count_on_the_same_host_memory(
     monkeypatch.setattr(VllmEngine, "sleep", pins)
     monkeypatch.setattr(hardware, "host_available_bytes", lambda: available - pinned)
 
-    async def scenario() -> None:
-        common = {"host_memory": "60GiB", "at_start": "awake"}
-        models = {
-            name: {**common, "command": command(name, "--sleep-seconds 0.5"), "gpus": [gpu]}
-            for gpu, name in enumerate(("a", "b"))
-        }
-        async with running(replace(config(tmp_path, **models), host_memory=200 << 30)) as fleet:
-            await asyncio.gather(*map(fleet.wake, models))
-            await asyncio.gather(*map(fleet.sleep, models))
-            assert sorted(model.level or 0 for model in fleet.status().models) == levels
-
-    run(scenario())
+    common = {"host_memory": "60GiB", "at_start": "awake"}
+    models = {
+        name: {**common, "command": command(name, "--sleep-seconds 0.5"), "gpus": [gpu]}
+        for gpu, name in enumerate(("a", "b"))
+    }
+    async with running(replace(config(tmp_path, **models), host_memory=200 << 30)) as fleet:
+        await asyncio.gather(*map(fleet.wake, models))
+        await asyncio.gather(*map(fleet.sleep, models))
+        assert sorted(model.level or 0 for model in fleet.status().models) == levels
 
 
 GIB = 1 << 30
@@ -592,7 +553,7 @@ def has_ipv6() -> bool:
 @pytest.mark.parametrize(
     ("where", "is_open"), [("0.0.0.0", True), ("::", True), ("127.0.0.1", False), ("::ffff:127.0.0.1", False)]
 )
-def test_a_server_that_the_network_reaches_is_stopped(
+async def test_a_server_that_the_network_reaches_is_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, is_open: bool
 ) -> None:
     """Its development paths need no key."""
@@ -602,63 +563,54 @@ def test_a_server_that_the_network_reaches_is_stopped(
     script = tmp_path / "server.py"
     script.write_text(HEALTHY)
 
-    async def scenario() -> None:
-        async with running(config(tmp_path, a={"command": f"{sys.executable} {script} {where} {{port}}"})) as fleet:
-            if not is_open:
-                return await fleet.wake("a")
-            with pytest.raises(ServerFailed, match="listens where other machines may reach it") as failed:
-                await fleet.wake("a")
-            assert f"it listens at {where}, port " in failed.value.details
-
-    run(scenario())
-
-
-@pytest.mark.slow
-def test_a_command_takes_the_place_of_a_url_and_the_other_way_round(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        address = tmp_path / "a.sock"
-        theirs = await asyncio.create_subprocess_exec(*command("a").replace("{socket}", str(address)).split())
-        by_url, by_command = {"url": f"unix:{address}"}, dict[str, str]()
-        try:
-            async with running(config(tmp_path, a=by_url)) as fleet:
-                for model in (by_url, by_command, by_url, by_command):
-                    await fleet.reload(config(tmp_path, a=model))
-                    is_changed = False
-                    while not is_changed:
-                        async with fleet.lease("a") as lease:
-                            assert "This is a," in await ask(lease, "a")
-                            is_changed = (lease.server.socket == str(address)) == (model is by_url)
-                    assert (fleet.status().models[0].pid is None) == (model is by_url)
-            assert theirs.returncode is None, "it was not ours to stop"
-        finally:
-            theirs.terminate()
-            await theirs.wait()
-
-    run(scenario())
-
-
-@pytest.mark.slow
-def test_the_end_of_a_fleet_ends_those_that_wait_and_those_that_run(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        fleet = Fleet(config(tmp_path, a={"at_start": "awake"}, b={"keep": "1h"}, c={"at_start": "awake", "gpus": [1]}))
-        await fleet.start()
-        async with fleet.lease("a") as lease, fleet.lease("c"):
-            waits = asyncio.create_task(fleet.wake("b"))
-            ordered = asyncio.create_task(fleet.sleep("c"))
-            await until(fleet, c=Phase.DRAINING)
-            ending = asyncio.create_task(fleet.stop())
-            assert await lease.revoked == "this front is shutting down"
-        await ending
-        for each in (waits, ordered):
-            with pytest.raises(NotInTime, match="shutting down"):
-                await each
-        with pytest.raises(NotInTime, match="shutting down"):
+    async with running(config(tmp_path, a={"command": f"{sys.executable} {script} {where} {{port}}"})) as fleet:
+        if not is_open:
+            return await fleet.wake("a")
+        with pytest.raises(ServerFailed, match="listens where other machines may reach it") as failed:
             await fleet.wake("a")
+        assert f"it listens at {where}, port " in failed.value.details
 
-    run(scenario())
+
+@pytest.mark.slow
+async def test_a_command_takes_the_place_of_a_url_and_the_other_way_round(tmp_path: Path) -> None:
+    address = tmp_path / "a.sock"
+    theirs = await asyncio.create_subprocess_exec(*command("a").replace("{socket}", str(address)).split())
+    by_url, by_command = {"url": f"unix:{address}"}, dict[str, str]()
+    try:
+        async with running(config(tmp_path, a=by_url)) as fleet:
+            for model in (by_url, by_command, by_url, by_command):
+                await fleet.reload(config(tmp_path, a=model))
+                is_changed = False
+                while not is_changed:
+                    async with fleet.lease("a") as lease:
+                        assert "This is a," in await ask(lease, "a")
+                        is_changed = (lease.server.socket == str(address)) == (model is by_url)
+                assert (fleet.status().models[0].pid is None) == (model is by_url)
+        assert theirs.returncode is None, "it was not ours to stop"
+    finally:
+        theirs.terminate()
+        await theirs.wait()
 
 
-def test_a_server_that_woke_on_its_way_to_a_deeper_sleep_is_not_taken_for_asleep(
+@pytest.mark.slow
+async def test_the_end_of_a_fleet_ends_those_that_wait_and_those_that_run(tmp_path: Path) -> None:
+    fleet = Fleet(config(tmp_path, a={"at_start": "awake"}, b={"keep": "1h"}, c={"at_start": "awake", "gpus": [1]}))
+    await fleet.start()
+    async with fleet.lease("a") as lease, fleet.lease("c"):
+        waits = asyncio.create_task(fleet.wake("b"))
+        ordered = asyncio.create_task(fleet.sleep("c"))
+        await until(fleet, c=Phase.DRAINING)
+        ending = asyncio.create_task(fleet.stop())
+        assert await lease.revoked == "this front is shutting down"
+    await ending
+    for each in (waits, ordered):
+        with pytest.raises(NotInTime, match="shutting down"):
+            await each
+    with pytest.raises(NotInTime, match="shutting down"):
+        await fleet.wake("a")
+
+
+async def test_a_server_that_woke_on_its_way_to_a_deeper_sleep_is_not_taken_for_asleep(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sleep, target, available = VllmEngine.sleep, list[VllmEngine](), [100 * GIB]
@@ -673,25 +625,22 @@ def test_a_server_that_woke_on_its_way_to_a_deeper_sleep_is_not_taken_for_asleep
     monkeypatch.setattr(VllmEngine, "sleep", refuse)
     monkeypatch.setattr(hardware, "host_available_bytes", lambda: available[0])
 
-    async def scenario() -> None:
-        models = {"a": keeper("a"), "b": {**keeper("b"), "levels": [2, "stop"]}}
-        whole = replace(config(tmp_path, **models), host_memory=100 * GIB)
-        async with running(whole) as fleet:
-            await wake_in_turns(fleet, "a", "b")
-            await fleet.sleep("b", 2)
-            engine = fleet._units["b"].engine
-            assert isinstance(engine, VllmEngine)
-            target.append(engine)
-            deeper = asyncio.create_task(fleet.sleep("b", 3))
-            ends = time.monotonic() + 120
-            while available != [GIB]:
-                assert time.monotonic() < ends, "it was never refused"
-                await asyncio.sleep(0.02)
-            await asyncio.wait([deeper], timeout=8)
-            deeper.cancel()
-            await asyncio.wait([deeper])
-            (status,) = (each for each in fleet.status().models if each.name == "b")
-            assert available == [GIB]
-            assert (await engine.look()).state is not Phase.AWAKE or status.phase is not Phase.ASLEEP
-
-    run(scenario())
+    models = {"a": keeper("a"), "b": {**keeper("b"), "levels": [2, "stop"]}}
+    whole = replace(config(tmp_path, **models), host_memory=100 * GIB)
+    async with running(whole) as fleet:
+        await wake_in_turns(fleet, "a", "b")
+        await fleet.sleep("b", 2)
+        engine = fleet._units["b"].engine
+        assert isinstance(engine, VllmEngine)
+        target.append(engine)
+        deeper = asyncio.create_task(fleet.sleep("b", 3))
+        ends = time.monotonic() + 120
+        while available != [GIB]:
+            assert time.monotonic() < ends, "it was never refused"
+            await asyncio.sleep(0.02)
+        await asyncio.wait([deeper], timeout=8)
+        deeper.cancel()
+        await asyncio.wait([deeper])
+        (status,) = (each for each in fleet.status().models if each.name == "b")
+        assert available == [GIB]
+        assert (await engine.look()).state is not Phase.AWAKE or status.phase is not Phase.ASLEEP

@@ -6,7 +6,7 @@ import asyncio
 import random
 
 import pytest
-from front_world import WITHIN_S, Asked, a_world, ask, run, until
+from front_world import WITHIN_S, Asked, a_world, ask, until
 
 PIECES = (
     *(b"HTTP/1.1 200 OK\r\n", b"HTTP/1.1 100 Continue\r\n\r\n", b"HTTP/1.1 204 None\r\n", b"HTTP/1.0 200 OK\r\n"),
@@ -30,7 +30,7 @@ PIECES = (
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
-def test_whatever_a_server_answers(seed: int) -> None:
+async def test_whatever_a_server_answers(seed: int) -> None:
     chance = random.Random(seed)
     sound = 0
 
@@ -57,24 +57,20 @@ def test_whatever_a_server_answers(seed: int) -> None:
         except (ConnectionError, RuntimeError, asyncio.TimeoutError):  # uvloop: the connection is closed
             asked.writer.transport.abort()
 
-    async def scenario() -> None:
-        nonlocal sound
-        async with a_world("one") as world:
-            await world.server("one", quietly)
-            for _ in range(150):
-                client = await world.client()
-                await client.send(ask(stream=True))
-                try:
-                    found = await asyncio.wait_for(client.answer(), WITHIN_S)
-                except (asyncio.IncompleteReadError, ConnectionError):
-                    continue  # broken off before its head was sent
-                finally:
-                    client.close()
-                sound += found.whole and found.code == 200
-                assert found.code in (200, 204, 304, 502), found
-            await until(lambda: not world.fleet.granted)
-            await world.server("one")
-            assert (await world.ask(ask())).code == 200
-
-    run(scenario)
+    async with a_world("one") as world:
+        await world.server("one", quietly)
+        for _ in range(150):
+            client = await world.client()
+            await client.send(ask(stream=True))
+            try:
+                found = await asyncio.wait_for(client.answer(), WITHIN_S)
+            except (asyncio.IncompleteReadError, ConnectionError):
+                continue  # broken off before its head was sent
+            finally:
+                client.close()
+            sound += found.whole and found.code == 200
+            assert found.code in (200, 204, 304, 502), found
+        await until(lambda: not world.fleet.granted)
+        await world.server("one")
+        assert (await world.ask(ask())).code == 200
     assert sound, "some of them are answers"

@@ -121,7 +121,7 @@ def test_the_vault_limits_those_in_it_and_the_budget_all_others(tmp_path: Path, 
     assert (host["vault"]["memory_bytes"], host["vault"]["asleep_bytes"]) == (64 * MIB, 40 * MIB)
 
 
-def test_models_that_the_vault_has_in_files_are_shown_so(
+async def test_models_that_the_vault_has_in_files_are_shown_so(
     tmp_path: Path, vault: Vault, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It has memory for one of three, and none of them goes deeper for want of it."""
@@ -132,36 +132,35 @@ def test_models_that_the_vault_has_in_files_are_shown_so(
     vault.start("72MiB", "--spill", str(spill), "--spill-size", "1GiB")
     monkeypatch.setattr(fleets, "LOOK_AT_MACHINE_EVERY_S", 0.05)
 
-    async def scenario() -> None:
-        socket = str(vault.socket)
-        parsed = config(tmp_path, **{name: model(name, socket, seed) for seed, name in enumerate("abc")})
-        read_ahead: list[str] = []
+    socket = str(vault.socket)
+    parsed = config(tmp_path, **{name: model(name, socket, seed) for seed, name in enumerate("abc")})
+    read_ahead: list[str] = []
 
-        def read(path: str, pids: Collection[int]) -> None:
-            assert pids
-            read_ahead.append(path)
-            tools.read_ahead(path, pids)
+    def read(path: str, pids: Collection[int]) -> None:
+        assert pids
+        read_ahead.append(path)
+        tools.read_ahead(path, pids)
 
-        async with running(parsed, look_at_vaults=tools.look_at_vaults, read_ahead=read) as fleet:
-            await until(fleet, a=Phase.ASLEEP, b=Phase.ASLEEP, c=Phase.ASLEEP)
-            assert set(levels(fleet).values()) == {1}
-            while sum(each.files_bytes for each in fleet.status().models) < 80 * MIB:
-                await asyncio.sleep(0.01)
-            host = fleet.status().host.vault
-            assert host is not None
-            assert (host.asleep_bytes, host.spilled_bytes) == (120 * MIB, 80 * MIB)
-            in_files = next(each.name for each in fleet.status().models if each.files_bytes)
-            await fleet.wake(in_files)
-            assert read_ahead == [socket]
-            while not any(each.files_s for each in fleet.status().models):
-                await asyncio.sleep(0.01)
-            table = tools.models_table([asdict(each) for each in fleet.status().models])
-            assert any("40.00 MiB in files (read in" in str(cell) for cell in table.columns[6].cells)
-
-    run(scenario())
+    async with running(parsed, look_at_vaults=tools.look_at_vaults, read_ahead=read) as fleet:
+        await until(fleet, a=Phase.ASLEEP, b=Phase.ASLEEP, c=Phase.ASLEEP)
+        assert set(levels(fleet).values()) == {1}
+        while sum(each.files_bytes for each in fleet.status().models) < 80 * MIB:
+            await asyncio.sleep(0.01)
+        host = fleet.status().host.vault
+        assert host is not None
+        assert (host.asleep_bytes, host.spilled_bytes) == (120 * MIB, 80 * MIB)
+        in_files = next(each.name for each in fleet.status().models if each.files_bytes)
+        await fleet.wake(in_files)
+        assert read_ahead == [socket]
+        while not any(each.files_s for each in fleet.status().models):
+            await asyncio.sleep(0.01)
+        table = tools.models_table([asdict(each) for each in fleet.status().models])
+        assert any("40.00 MiB in files (read in" in str(cell) for cell in table.columns[6].cells)
 
 
-def test_what_the_vault_has_yet_to_take_is_not_for_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_the_vault_has_yet_to_take_is_not_for_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(hardware, "host_available_bytes", lambda: 256 * GIB)
     asked = []
 
@@ -169,72 +168,63 @@ def test_what_the_vault_has_yet_to_take_is_not_for_others(tmp_path: Path, monkey
         asked.append(sockets)
         return VaultStatus(200 * GIB, 150 * GIB, 0, 200 * GIB)
 
-    async def scenario() -> None:
-        monkeypatch.setenv("CUMEM_SLEEP_VAULT", "/run/of-all")
-        models: dict[str, Any] = {"a": {}, "b": {"env": {"CUMEM_SLEEP_VAULT": "auto"}}}
-        models |= {"c": {"env": {"CUMEM_SLEEP_VAULT": "off"}}, "d": {"url": "http://127.0.0.1:1"}}
-        stopped = {name: {**each, "at_start": "stopped"} for name, each in models.items()}
-        parsed = replace(config(tmp_path, **stopped), host_memory=None)
-        async with running(parsed, look_at_vaults=look) as fleet:
-            assert fleet.status().host.budget_bytes == (256 - 150 - 2) * GIB
-            assert asked == [{"auto", "/run/of-all"}]
-
-    run(scenario())
+    monkeypatch.setenv("CUMEM_SLEEP_VAULT", "/run/of-all")
+    models: dict[str, Any] = {"a": {}, "b": {"env": {"CUMEM_SLEEP_VAULT": "auto"}}}
+    models |= {"c": {"env": {"CUMEM_SLEEP_VAULT": "off"}}, "d": {"url": "http://127.0.0.1:1"}}
+    stopped = {name: {**each, "at_start": "stopped"} for name, each in models.items()}
+    parsed = replace(config(tmp_path, **stopped), host_memory=None)
+    async with running(parsed, look_at_vaults=look) as fleet:
+        assert fleet.status().host.budget_bytes == (256 - 150 - 2) * GIB
+        assert asked == [{"auto", "/run/of-all"}]
 
 
-def test_a_vault_that_dies_costs_level_1_until_there_is_one_again(
+async def test_a_vault_that_dies_costs_level_1_until_there_is_one_again(
     tmp_path: Path, vault: Vault, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hardware, "host_available_bytes", lambda: 0)
     monkeypatch.setattr(fleets, "LOOK_AT_MACHINE_EVERY_S", 0.05)
     vault.start()
 
-    async def scenario() -> None:
-        parsed = config(tmp_path, a=model("a", str(vault.socket)))
-        async with running(parsed, look_at_vaults=tools.look_at_vaults) as fleet:
-            await until(fleet, a=Phase.ASLEEP)
-            assert levels(fleet) == {"a": 1}
-            await until_vault(fleet, is_there=True)
-            vault.kill()
-            await until_vault(fleet, is_there=False)
-            await fleet.wake("a")  # from the vault's memory, that its server still has
-            await fleet.sleep("a")
-            assert levels(fleet) == {"a": 2}
-            await fleet.wake("a")
-            vault.start()
-            await fleet.sleep("a")
-            assert levels(fleet) == {"a": 1}
-            assert only(fleet).restarts == 0
-            await until_vault(fleet, is_there=True)
-
-    run(scenario())
+    parsed = config(tmp_path, a=model("a", str(vault.socket)))
+    async with running(parsed, look_at_vaults=tools.look_at_vaults) as fleet:
+        await until(fleet, a=Phase.ASLEEP)
+        assert levels(fleet) == {"a": 1}
+        await until_vault(fleet, is_there=True)
+        vault.kill()
+        await until_vault(fleet, is_there=False)
+        await fleet.wake("a")  # from the vault's memory, that its server still has
+        await fleet.sleep("a")
+        assert levels(fleet) == {"a": 2}
+        await fleet.wake("a")
+        vault.start()
+        await fleet.sleep("a")
+        assert levels(fleet) == {"a": 1}
+        assert only(fleet).restarts == 0
+        await until_vault(fleet, is_there=True)
 
 
-def test_its_own_vault_is_started_again_and_ends_after_its_servers(
+async def test_its_own_vault_is_started_again_and_ends_after_its_servers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hardware, "host_available_bytes", lambda: 0)
     monkeypatch.setattr(fleets, "LOOK_AT_MACHINE_EVERY_S", 0.05)
     folders = []
 
-    async def scenario() -> None:
-        own = VaultConfig(64 * MIB)
-        parsed = replace(config(tmp_path, a={**model("a", ""), "env": {}}), vault=own)
-        async with running(parsed, look_at_vaults=tools.look_at_vaults) as fleet:
-            await until(fleet, a=Phase.ASLEEP)
-            assert (only(fleet).level, only(fleet).in_vault) == (1, True)
-            await until_vault(fleet, is_there=True)
-            vault = fleet._units._vault
-            assert vault is not None
-            folders.append(vault.socket.parent)
-            os.kill(int(vault.pid or 0), signal.SIGKILL)
-            await until_vault(fleet, is_there=False)
-            await until_vault(fleet, is_there=True)
-            await fleet.wake("a")
-            await fleet.sleep("a")
-            assert (only(fleet).level, only(fleet).restarts) == (1, 0)
-
-    run(scenario())
+    own = VaultConfig(64 * MIB)
+    parsed = replace(config(tmp_path, a={**model("a", ""), "env": {}}), vault=own)
+    async with running(parsed, look_at_vaults=tools.look_at_vaults) as fleet:
+        await until(fleet, a=Phase.ASLEEP)
+        assert (only(fleet).level, only(fleet).in_vault) == (1, True)
+        await until_vault(fleet, is_there=True)
+        vault = fleet._units._vault
+        assert vault is not None
+        folders.append(vault.socket.parent)
+        os.kill(int(vault.pid or 0), signal.SIGKILL)
+        await until_vault(fleet, is_there=False)
+        await until_vault(fleet, is_there=True)
+        await fleet.wake("a")
+        await fleet.sleep("a")
+        assert (only(fleet).level, only(fleet).restarts) == (1, 0)
     assert [folder for folder in folders if folder.exists()] == []
 
 
@@ -264,14 +254,11 @@ def test_its_own_vault_ends_with_a_front_that_is_killed(tmp_path: Path) -> None:
         time.sleep(0.05)
 
 
-def test_a_front_whose_own_vault_does_not_start_does_not_start_either(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        fleet = Fleet(replace(config(tmp_path, a={}), vault=VaultConfig(1 << 60)))
-        with pytest.raises(OSError, match=r"vault: the vault ended with status 2 .* give the vault less"):
-            await fleet.start()
-        await fleet.stop()
-
-    run(scenario())
+async def test_a_front_whose_own_vault_does_not_start_does_not_start_either(tmp_path: Path) -> None:
+    fleet = Fleet(replace(config(tmp_path, a={}), vault=VaultConfig(1 << 60)))
+    with pytest.raises(OSError, match=r"vault: the vault ended with status 2 .* give the vault less"):
+        await fleet.start()
+    await fleet.stop()
 
 
 async def until_vault(fleet: Fleet, *, is_there: bool) -> None:

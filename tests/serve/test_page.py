@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from chromium import PROGRAM, Page, a_page
-from front_world import World, a_world, get, run
+from front_world import World, a_world, get
 
 import cumem_sleep.serve.page as served
 from cumem_sleep.serve.fleet import OrderRefused
@@ -42,192 +42,165 @@ def tell(world: World, phase: Phase) -> None:
 
 
 @needs_browser
-def test_it_shows_who_is_awake_and_follows() -> None:
-    async def scenario() -> None:
-        async with a_world("one", "two") as world, a_page() as page:
-            await opened(world, page)
-            text = await page.value("document.body.innerText")
-            for wanted in (
-                "GPU 0",
-                "H200",
-                "40 B of 100 B in use",
-                "one",
-                "two",
-                "asleep, level 1",
-                "fell asleep at level 1 in 250 ms",
-            ):
-                assert wanted in text, text
-            assert await page.value("document.querySelectorAll('[data-call]').length") == 0, "nobody is an operator"
-            label = "document.querySelector('#gpus [role=img]').getAttribute('aria-label')"
-            assert await page.value(label) == "GPU 0: one 90 percent, awake"
-            bar, part = [
-                await page.value(f"document.querySelector('#gpus .bar{at}').offsetWidth") for at in ("", " span")
-            ]
-            assert abs(part / bar - 0.9) < 0.02
-            tell(world, Phase.WAKING)
-            await page.until("document.querySelector('.state').textContent === 'waking'")
-            tell(world, Phase.AWAKE)
-            await page.until("document.querySelector('#news').textContent === 'one is awake, two is awake'")
-            assert page.complaints == []
-            hosts = {re.match(r"\w+://([^/]*)", url)[1] for url in page.requests}  # type: ignore[index]
-            assert hosts == {f"127.0.0.1:{world.port}"}, "it works offline"
-
-    run(scenario)
+async def test_it_shows_who_is_awake_and_follows() -> None:
+    async with a_world("one", "two") as world, a_page() as page:
+        await opened(world, page)
+        text = await page.value("document.body.innerText")
+        for wanted in (
+            "GPU 0",
+            "H200",
+            "40 B of 100 B in use",
+            "one",
+            "two",
+            "asleep, level 1",
+            "fell asleep at level 1 in 250 ms",
+        ):
+            assert wanted in text, text
+        assert await page.value("document.querySelectorAll('[data-call]').length") == 0, "nobody is an operator"
+        label = "document.querySelector('#gpus [role=img]').getAttribute('aria-label')"
+        assert await page.value(label) == "GPU 0: one 90 percent, awake"
+        bar, part = [await page.value(f"document.querySelector('#gpus .bar{at}').offsetWidth") for at in ("", " span")]
+        assert abs(part / bar - 0.9) < 0.02
+        tell(world, Phase.WAKING)
+        await page.until("document.querySelector('.state').textContent === 'waking'")
+        tell(world, Phase.AWAKE)
+        await page.until("document.querySelector('#news').textContent === 'one is awake, two is awake'")
+        assert page.complaints == []
+        hosts = {re.match(r"\w+://([^/]*)", url)[1] for url in page.requests}  # type: ignore[index]
+        assert hosts == {f"127.0.0.1:{world.port}"}, "it works offline"
 
 
 @needs_browser
-def test_a_vault_has_a_bar_of_its_own() -> None:
+async def test_a_vault_has_a_bar_of_its_own() -> None:
     """Two sleepers share most of what lies there: their parts are as long as what is asleep."""
-
-    async def scenario() -> None:
-        async with a_world("one", "two", "beside") as world, a_page() as page:
-            status = world.fleet.status()
-            one, two, beside = (replace(model, host_bytes=5) for model in status.models)
-            in_vault = (replace(one, in_vault=True, kept_bytes=7), replace(two, in_vault=True))
-            models = (*in_vault, replace(beside, kept_bytes=3))
-            host = HostStatus(10, 5, None, VaultStatus(20, 0, 6, 14), kept_bytes=3)
-            world.fleet.status = lambda: replace(status, models=models, host=host)  # type: ignore[method-assign]
-            await opened(world, page)
-            bars = "[...document.querySelectorAll('#gpus [role=img]')].slice(1)"
-            assert await page.value(f"{bars}.map((bar) => bar.getAttribute('aria-label'))") == [
-                "Host memory: 5 B of 10 B held by sleepers, 3 B of KV cache kept",
-                "Vault: 6 B of 20 B held by sleepers",
-            ]
-            parts = f"{bars}.map((bar) => [...bar.children].map((part) => [part.title, part.style.width]))"
-            assert await page.value(parts) == [[["beside", "80%"]], [["one", "15%"], ["two", "15%"]]]
-            text = await page.value("document.body.innerText")
-            assert "14 B left" in text
-            assert [line for line in text.splitlines() if "keeps" in line] == [
-                "keeps 7 B of KV cache",
-                "keeps 3 B of KV cache",
-            ]
-            assert page.complaints == []
-
-    run(scenario)
+    async with a_world("one", "two", "beside") as world, a_page() as page:
+        status = world.fleet.status()
+        one, two, beside = (replace(model, host_bytes=5) for model in status.models)
+        in_vault = (replace(one, in_vault=True, kept_bytes=7), replace(two, in_vault=True))
+        models = (*in_vault, replace(beside, kept_bytes=3))
+        host = HostStatus(10, 5, None, VaultStatus(20, 0, 6, 14), kept_bytes=3)
+        world.fleet.status = lambda: replace(status, models=models, host=host)  # type: ignore[method-assign]
+        await opened(world, page)
+        bars = "[...document.querySelectorAll('#gpus [role=img]')].slice(1)"
+        assert await page.value(f"{bars}.map((bar) => bar.getAttribute('aria-label'))") == [
+            "Host memory: 5 B of 10 B held by sleepers, 3 B of KV cache kept",
+            "Vault: 6 B of 20 B held by sleepers",
+        ]
+        parts = f"{bars}.map((bar) => [...bar.children].map((part) => [part.title, part.style.width]))"
+        assert await page.value(parts) == [[["beside", "80%"]], [["one", "15%"], ["two", "15%"]]]
+        text = await page.value("document.body.innerText")
+        assert "14 B left" in text
+        assert [line for line in text.splitlines() if "keeps" in line] == [
+            "keeps 7 B of KV cache",
+            "keeps 3 B of KV cache",
+        ]
+        assert page.complaints == []
 
 
 @needs_browser
-def test_buttons_are_for_those_with_the_token() -> None:
-    async def scenario() -> None:
-        async with a_world("one", "two", admin_token=TOKEN) as world, a_page() as page:
-            await opened(world, page)
-            await page.value("document.querySelector('#key').click()")
-            await enter(page, TOKEN)
-            await page.until("document.querySelectorAll('[data-call]').length === 6")
-            states = "[...document.querySelectorAll('[data-model=two] button')].map((b) => [b.textContent, b.disabled])"
-            assert await page.value(states) == [["Wake", False], ["Sleep", True], ["Stop", False]]
-            await page.value("document.querySelector('[data-model=two] [data-call=wake]').focus()")
-            await page.press("Enter", 13)
-            await _until_called(world, ("wake", "two"))
-            await page.value("document.querySelector('[data-model=two] [data-call=stop]').focus()")
-            tell(world, Phase.AWAKE)
-            await page.until("!document.querySelector('[data-model=two] [data-call=sleep]').disabled")
-            focused = "document.activeElement.getAttribute('aria-label')"
-            assert await page.value(focused) == "Stop two", "news take nobody's focus away"
-            await page.go(f"http://127.0.0.1:{world.port}/")
-            await page.until("document.querySelectorAll('[data-call]').length === 6")
-            await page.value("document.querySelector('#key').click(), document.querySelector('#forget').click()")
-            await page.until("document.querySelectorAll('[data-call]').length === 0 && last !== null && !last.operator")
-            assert page.complaints == []
-
-    run(scenario)
+async def test_buttons_are_for_those_with_the_token() -> None:
+    async with a_world("one", "two", admin_token=TOKEN) as world, a_page() as page:
+        await opened(world, page)
+        await page.value("document.querySelector('#key').click()")
+        await enter(page, TOKEN)
+        await page.until("document.querySelectorAll('[data-call]').length === 6")
+        states = "[...document.querySelectorAll('[data-model=two] button')].map((b) => [b.textContent, b.disabled])"
+        assert await page.value(states) == [["Wake", False], ["Sleep", True], ["Stop", False]]
+        await page.value("document.querySelector('[data-model=two] [data-call=wake]').focus()")
+        await page.press("Enter", 13)
+        await _until_called(world, ("wake", "two"))
+        await page.value("document.querySelector('[data-model=two] [data-call=stop]').focus()")
+        tell(world, Phase.AWAKE)
+        await page.until("!document.querySelector('[data-model=two] [data-call=sleep]').disabled")
+        focused = "document.activeElement.getAttribute('aria-label')"
+        assert await page.value(focused) == "Stop two", "news take nobody's focus away"
+        await page.go(f"http://127.0.0.1:{world.port}/")
+        await page.until("document.querySelectorAll('[data-call]').length === 6")
+        await page.value("document.querySelector('#key').click(), document.querySelector('#forget').click()")
+        await page.until("document.querySelectorAll('[data-call]').length === 0 && last !== null && !last.operator")
+        assert page.complaints == []
 
 
 @needs_browser
-def test_a_link_brings_the_token_and_forgets_it() -> None:
-    async def scenario() -> None:
-        async with a_world("one", api_keys=["key"], admin_token=TOKEN) as world, a_page() as page:
-            url = f"http://127.0.0.1:{world.port}/"
-            await page.go(f"{url}#token=key")
-            await page.until("document.querySelector('#link').className === 'link live'")
-            assert await page.value("location.href") == url
-            assert await page.value("document.querySelectorAll('[data-call]').length") == 0
-            await page.go(f"{url}#token={TOKEN}")  # which loads nothing
-            await page.until("document.querySelectorAll('[data-call]').length === 3")
-            assert await page.value("location.href") == url
-            assert page.complaints == []
-
-    run(scenario)
+async def test_a_link_brings_the_token_and_forgets_it() -> None:
+    async with a_world("one", api_keys=["key"], admin_token=TOKEN) as world, a_page() as page:
+        url = f"http://127.0.0.1:{world.port}/"
+        await page.go(f"{url}#token=key")
+        await page.until("document.querySelector('#link').className === 'link live'")
+        assert await page.value("location.href") == url
+        assert await page.value("document.querySelectorAll('[data-call]').length") == 0
+        await page.go(f"{url}#token={TOKEN}")  # which loads nothing
+        await page.until("document.querySelectorAll('[data-call]').length === 3")
+        assert await page.value("location.href") == url
+        assert page.complaints == []
 
 
 @needs_browser
-def test_names_are_whole_and_a_gpu_of_nobody_says_so() -> None:
+async def test_names_are_whole_and_a_gpu_of_nobody_says_so() -> None:
     names = tuple(f"{each}/a-name-that-is-much-longer-than-its-part-of-a-bar-{'x' * 40}" for each in ("one", "two"))
 
-    async def scenario() -> None:
-        async with a_world(*names) as world, a_page() as page:
-            status = world.fleet.status()
-            taken, free = status.gpus[0], replace(status.gpus[0], gpu=1, holders=())
-            holders = tuple(replace(taken.holders[0], model=name, share=0.05) for name in names)
-            gpus = (replace(taken, holders=holders), free)
-            world.fleet.status = lambda: replace(status, gpus=gpus)  # type: ignore[method-assign]
-            for width in (1000, 360):
-                await page.looks(width, 800)
-                await page.go(f"http://127.0.0.1:{world.port}/")
-                await page.until("document.querySelector('#link').className === 'link live'")
-                shown = "[...document.querySelectorAll('#gpus .names')].slice(0, 2).map((names) => names.innerText)"
-                assert await page.value(shown) == ["\n".join(names), "nobody is awake"]
-                is_cut = "(each) => each.scrollWidth > each.clientWidth"
-                assert await page.value(f"[...document.querySelectorAll('.names span')].filter({is_cut}).length") == 0
-                assert await page.value("document.documentElement.scrollWidth") <= width
-            labels = "[...document.querySelectorAll('#gpus [role=img]')].map((bar) => bar.getAttribute('aria-label'))"
-            assert (await page.value(labels))[1] == "GPU 1: nobody is awake"
-
-    run(scenario)
-
-
-@needs_browser
-def test_where_keys_are_needed_it_asks_for_one_and_says_what_fails() -> None:
-    async def scenario() -> None:
-        async with a_world("one", api_keys=["key"], admin_token=TOKEN) as world, a_page() as page:
-            await page.looks(1000, 800)
+    async with a_world(*names) as world, a_page() as page:
+        status = world.fleet.status()
+        taken, free = status.gpus[0], replace(status.gpus[0], gpu=1, holders=())
+        holders = tuple(replace(taken.holders[0], model=name, share=0.05) for name in names)
+        gpus = (replace(taken, holders=holders), free)
+        world.fleet.status = lambda: replace(status, gpus=gpus)  # type: ignore[method-assign]
+        for width in (1000, 360):
+            await page.looks(width, 800)
             await page.go(f"http://127.0.0.1:{world.port}/")
-            await page.until("document.querySelector('#link').textContent === 'a token is needed'")
-            await enter(page, "wrong")
-            await page.until("document.querySelector('#link').textContent === 'this token is not accepted'")
-            assert await page.value("document.querySelectorAll('#models li').length") == 0
-            await enter(page, TOKEN)
-            await page.until("document.querySelectorAll('[data-call]').length === 3")
-            world.fleet.refusal = OrderRefused("<b>somebody else</b> started it")
-            await page.value("document.querySelector('[data-call=stop]').click()")
-            await page.until("!document.querySelector('#problem').hidden")
-            said = await page.value("document.querySelector('#problem').textContent")
-            assert said == "stop one: <b>somebody else</b> started it"
-
-    run(scenario)
+            await page.until("document.querySelector('#link').className === 'link live'")
+            shown = "[...document.querySelectorAll('#gpus .names')].slice(0, 2).map((names) => names.innerText)"
+            assert await page.value(shown) == ["\n".join(names), "nobody is awake"]
+            is_cut = "(each) => each.scrollWidth > each.clientWidth"
+            assert await page.value(f"[...document.querySelectorAll('.names span')].filter({is_cut}).length") == 0
+            assert await page.value("document.documentElement.scrollWidth") <= width
+        labels = "[...document.querySelectorAll('#gpus [role=img]')].map((bar) => bar.getAttribute('aria-label'))"
+        assert (await page.value(labels))[1] == "GPU 1: nobody is awake"
 
 
 @needs_browser
-def test_it_comes_back_when_the_front_does() -> None:
-    async def scenario() -> None:
-        async with a_world("one") as world, a_page() as page:
-            await opened(world, page)
-            world.fleet.ended = True
-            world.fleet.changed.set()
-            await page.until("document.querySelector('#link').className === 'link lost'")
-            world.fleet.ended = False
-            await page.until("document.querySelector('#link').className === 'link live'")
+async def test_where_keys_are_needed_it_asks_for_one_and_says_what_fails() -> None:
+    async with a_world("one", api_keys=["key"], admin_token=TOKEN) as world, a_page() as page:
+        await page.looks(1000, 800)
+        await page.go(f"http://127.0.0.1:{world.port}/")
+        await page.until("document.querySelector('#link').textContent === 'a token is needed'")
+        await enter(page, "wrong")
+        await page.until("document.querySelector('#link').textContent === 'this token is not accepted'")
+        assert await page.value("document.querySelectorAll('#models li').length") == 0
+        await enter(page, TOKEN)
+        await page.until("document.querySelectorAll('[data-call]').length === 3")
+        world.fleet.refusal = OrderRefused("<b>somebody else</b> started it")
+        await page.value("document.querySelector('[data-call=stop]').click()")
+        await page.until("!document.querySelector('#problem').hidden")
+        said = await page.value("document.querySelector('#problem').textContent")
+        assert said == "stop one: <b>somebody else</b> started it"
 
-    run(scenario)
+
+@needs_browser
+async def test_it_comes_back_when_the_front_does() -> None:
+    async with a_world("one") as world, a_page() as page:
+        await opened(world, page)
+        world.fleet.ended = True
+        world.fleet.changed.set()
+        await page.until("document.querySelector('#link').className === 'link lost'")
+        world.fleet.ended = False
+        await page.until("document.querySelector('#link').className === 'link live'")
 
 
 # Without a browser
 
 
-def test_its_files_need_nothing_else_and_its_headers_forbid_the_rest() -> None:
-    async def scenario() -> None:
-        async with a_world("one", api_keys=["key"]) as world:
-            for path, (_, kind) in served._FILES.items():
-                answer = await world.ask(get(path))
-                assert (answer.code, answer.headers["content-type"]) == (200, kind)
-                policy = answer.headers["content-security-policy"]
-                assert policy.startswith("default-src 'none'")
-                assert "unsafe" not in policy
-                head = await world.client()
-                await head.send(get(path, method="HEAD"))
-                assert (await head.head()).code == 200
-
-    run(scenario)
+async def test_its_files_need_nothing_else_and_its_headers_forbid_the_rest() -> None:
+    async with a_world("one", api_keys=["key"]) as world:
+        for path, (_, kind) in served._FILES.items():
+            answer = await world.ask(get(path))
+            assert (answer.code, answer.headers["content-type"]) == (200, kind)
+            policy = answer.headers["content-security-policy"]
+            assert policy.startswith("default-src 'none'")
+            assert "unsafe" not in policy
+            head = await world.client()
+            await head.send(get(path, method="HEAD"))
+            assert (await head.head()).code == 200
     for file in STATIC.iterdir():
         text = file.read_text()
         assert not re.search(r"(?:src|href|url)\s*[=(]\s*[\"']?(?:https?:)?//", text), file

@@ -78,39 +78,33 @@ def test_a_model_that_somebody_else_puts_to_sleep_is_woken_by_the_next_request(t
     run(whole())
 
 
-def test_an_operators_call_asks_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_operators_call_asks_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(units, "LOOK_AT_HEALTH_EVERY_S", 1e6)
 
-    async def scenario() -> None:
-        async with running(config(tmp_path, a={"at_start": "awake"})) as fleet:
-            await fleet.wake("a")
-            await call(fleet, "a", "/sleep?level=1")
-            await fleet.wake("a")
-            assert await call(fleet, "a", "/is_sleeping") == {"is_sleeping": False}
-            await fleet.sleep("a")
-            await call(fleet, "a", "/wake_up")
-            await fleet.sleep("a")
-            assert await call(fleet, "a", "/is_sleeping") == {"is_sleeping": True}
-            await fleet.stop_model("a")
-            await fleet.sleep("a")  # nobody is there to be asked
-
-    run(scenario())
+    async with running(config(tmp_path, a={"at_start": "awake"})) as fleet:
+        await fleet.wake("a")
+        await call(fleet, "a", "/sleep?level=1")
+        await fleet.wake("a")
+        assert await call(fleet, "a", "/is_sleeping") == {"is_sleeping": False}
+        await fleet.sleep("a")
+        await call(fleet, "a", "/wake_up")
+        await fleet.sleep("a")
+        assert await call(fleet, "a", "/is_sleeping") == {"is_sleeping": True}
+        await fleet.stop_model("a")
+        await fleet.sleep("a")  # nobody is there to be asked
 
 
-def test_of_two_models_that_are_awake_on_one_gpu_one_is_put_to_sleep_again(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with running(config(tmp_path, a={"keep": "1h"}, b={"keep": "1h"})) as fleet:
-            await until(fleet, a=Phase.ASLEEP, b=Phase.ASLEEP)
-            async with fleet.lease("a"):
-                await call(fleet, "b", "/wake_up")
-                while not (await call(fleet, "b", "/is_sleeping"))["is_sleeping"]:
-                    await asyncio.sleep(0.05)
-                await until(fleet, a=Phase.AWAKE, b=Phase.ASLEEP)
-
-    run(scenario())
+async def test_of_two_models_that_are_awake_on_one_gpu_one_is_put_to_sleep_again(tmp_path: Path) -> None:
+    async with running(config(tmp_path, a={"keep": "1h"}, b={"keep": "1h"})) as fleet:
+        await until(fleet, a=Phase.ASLEEP, b=Phase.ASLEEP)
+        async with fleet.lease("a"):
+            await call(fleet, "b", "/wake_up")
+            while not (await call(fleet, "b", "/is_sleeping"))["is_sleeping"]:
+                await asyncio.sleep(0.05)
+            await until(fleet, a=Phase.AWAKE, b=Phase.ASLEEP)
 
 
-def test_a_server_that_says_that_it_sleeps_is_believed_when_nvml_agrees(
+async def test_a_server_that_says_that_it_sleeps_is_believed_when_nvml_agrees(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held, looks = 60 * GIB, asyncio.Event()
@@ -125,23 +119,19 @@ def test_a_server_that_says_that_it_sleeps_is_believed_when_nvml_agrees(
     by_nvml(monkeypatch, lambda: held)
     monkeypatch.setattr(VllmEngine, "look", noted)
 
-    async def scenario() -> None:
-        nonlocal held
-        with_layer = command("a", f"--weights-bytes {50 * GIB}")
-        async with running(config(tmp_path, a={"command": with_layer, "at_start": "awake"})) as fleet:
-            await until(fleet, a=Phase.AWAKE)
-            await call(fleet, "a", "/sleep?level=1")
-            for _ in range(5):
-                looks.clear()
-                await looks.wait()
-            assert phases(fleet.status()) == {"a": Phase.AWAKE}
-            held = 3 * GIB
-            await until(fleet, a=Phase.ASLEEP)
-
-    run(scenario())
+    with_layer = command("a", f"--weights-bytes {50 * GIB}")
+    async with running(config(tmp_path, a={"command": with_layer, "at_start": "awake"})) as fleet:
+        await until(fleet, a=Phase.AWAKE)
+        await call(fleet, "a", "/sleep?level=1")
+        for _ in range(5):
+            looks.clear()
+            await looks.wait()
+        assert phases(fleet.status()) == {"a": Phase.AWAKE}
+        held = 3 * GIB
+        await until(fleet, a=Phase.ASLEEP)
 
 
-def test_what_a_server_said_before_a_change_says_nothing_after_it(
+async def test_what_a_server_said_before_a_change_says_nothing_after_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     look, late, fleets = VllmEngine.look, asyncio.Event(), list[Fleet]()
@@ -156,14 +146,11 @@ def test_what_a_server_said_before_a_change_says_nothing_after_it(
 
     monkeypatch.setattr(VllmEngine, "look", slowly)
 
-    async def scenario() -> None:
-        async with running(config(tmp_path, a={"at_start": "awake"})) as fleet:
-            await until(fleet, a=Phase.AWAKE)
-            fleets.append(fleet)
-            await late.wait()
-            assert phases(fleet.status()) == {"a": Phase.ASLEEP}
-
-    run(scenario())
+    async with running(config(tmp_path, a={"at_start": "awake"})) as fleet:
+        await until(fleet, a=Phase.AWAKE)
+        fleets.append(fleet)
+        await late.wait()
+        assert phases(fleet.status()) == {"a": Phase.ASLEEP}
 
 
 # Lost answers
@@ -197,7 +184,7 @@ def lose(monkeypatch: pytest.MonkeyPatch, kind: type[Engine], *paths: str) -> No
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
-def test_a_change_whose_answer_is_lost_restarts_no_server(
+async def test_a_change_whose_answer_is_lost_restarts_no_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     backed_up = f"--weights-bytes {50 * GIB} --prepared-bytes {50 * GIB}"
@@ -207,26 +194,23 @@ def test_a_change_whose_answer_is_lost_restarts_no_server(
     lose(monkeypatch, VllmEngine, "/sleep", "/wake_up")
     lose(monkeypatch, SglangEngine, "/release_memory_occupation", "/resume_memory_occupation")
 
-    async def scenario() -> None:
-        async with running(one) as fleet:
-            pid = (await until(fleet, a=Phase.AWAKE)).models[0].pid
-            for _ in range(2):
-                await fleet.sleep("a", 1)
-                (model,) = fleet.status().models
-                assert (model.phase, model.error, model.pid) == (Phase.ASLEEP, None, pid)
-                async with client_of(fleet) as client:
-                    answer = await client.post("/v1/completions", json={"model": "a", "prompt": "?"})
-                assert answer.status_code == 200
-            assert fleet.counters.switches == {("a", each, "ok"): 2 for each in ("sleep", "wake")} | {
-                ("a", "start", "ok"): 1
-            }
-
-    run(scenario())
+    async with running(one) as fleet:
+        pid = (await until(fleet, a=Phase.AWAKE)).models[0].pid
+        for _ in range(2):
+            await fleet.sleep("a", 1)
+            (model,) = fleet.status().models
+            assert (model.phase, model.error, model.pid) == (Phase.ASLEEP, None, pid)
+            async with client_of(fleet) as client:
+                answer = await client.post("/v1/completions", json={"model": "a", "prompt": "?"})
+            assert answer.status_code == 200
+        assert fleet.counters.switches == {("a", each, "ok"): 2 for each in ("sleep", "wake")} | {
+            ("a", "start", "ok"): 1
+        }
     assert not (tmp_path / "record").exists()
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
-def test_a_server_that_nobody_can_be_asked_about_is_stopped(
+async def test_a_server_that_nobody_can_be_asked_about_is_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """Neither the layer in it, nor NVML: it says that it sleeps before all of its memory is released."""
@@ -235,30 +219,26 @@ def test_a_server_that_nobody_can_be_asked_about_is_stopped(
     lose(monkeypatch, VllmEngine, "/sleep")
     lose(monkeypatch, SglangEngine, "/release_memory_occupation")
 
-    async def scenario() -> None:
-        async with running(one) as fleet:
-            await until(fleet, a=Phase.AWAKE)
-            with pytest.raises(OrderRefused, match="no whole answer"):
-                await fleet.sleep("a", 1)
-            await until(fleet, a=Phase.STOPPED)
-
-    run(scenario())
+    async with running(one) as fleet:
+        await until(fleet, a=Phase.AWAKE)
+        with pytest.raises(OrderRefused, match="no whole answer"):
+            await fleet.sleep("a", 1)
+        await until(fleet, a=Phase.STOPPED)
 
 
-def test_what_nvml_knows_of_a_server_that_says_nothing_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_nvml_knows_of_a_server_that_says_nothing_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A request would end the scheduler of an SGLang whose memory somebody else has released."""
     by_nvml(monkeypatch, held_by_sglang(tmp_path))
 
-    async def scenario() -> None:
-        async with running(sglang(tmp_path)) as fleet:
-            pid = (await until(fleet, a=Phase.AWAKE)).models[0].pid
-            await call(fleet, "a", "/release_memory_occupation")
-            await until(fleet, a=Phase.ASLEEP)
-            await fleet.wake("a")
-            await fleet.sleep("a")
-            await call(fleet, "a", "/resume_memory_occupation")
-            (model,) = (await until(fleet, a=Phase.AWAKE)).models
-            assert model.pid == pid
-
-    run(scenario())
+    async with running(sglang(tmp_path)) as fleet:
+        pid = (await until(fleet, a=Phase.AWAKE)).models[0].pid
+        await call(fleet, "a", "/release_memory_occupation")
+        await until(fleet, a=Phase.ASLEEP)
+        await fleet.wake("a")
+        await fleet.sleep("a")
+        await call(fleet, "a", "/resume_memory_occupation")
+        (model,) = (await until(fleet, a=Phase.AWAKE)).models
+        assert model.pid == pid
     assert not (tmp_path / "record").exists()

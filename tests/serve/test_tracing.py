@@ -64,24 +64,21 @@ def seconds(span: Any) -> float:
 
 
 @pytest.mark.slow
-def test_a_request_and_the_switch_that_it_waits_for_are_one_trace(tmp_path: Path) -> None:
+async def test_a_request_and_the_switch_that_it_waits_for_are_one_trace(tmp_path: Path) -> None:
     traced = Traced()
     slow = {"command": command("a", "--sleep-seconds=0.1", "--weights-bytes=1"), "at_start": "awake"}
     waking = {"command": command("b", "--wake-seconds=0.1", "--weights-bytes=1")}
 
-    async def scenario() -> None:
-        async with running(config(tmp_path, a=slow, b=waking), tracing=traced.tracing) as fleet:
-            await until(fleet, a=Phase.AWAKE)
-            await fleet.sleep("a")
-            await until(fleet, b=Phase.ASLEEP)
-            await fleet.wake("a")
-            traced.memory.clear()
-            async with client_of(fleet) as client:
-                body = {"model": "b", "prompt": "?", "stream": True}
-                answer = await client.post("/v1/completions", json=body, headers={"traceparent": PARENT})
-                assert answer.status_code == 200
-
-    run(scenario())
+    async with running(config(tmp_path, a=slow, b=waking), tracing=traced.tracing) as fleet:
+        await until(fleet, a=Phase.AWAKE)
+        await fleet.sleep("a")
+        await until(fleet, b=Phase.ASLEEP)
+        await fleet.wake("a")
+        traced.memory.clear()
+        async with client_of(fleet) as client:
+            body = {"model": "b", "prompt": "?", "stream": True}
+            answer = await client.post("/v1/completions", json=body, headers={"traceparent": PARENT})
+            assert answer.status_code == 200
     (request,) = traced.within(int(CALLER, 16)).values()
     assert (request.name, request.attributes[MODEL]) == ("request", "b")
     assert request.attributes["http.response.status_code"] == 200
@@ -95,25 +92,22 @@ def test_a_request_and_the_switch_that_it_waits_for_are_one_trace(tmp_path: Path
     assert seconds(parts["queue", "b"]) + seconds(parts["first token", None]) <= seconds(request)
 
 
-def test_a_drain_belongs_to_the_request_that_waits_for_it(tmp_path: Path) -> None:
+async def test_a_drain_belongs_to_the_request_that_waits_for_it(tmp_path: Path) -> None:
     traced = Traced()
 
-    async def scenario() -> None:
-        async with running(config(tmp_path, a={}, b={}), tracing=traced.tracing) as fleet:
-            await until(fleet, a=Phase.ASLEEP, b=Phase.ASLEEP)
-            runs, waits = (traced.tracing.request(name, ()) for name in ("a", "b"))
-            async with fleet.lease("a", runs):
-                traced.memory.clear()
-                waiting = asyncio.create_task(_use(fleet, "b", waits))
-                await until(fleet, a=Phase.DRAINING)
-            await waiting
-            runs.end()
-            waits.end()
-            parts = traced.within(waits.get_span_context().span_id)
-            assert list(parts) == [("queue", "b"), ("drain", "a"), ("sleep", "a"), ("wake", "b")]
-            assert traced.within(runs.get_span_context().span_id) == {}
-
-    run(scenario())
+    async with running(config(tmp_path, a={}, b={}), tracing=traced.tracing) as fleet:
+        await until(fleet, a=Phase.ASLEEP, b=Phase.ASLEEP)
+        runs, waits = (traced.tracing.request(name, ()) for name in ("a", "b"))
+        async with fleet.lease("a", runs):
+            traced.memory.clear()
+            waiting = asyncio.create_task(_use(fleet, "b", waits))
+            await until(fleet, a=Phase.DRAINING)
+        await waiting
+        runs.end()
+        waits.end()
+        parts = traced.within(waits.get_span_context().span_id)
+        assert list(parts) == [("queue", "b"), ("drain", "a"), ("sleep", "a"), ("wake", "b")]
+        assert traced.within(runs.get_span_context().span_id) == {}
 
 
 async def _use(fleet: Fleet, model: str, span: Any) -> None:
@@ -122,22 +116,19 @@ async def _use(fleet: Fleet, model: str, span: Any) -> None:
 
 
 @pytest.mark.slow
-def test_what_fails_says_why_and_what_nobody_asked_for_stands_alone(tmp_path: Path) -> None:
+async def test_what_fails_says_why_and_what_nobody_asked_for_stands_alone(tmp_path: Path) -> None:
     traced = Traced()
     one = {"command": command("a", "--fail-wakes=9")}
 
-    async def scenario() -> None:
-        async with running(config(tmp_path, a=one), tracing=traced.tracing) as fleet:
-            await until(fleet, a=Phase.ASLEEP)
-            alone = traced.within(None)
-            assert ("start", "a") in alone
-            assert ("sleep", "a") in alone
-            assert alone["start", "a"].status.is_unset
-            await fleet.wake("a")  # by a start
-            failed = [span for span in traced.memory.get_finished_spans() if span.name == "wake"]
-            assert "a wake that was to fail" in failed[0].status.description
-
-    run(scenario())
+    async with running(config(tmp_path, a=one), tracing=traced.tracing) as fleet:
+        await until(fleet, a=Phase.ASLEEP)
+        alone = traced.within(None)
+        assert ("start", "a") in alone
+        assert ("sleep", "a") in alone
+        assert alone["start", "a"].status.is_unset
+        await fleet.wake("a")  # by a start
+        failed = [span for span in traced.memory.get_finished_spans() if span.name == "wake"]
+        assert "a wake that was to fail" in failed[0].status.description
 
 
 def test_a_server_continues_the_trace_of_its_request() -> None:
