@@ -42,12 +42,12 @@ from ..http.asgi import (
 from ..settings import GateSettings
 from . import control_routes, data_parallel, events, metrics, parameters, worker_methods
 from .admin_listener import FROM_LISTENER, AdminListener, bound
-from .conductor import Conductor
+from .admission import LEASE, Admission, RequestLease
 from .control_routes import CONTROLS
-from .engine_door import LEASE, EngineDoor, RequestLease
 from .idle import IdleSleep
 from .routes import NEED_ADMIN_TOKEN, OWN, RELOAD, RESET, STATUS, WAKE, RouteKind, Routes, Taken, kind_of, route_path
 from .siblings import BETWEEN_S, Busy, SiblingsUnknown
+from .sleep_controller import SleepController
 from .sleeping_model import TAGS, GatePhase, RequestDecision, why_left_out
 from .worker_methods import KEEP_KV, Effect
 
@@ -109,10 +109,10 @@ class SleepGate:
         self._has_controls = not dev_mode and bool(settings.admin_token or settings.admin)  # vLLM itself has none
         self._is_open = dev_mode or self._has_controls
         self._controls: App = control_routes.answer if self._has_controls else app
-        self.conductor = Conductor(settings, self._status)
-        self.model = self.conductor.model
-        self._door = EngineDoor(self._admit)
-        self._idle = IdleSleep(settings, self.conductor, self._door)
+        self.controller = SleepController(settings, self._status)
+        self.model = self.controller.model
+        self._admission = Admission(self._admit)
+        self._idle = IdleSleep(settings, self.controller, self._admission)
         self._routes = Routes({(method, path) for path, method in CONTROLS.items()} if self._has_controls else OWN)
         self._is_scraped = metrics.register(self._status, self._outcomes)
         hold = "" if settings.on_request == "reject" else f" (at most {settings.request_deadline_s:g} s)"
@@ -147,9 +147,9 @@ class SleepGate:
         """The engine that answers, which the gate gets to know by its first request."""
         state: Any = getattr(scope.get("app"), "state", None)
         engine = getattr(state, "engine_client", None)
-        if self.conductor.engine is not engine and engine is not None:
-            self._door.attach(engine)
-            self.conductor.engine, self.conductor.several_servers = engine, _several_servers(state)
+        if self.controller.engine is not engine and engine is not None:
+            self._admission.attach(engine)
+            self.controller.engine, self.controller.several_servers = engine, _several_servers(state)
             self._idle.start()
         return engine
 
@@ -158,8 +158,8 @@ class SleepGate:
         listener = None
         try:
             config = getattr(self._attach(scope), "vllm_config", None)
-            if self.conductor.several_servers:
-                self.conductor.siblings.open()
+            if self.controller.several_servers:
+                self.controller.siblings.open()
             if self._settings.idle_s is not None:
                 _check_that_it_may_sleep(config)
             if self._settings.admin is not None:
@@ -180,7 +180,7 @@ class SleepGate:
         Raises:
             OSError: it cannot.
         """
-        if self.conductor.several_servers and not self.conductor.siblings.become_listener():
+        if self.controller.several_servers and not self.controller.siblings.become_listener():
             logger.info("cumem-sleep gate: another API server of this vLLM listens at %s", address)
             return None
         try:
@@ -236,7 +236,7 @@ class SleepGate:
         if taken.template == STATUS and self._is_open:
             return await deliver(scope, inbox, send, await self._workers_status())
         if taken.template.startswith("/metrics") and self._is_scraped and self.model.phase is not GatePhase.CHANGING:
-            await self._status.fresh(self.conductor.engine)
+            await self._status.fresh(self.controller.engine)
         await self._app(scope, inbox, send)
 
     def _needs_admin_token(self, scope: Scope, taken: Taken) -> bool:
@@ -278,7 +278,7 @@ class SleepGate:
                 return await self._answer(scope, inbox, send, _unauthorized(), "Unauthorized")
             return await self._adapt(taken, scope, inbox, send)
         if taken.kind is RouteKind.UNKNOWN:  # which may put the model to sleep, or wake it
-            async with self.conductor.unknown_call():
+            async with self.controller.unknown_call():
                 return await self._pass(scope, inbox, send)
         await self._pass(scope, inbox, send)
 
@@ -295,7 +295,7 @@ class SleepGate:
             scope
         ):  # without a key, a request neither wakes the model nor takes memory
             raise self._rejected(self.model.why_not())
-        deadline = self.conductor.clock() + settings.request_deadline_s
+        deadline = self.controller.clock() + settings.request_deadline_s
         gone = asyncio.ensure_future(inbox.until_gone_or_too_much())
         self._held.requests += 1
         try:
@@ -312,21 +312,21 @@ class SleepGate:
 
     async def _until_serves(self, deadline: float, gone: asyncio.Future[None] | None, wakes: bool) -> None:
         """Wait until the model serves, or wake it. Raises as `_hold`."""
-        conductor = self.conductor
+        controller = self.controller
         while (decision := self.model.decide("wake" if wakes else "wait")) is not RequestDecision.PASS:
             if wakes:
                 self._raise_failure()
             if decision is RequestDecision.REFUSE:
                 raise self._rejected(self.model.why_not())
             if decision is RequestDecision.WAKE:
-                step: Awaitable[Any] = asyncio.shield(conductor.wake())
+                step: Awaitable[Any] = asyncio.shield(controller.wake())
             else:
-                step = conductor.changed.wait()
+                step = controller.changed.wait()
             await self._wait(asyncio.ensure_future(step), gone, deadline)
 
     async def _wait(self, step: asyncio.Future[Any], gone: asyncio.Future[None] | None, deadline: float) -> None:
         """Wait until `step` is done. One task watches the engine for all waiting requests."""
-        left_s = deadline - self.conductor.clock()
+        left_s = deadline - self.controller.clock()
         if self._watch is None or self._watch.done():
             self._watch = asyncio.create_task(self._watch_engine())
         try:
@@ -340,18 +340,18 @@ class SleepGate:
             raise ClientGone
         if self._watch.done() and not self._watch.cancelled() and (error := self._watch.exception()) is not None:
             raise error
-        if deadline - self.conductor.clock() <= 0 and not self.model.serves:
+        if deadline - self.controller.clock() <= 0 and not self.model.serves:
             raise GateRefused(self.model.why_not(), self._settings.retry_after_s, "timed_out")
 
     async def _watch_engine(self) -> None:
         """Raises the engine's error: a server that is being shut down waits for the requests that it holds."""
         while self._held.requests:
             await asyncio.sleep(POLL_S)
-            await self.conductor.engine.check_health()
+            await self.controller.engine.check_health()
             await self._look()
 
     async def _look(self) -> None:
-        """`Conductor.look`. If the engine does not answer, a model that slept or lost its weights is assumed to
+        """`SleepController.look`. If the engine does not answer, a model that slept or lost its weights is assumed to
         still.
 
         Raises:
@@ -359,7 +359,7 @@ class SleepGate:
             Exception: the engine's own, if it cannot serve.
         """
         try:
-            await self.conductor.look()
+            await self.controller.look()
         except SiblingsUnknown as unknown:
             raise self._rejected(str(unknown)) from unknown
         except Exception as error:
@@ -374,7 +374,7 @@ class SleepGate:
 
     async def _engine_is_dead(self) -> bool:
         try:
-            await self.conductor.engine.check_health()
+            await self.controller.engine.check_health()
         except Exception:
             return True
         return False
@@ -392,9 +392,9 @@ class SleepGate:
 
     def _failure(self) -> tuple[str, float] | None:
         """Why waking on request failed, and how long until the next attempt."""
-        if self.conductor.failure is not None:
-            cause, until = self.conductor.failure
-            if (left_s := until - self.conductor.clock()) > 0:
+        if self.controller.failure is not None:
+            cause, until = self.controller.failure
+            if (left_s := until - self.controller.clock()) > 0:
                 return cause, left_s
         return None
 
@@ -429,22 +429,22 @@ class SleepGate:
         Raises:
             GateRefused: as if the request had just arrived.
         """
-        model, conductor = self.model, self.conductor
-        deadline = conductor.clock() + self._settings.request_deadline_s
+        model, controller = self.model, self.controller
+        deadline = controller.clock() + self._settings.request_deadline_s
         try:
-            if conductor.unknown_calls:
+            if controller.unknown_calls:
                 await self._look()
-            while not (model.serves and conductor.keep_still()):
+            while not (model.serves and controller.keep_still()):
                 await self._look()
                 if not model.serves:
-                    await self._hold_at_the_door(lease, deadline)
-                elif conductor.keep_still():
+                    await self._hold_before_engine(lease, deadline)
+                elif controller.keep_still():
                     break
                 else:
                     await asyncio.sleep(
                         BETWEEN_S
                     )  # a sibling is changing something, or this server wakes what is awake
-            return conductor.let_go
+            return controller.let_go
         except GateRefused:
             raise
         except SiblingsUnknown as unknown:
@@ -453,7 +453,7 @@ class SleepGate:
             logger.debug("the engine does not say whether it sleeps: %s", error)
             return lambda: None
 
-    async def _hold_at_the_door(self, lease: RequestLease, deadline: float) -> None:
+    async def _hold_before_engine(self, lease: RequestLease, deadline: float) -> None:
         settings = self._settings
         if settings.on_request == "reject" or not lease.may_wait:
             raise self._rejected(self.model.why_not())
@@ -475,7 +475,7 @@ class SleepGate:
             body = await inbox.body(parameters.MOST_BYTES)
             if body is None:
                 return refusal(413, f"expected a body of at most {parameters.MOST_BYTES >> 10} KiB")
-            call = getattr(self.conductor.engine, _HAVE_SWITCHES.get(taken.template, ""), None)
+            call = getattr(self.controller.engine, _HAVE_SWITCHES.get(taken.template, ""), None)
             names = () if call is None else inspect.signature(call).parameters
             query = parameters.read(taken.template, scope.get("query_string", b""), body, names)
             scope = {**scope, "query_string": urlencode(query, doseq=True).encode()}  # vLLM reads no body
@@ -496,37 +496,37 @@ class SleepGate:
                 gone.cancel()
 
     async def _pause(self, scope: Scope, inbox: Inbox, gone: asyncio.Future[None]) -> list[Message]:
-        async with self.conductor.alone(gone):
+        async with self.controller.alone(gone):
             answer = await _called(self._controls, scope, inbox, gone)
             if status_of(answer) < 300:
-                self.conductor.handle(events.paused)
+                self.controller.handle(events.paused)
             return answer
 
     async def _sleep(
         self, scope: Scope, query: dict[str, parameters.ParameterValues], inbox: Inbox, gone: asyncio.Future[None]
     ) -> list[Message]:
-        model, conductor = self.model, self.conductor
+        model, controller = self.model, self.controller
         asked, (mode,) = int(query.get("level", ("1",))[0]), query.get("mode", ("abort",))
         is_deep = asked == 3
         level = 1 if is_deep else asked  # vLLM itself knows no other
         scope = {**scope, "query_string": urlencode({"level": level, "mode": mode}).encode()}
         if level == 2 and mode == "keep":
             return _conflict("requests cannot be kept over a level-2 sleep: they would run before weights are loaded")
-        async with conductor.change(gone=gone):
-            await conductor.look_how_deep()
+        async with controller.change(gone=gone):
+            await controller.look_how_deep()
             if model.checkpointed or (is_deep and model.asleep >= TAGS and not model.state.disagrees):
                 return await self._deepen(is_deep)
-            if not await self._door.empties(self._settings.request_deadline_s):
+            if not await self._admission.empties(self._settings.request_deadline_s):
                 late = {"Retry-After": str(self._settings.retry_after_s)}
                 return refusal(503, "requests are still on their way to the engine, so nothing has changed", late)
-            await conductor.mend()
+            await controller.mend()
             try:
-                await conductor.complete_wake()
+                await controller.complete_wake()
             except Exception as error:
                 return refusal(503, f"{model.why_disagrees or 'nothing has changed'}: {error}")
             if query.get("keep_kv") == ("false",):
                 try:
-                    await conductor.engine.collective_rpc(KEEP_KV, args=(False,))
+                    await controller.engine.collective_rpc(KEEP_KV, args=(False,))
                 except Exception as error:
                     return refusal(500, f"keep_kv=false cannot be passed on, so nothing has changed: {error}")
             code = 500
@@ -535,14 +535,14 @@ class SleepGate:
                 code = status_of(answer)
             finally:
                 if code >= 500:
-                    await conductor.sleep_failed()
+                    await controller.sleep_failed()
             if code >= 300:
                 return answer
             if mode == "wait" and level == 2:  # vLLM waited for those that ran
-                await conductor.flush()
+                await controller.flush()
             # Requests left in the engine run when the scheduler resumes: at the first tag (0.18), or the last.
             kept = mode == "keep" or (mode == "wait" and level < 2)
-            if why := await conductor.slept(level, kept):
+            if why := await controller.slept(level, kept):
                 return refusal(503 if model.state.disagrees else 409, why)
             return await self._deepen() if is_deep else self._stated(level, answer)
 
@@ -560,7 +560,7 @@ class SleepGate:
         model, why = self.model, ""
         if is_wanted:
             try:
-                why = await self.conductor.deepen()
+                why = await self.controller.deepen()
             except Exception as error:
                 return refusal(500, f"the model sleeps at level {model.level}, and level 3 failed: {error}")
         if why and model.checkpointed:
@@ -577,32 +577,32 @@ class SleepGate:
         gone: asyncio.Future[None],
     ) -> list[Message]:
         """A wake, a resume, a reload, or the release of the KV cache."""
-        model, conductor = self.model, self.conductor
-        async with conductor.change(disturbs=path not in (*WAKES, "/resume"), gone=gone):
+        model, controller = self.model, self.controller
+        async with controller.change(disturbs=path not in (*WAKES, "/resume"), gone=gone):
             if path == RELOAD:
                 return await self._reload()
             if path == "/resume" and (model.asleep or model.state.disagrees):
                 return _conflict("memory is asleep: POST /wake_up instead, which also resumes")
-            await conductor.mend()
+            await controller.mend()
             if path in WAKES:
                 return await self._wake(query, {**scope, **WAKE_UP}, inbox, gone)
             answer = await _called(self._controls, scope, inbox, gone)
             if status_of(answer) < 300 and path == "/release_kv_cache_memory":
-                conductor.handle(events.released)
+                controller.handle(events.released)
             return answer
 
     async def _wake(
         self, query: dict[str, parameters.ParameterValues], scope: Scope, inbox: Inbox, gone: asyncio.Future[None]
     ) -> list[Message]:
-        model, conductor, tags = self.model, self.conductor, frozenset(query.get("tags", ()))
+        model, controller, tags = self.model, self.controller, frozenset(query.get("tags", ()))
         if self._wakes_kept_requests_early(tags):
             return _conflict("requests were kept: POST /wake_up without tags, which wakes everything for them")
         forgotten = (tags or TAGS) & model.asleep if query.get("restore") == ("false",) else frozenset[str]()
         if forgotten and (conflict := self._conflict_of_forgetting()) is not None:
             return conflict
-        if conductor.several_servers and model.asleep and not model.state.kept:
-            await conductor.flush()
-        if forgotten and (why := await conductor.forget(forgotten)):
+        if controller.several_servers and model.asleep and not model.state.kept:
+            await controller.flush()
+        if forgotten and (why := await controller.forget(forgotten)):
             return refusal(500, f"the backups cannot be forgotten, so nothing was woken: {why}")
         code = 500
         try:
@@ -610,9 +610,9 @@ class SleepGate:
             code = status_of(answer)
         finally:
             if code >= 500:
-                await conductor.wake_failed(tags)
+                await controller.wake_failed(tags)
         if code < 300:
-            conductor.handle(events.woken, tags)
+            controller.handle(events.woken, tags)
         return answer
 
     def _wakes_kept_requests_early(self, tags: frozenset[str]) -> bool:
@@ -621,7 +621,7 @@ class SleepGate:
         return partial and self._has_kept_requests()
 
     def _has_kept_requests(self) -> bool:
-        return self.model.state.kept and (self.conductor.several_servers or self._door.let_in > 0)
+        return self.model.state.kept and (self.controller.several_servers or self._admission.let_in > 0)
 
     def _conflict_of_forgetting(self) -> list[Message] | None:
         if not self._has_kept_requests():
@@ -632,16 +632,16 @@ class SleepGate:
         if (conflict := self._conflict_of(Effect.LOADS)) is not None:
             return conflict
         try:
-            await self.conductor.engine.collective_rpc("reload_weights")
+            await self.controller.engine.collective_rpc("reload_weights")
         except Exception as error:
             why = f"reload_weights failed: {error}"
         else:
-            await self.conductor.look_what_is_loaded()
+            await self.controller.look_what_is_loaded()
             why = why_left_out(self.model.state.left_out)
         if why:
-            self.conductor.handle(events.load_failed, why)
+            self.controller.handle(events.load_failed, why)
             return refusal(500, why)
-        self.conductor.handle(events.wrote, Effect.LOADS)
+        self.controller.handle(events.wrote, Effect.LOADS)
         return response(200, {"status": "weights reloaded"})
 
     async def _write(self, taken: Taken, scope: Scope, inbox: Inbox) -> list[Message]:
@@ -663,23 +663,23 @@ class SleepGate:
         gone = asyncio.ensure_future(inbox.until_gone())
         try:
             if effect in (Effect.DEEPENS, Effect.FORGETS):
-                async with self.conductor.change(disturbs=False, gone=gone):
+                async with self.controller.change(disturbs=False, gone=gone):
                     if effect is Effect.FORGETS and (conflict := self._conflict_of_forgetting()) is not None:
                         return conflict
                     try:
                         return await _called(self._app, scope, inbox, gone)
                     finally:
                         if effect is Effect.FORGETS:  # if it failed, some workers may have forgotten
-                            await self.conductor.look_what_is_forgotten()
-            async with self.conductor.alone(gone):
-                await self.conductor.look_alone()
+                            await self.controller.look_what_is_forgotten()
+            async with self.controller.alone(gone):
+                await self.controller.look_alone()
                 if (conflict := self._conflict_of(effect)) is not None:
                     return conflict
                 try:
                     return await self._called_to_write(effect, scope, inbox, gone)
                 finally:
                     if effect is Effect.WRITES and taken.kind is RouteKind.CALLS:
-                        self.conductor.doubt()
+                        self.controller.doubt()
         finally:
             gone.cancel()
 
@@ -691,8 +691,8 @@ class SleepGate:
             answer = await _called(self._app, scope, inbox, gone)
             if status_of(answer) < 300:
                 if effect in worker_methods.MAY_LOAD_ALL:
-                    await self.conductor.look_what_is_loaded()
-                self.conductor.handle(events.wrote, effect)
+                    await self.controller.look_what_is_loaded()
+                self.controller.handle(events.wrote, effect)
                 why = ""
             return answer
         except Exception as error:
@@ -700,7 +700,7 @@ class SleepGate:
             raise
         finally:
             if why and effect in worker_methods.MAY_LOAD_ALL:  # else nobody takes the weights to be loaded
-                self.conductor.handle(events.load_failed, why)
+                self.controller.handle(events.load_failed, why)
 
     def _conflict_of(self, effect: Effect) -> list[Message] | None:
         model = self.model
@@ -721,8 +721,8 @@ class SleepGate:
             return await deliver(scope, inbox, send, answer)
         gone = asyncio.ensure_future(inbox.until_gone())
         try:
-            async with self.conductor.alone(gone):
-                await self.conductor.look_alone()
+            async with self.controller.alone(gone):
+                await self.controller.look_alone()
                 if model.serves or (model.phase is GatePhase.UNKNOWN and not model.lacks_memory):
                     answer = await _called(self._app, scope, inbox, gone)
         except Busy as busy:
@@ -739,7 +739,7 @@ class SleepGate:
     async def _is_sleeping(self, scope: Scope, inbox: Inbox, send: Send) -> None:
         """VLLM answers what its engine takes to be so: nothing, while its workers disagree."""
         try:
-            await within(HEALTH_WITHIN_S, self.conductor.look())
+            await within(HEALTH_WITHIN_S, self.controller.look())
         except SiblingsUnknown:
             raise
         except Exception as error:
@@ -754,9 +754,9 @@ class SleepGate:
 
     async def _workers_status(self) -> list[Message]:
         """What each worker says of the layer in it; nobody says anything without the layer. Asked twice: see
-        `Conductor.ask_workers`.
+        `SleepController.ask_workers`.
         """
-        status, engine = self._status, self.conductor.engine
+        status, engine = self._status, self.controller.engine
         ranks = await status.now(engine) or await status.now(engine)
         if ranks is None and status.exists:
             return refusal(503, "the workers do not say what is in their memory")
@@ -768,11 +768,11 @@ class SleepGate:
         return 200 if serves else 503
 
     async def _health(self, scope: Scope, inbox: Inbox, send: Send) -> None:
-        model, conductor, is_said = self.model, self.conductor, True
+        model, controller, is_said = self.model, self.controller, True
         try:
-            await within(HEALTH_WITHIN_S, conductor.look())
-            await conductor.engine.check_health()
-            await conductor.look_how_deep()
+            await within(HEALTH_WITHIN_S, controller.look())
+            await controller.engine.check_health()
+            await controller.look_how_deep()
         except SiblingsUnknown:
             raise
         except Exception as error:

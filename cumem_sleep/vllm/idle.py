@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from ..http.asgi import within
 from ..settings import GateSettings
 from . import data_parallel
-from .conductor import ASK_WITHIN_S, Conductor
-from .engine_door import EngineDoor
+from .admission import Admission
 from .siblings import Busy
+from .sleep_controller import ASK_WITHIN_S, SleepController
 from .sleeping_model import GatePhase
 
 logger = logging.getLogger("cumem_sleep")
@@ -24,8 +24,8 @@ AGAIN_AFTER_S = 60.0  # after a sleep that failed
 class IdleSleep:
     """Puts a model to sleep that has had no request for `GateSettings.idle_s`; does nothing where that is None."""
 
-    def __init__(self, settings: GateSettings, conductor: Conductor, door: EngineDoor) -> None:
-        self._settings, self._conductor, self._door = settings, conductor, door
+    def __init__(self, settings: GateSettings, controller: SleepController, admission: Admission) -> None:
+        self._settings, self._controller, self._admission = settings, controller, admission
         self._requests = 0  # in progress: held here, or being answered
         self._until = 0.0  # the model stays awake, as far as this server knows
         self._watch: asyncio.Task[None] | None = None
@@ -53,26 +53,26 @@ class IdleSleep:
             self._postpone(self._settings.idle_s or 0)
 
     def _postpone(self, seconds: float) -> None:
-        self._until = max(self._until, self._conductor.clock() + seconds)
+        self._until = max(self._until, self._controller.clock() + seconds)
 
     def _has_requests(self) -> bool:
-        return self._requests > 0 or self._door.unfinished > 0
+        return self._requests > 0 or self._admission.unfinished > 0
 
     def _tell(self) -> None:
         """Tell the other API servers."""
-        if self._settings.idle_s is not None and self._conductor.several_servers:
-            self._conductor.siblings.postpone(self._until)
-            self._conductor.siblings.show_requests(self._has_requests())
+        if self._settings.idle_s is not None and self._controller.several_servers:
+            self._controller.siblings.postpone(self._until)
+            self._controller.siblings.show_requests(self._has_requests())
 
     def _is_kept_awake(self) -> bool:
         """Whether any API server has requests, had some not long ago, or has woken the model since."""
         awake_s = max(self._settings.idle_s or 0.0, self._settings.idle_awake_s)
-        until = max(self._until, self._conductor.whole_since + awake_s)
-        if self._conductor.several_servers:
-            until = max(until, self._conductor.siblings.awake_until)
-            if self._conductor.siblings.others_have_requests():
+        until = max(self._until, self._controller.whole_since + awake_s)
+        if self._controller.several_servers:
+            until = max(until, self._controller.siblings.awake_until)
+            if self._controller.siblings.others_have_requests():
                 return True
-        return self._has_requests() or self._conductor.clock() < until
+        return self._has_requests() or self._controller.clock() < until
 
     async def _look_always(self, idle_s: float) -> None:
         while True:
@@ -86,33 +86,33 @@ class IdleSleep:
                 self._postpone(AGAIN_AFTER_S)
 
     async def _look(self, idle_s: float) -> None:
-        model = self._conductor.model
+        model = self._controller.model
         if self._has_requests():
             self._postpone(idle_s)
         self._tell()
         if self._is_kept_awake() or not (model.serves or model.phase is GatePhase.UNKNOWN):
             return
-        await self._conductor.look()
+        await self._controller.look()
         if not model.serves or self._is_kept_awake():
             return
         if why := await self._sleep():
             if model.may_be_woken:  # its scheduler has stopped
-                await self._conductor.wake()
+                await self._controller.wake()
             raise RuntimeError(why)
 
     async def _sleep(self) -> str:
         """Why it failed, in words, or ""."""
-        conductor, level = self._conductor, self._settings.idle_level
-        async with conductor.change():  # nothing is let through to the engine meanwhile, by no API server
-            if self._is_kept_awake() or not conductor.model.may_rest or not await self._door.empties(0):
+        controller, level = self._controller, self._settings.idle_level
+        async with controller.change():  # nothing is let through to the engine meanwhile, by no API server
+            if self._is_kept_awake() or not controller.model.may_rest or not await self._admission.empties(0):
                 return ""
-            if await within(ASK_WITHIN_S, data_parallel.is_any_sleeping(conductor.engine)):
+            if await within(ASK_WITHIN_S, data_parallel.is_any_sleeping(controller.engine)):
                 return ""  # somebody has paused it
             try:
-                await conductor.engine.sleep(level)
-                why = await conductor.slept(level, kept=False)
+                await controller.engine.sleep(level)
+                why = await controller.slept(level, kept=False)
             except Exception as error:
-                await conductor.sleep_failed()
+                await controller.sleep_failed()
                 why = str(error) or type(error).__name__
         if not why:
             logger.info("cumem-sleep gate: asleep at level %d, since nobody asked", level)

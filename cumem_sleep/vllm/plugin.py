@@ -21,13 +21,13 @@ from ..for_plugin import prepare_after_warm_up
 from ..settings import FLAG, PREFIX, Settings
 from . import (
     compatibility,
-    deep_worker,
     droppable,
     engine_group,
     kept_kv,
     kv_blocks,
     loaded,
     view,
+    worker_checkpoint,
     worker_refusals,
 )
 from .undone import undone_if_it_fails
@@ -149,7 +149,7 @@ def _take_over() -> None:
     WorkerWrapperBase.cumem_sleep_status = cumem_sleep_status
     WorkerWrapperBase.cumem_sleep_keep_kv = cumem_sleep_keep_kv
     WorkerWrapperBase.cumem_sleep_kept_kv = cumem_sleep_kept_kv
-    WorkerWrapperBase.worker = deep_worker.WORKER
+    WorkerWrapperBase.worker = worker_checkpoint.WORKER
     compatibility.register_backend(NAME, f"{__package__}.backend", "CumemSleepBackend")
     if _keeps_kv():
         if misfit := kept_kv.version_misfit():
@@ -168,7 +168,7 @@ def _keeps_kv() -> bool:
 
 def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
     """The worker's own, inside the pool for weights."""
-    worker, allocator = deep_worker.of(self), CuMemAllocator.instance
+    worker, allocator = worker_checkpoint.of(self), CuMemAllocator.instance
     if allocator is not None and (why := worker_refusals.why_not(worker, "load_model", allocator)):
         return worker_refusals.refuse(worker, "load_model", why)
     with droppable.noting_what_is_written():
@@ -180,7 +180,7 @@ def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 def compile_or_warm_up_model(self: Any, *args: Any, **kwargs: Any) -> Any:
     """The worker's method. After it, the engine's workers form a group and, if set so, prepare their first sleep."""
-    worker, allocator = deep_worker.of(self), CuMemAllocator.instance
+    worker, allocator = worker_checkpoint.of(self), CuMemAllocator.instance
     if allocator is not None and (why := worker_refusals.why_not(worker, "compile_or_warm_up_model", allocator)):
         return worker_refusals.refuse(worker, "compile_or_warm_up_model", why)
     result = worker.compile_or_warm_up_model(*args, **kwargs)
@@ -205,11 +205,11 @@ def sleep(self: Any, level: int = 1, **kwargs: Any) -> Any:
     """
     if _core.driver_calls_suspended():  # all sleeps, though vLLM may not know, and the worker would ask CUDA
         return None
-    worker = deep_worker.of(self)
+    worker = worker_checkpoint.of(self)
     own_level = 1 if is_checkpoint(level) else level
     try:
         call = partial(worker.sleep, level=own_level, **kwargs)
-        with deep_worker.using_cuda(worker), droppable.declared(worker, own_level), kv_blocks.keeping():
+        with worker_checkpoint.using_cuda(worker), droppable.declared(worker, own_level), kv_blocks.keeping():
             result = engine_group.told_once(worker, partial(undone_if_it_fails, worker, call))
     except AssertionError as error:
         allocator = CuMemAllocator.instance
@@ -219,7 +219,7 @@ def sleep(self: Any, level: int = 1, **kwargs: Any) -> Any:
         logger.warning("another process took GPU memory while this one fell asleep: %s", error)
         result = None
     if is_checkpoint(level):
-        deep_worker.checkpoint_worker(worker)
+        worker_checkpoint.checkpoint_worker(worker)
     return result
 
 
@@ -228,7 +228,7 @@ def wake_up(self: Any, *args: Any, **kwargs: Any) -> Any:
 
     Weights that come back without their bytes are marked before the worker restores some of them.
     """
-    worker = deep_worker.of(self)
+    worker = worker_checkpoint.of(self)
     with loaded.marking(worker), kv_blocks.restoring():
         return engine_group.told_once(worker, partial(worker.wake_up, *args, **kwargs))
 
@@ -236,7 +236,7 @@ def wake_up(self: Any, *args: Any, **kwargs: Any) -> Any:
 def reload_weights(self: Any, *args: Any, **kwargs: Any) -> Any:
     """The worker's own, which returns nothing; where it leaves weights out that level 2 dropped, their names."""
     result = self.worker.reload_weights(*args, **kwargs)
-    if result is None and (names := loaded.not_loaded(deep_worker.of(self))):
+    if result is None and (names := loaded.not_loaded(worker_checkpoint.of(self))):
         logger.warning("reload_weights left out weights that level 2 dropped: %s", names)
         return names
     return result
@@ -246,9 +246,9 @@ def discard(self: Any, *args: Any, **kwargs: Any) -> Any:
     """The worker's own."""
     if _core.driver_calls_suspended():
         return None
-    worker = deep_worker.of(self)
+    worker = worker_checkpoint.of(self)
     call = partial(worker.discard, *args, **kwargs)
-    with deep_worker.using_cuda(worker), droppable.declared(worker, 2):
+    with worker_checkpoint.using_cuda(worker), droppable.declared(worker, 2):
         return engine_group.told_once(worker, partial(undone_if_it_fails, worker, call))
 
 
@@ -257,13 +257,13 @@ def cumem_sleep_deepen(self: Any) -> dict[str, Any]:
 
     vLLM's own sleep does nothing where memory sleeps already. An error would be no answer: see `told_once`.
     """
-    why = deep_worker.checkpoint_worker(deep_worker.of(self))
-    return {"rank": deep_worker.of(self).rank, "checkpointed": _core.driver_calls_suspended(), "why": why}
+    why = worker_checkpoint.checkpoint_worker(worker_checkpoint.of(self))
+    return {"rank": worker_checkpoint.of(self).rank, "checkpointed": _core.driver_calls_suspended(), "why": why}
 
 
 def cumem_sleep_forget(self: Any, tags: Any = None) -> Any:
     """One worker's answer to `collective_rpc("cumem_sleep_forget")`: bytes that the next wake does not restore."""
-    worker = deep_worker.of(self)
+    worker = worker_checkpoint.of(self)
     return engine_group.told_once(worker, partial(droppable.forget, worker, tags))
 
 
@@ -274,10 +274,10 @@ def cumem_sleep_status(self: Any) -> dict[str, Any]:
     """
     allocator = CuMemAllocator.get_instance()
     devices = sorted({segment.device for segment in _core.segments()})
-    memory = deep_worker.device_memory(allocator, devices)
+    memory = worker_checkpoint.device_memory(allocator, devices)
     place = allocator.backup_place()
     return {
-        "rank": deep_worker.of(self).rank,
+        "rank": worker_checkpoint.of(self).rank,
         "pid": os.getpid(),
         "devices": devices,
         "simulated": allocator.settings.driver == "sim",
@@ -287,7 +287,7 @@ def cumem_sleep_status(self: Any) -> dict[str, Any]:
         "device_used_bytes": sum(total_bytes - free_bytes for free_bytes, total_bytes in memory),
         "device_total_bytes": sum(total_bytes for _, total_bytes in memory),
         "checkpointed": _core.driver_calls_suspended(),
-        "not_loaded": loaded.not_loaded(deep_worker.of(self)),
+        "not_loaded": loaded.not_loaded(worker_checkpoint.of(self)),
     }
 
 
@@ -297,7 +297,7 @@ def cumem_sleep_keep_kv(self: Any, _: bool) -> None:
 
 def cumem_sleep_kept_kv(self: Any, question: str, *args: Any) -> dict[str, Any]:
     """One worker's answer to a question of its engine core about a KV cache that survives a sleep."""
-    return kv_blocks.answer(deep_worker.of(self), question, *args)
+    return kv_blocks.answer(worker_checkpoint.of(self), question, *args)
 
 
 def _log_as_vllm_does() -> None:

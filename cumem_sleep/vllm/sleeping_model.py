@@ -1,7 +1,7 @@
 """What the HTTP gate knows about the model's sleep: a state machine. No I/O, no clock, no asyncio.
 
 Events go in, decisions come out: what is to be done with a request, and which calls wake the model. The table of all
-states and events is in `tests/vllm/state_table.py`; `Conductor` asks the engine and makes the calls.
+states and events is in `tests/vllm/state_table.py`; `SleepController` asks the engine and makes the calls.
 
     model.handle(events.slept, level=1)
     model.handle(events.answered, sleeps=True, workers=…)

@@ -200,7 +200,7 @@ async def test_a_sleep_after_a_failed_wake_does_not_claim_to_sleep_where_workers
 async def test_waking_on_request_that_fails_half_way_is_tried_again_and_refused_meanwhile(serve: Serve) -> None:
     client = serve(FakeVllm(HalfWokenEngine()), on_request="wake", retry_after_s=30)
     now = 0.0
-    client.gate.conductor.clock = lambda: now
+    client.gate.controller.clock = lambda: now
     await client.post("/sleep")
     client.engine.failures = 2
     for _ in range(2):

@@ -108,7 +108,7 @@ async def test_an_engine_that_does_not_say_what_it_does_is_asked_by_the_next_req
 
 
 async def test_an_engine_that_does_not_answer_is_vllms_to_tell(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cumem_sleep.vllm.conductor.ASK_WITHIN_S", 0.01)
+    monkeypatch.setattr("cumem_sleep.vllm.sleep_controller.ASK_WITHIN_S", 0.01)
     client = serve()
     client.engine.waits["is_sleeping"] = asyncio.Event()
     assert (await client.ask()).code == 200

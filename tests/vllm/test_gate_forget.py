@@ -166,7 +166,7 @@ async def test_requests_that_were_kept_do_not_run_without_weights(serve: Serve, 
 
 @pytest.mark.parametrize("target", ["/wake_up?restore=0", "/wake_up?tags=weights"])
 async def test_a_kept_request_may_have_been_answered_already(serve: Serve, target: str) -> None:
-    """As vLLM answers `/v1/responses` with `background`. One that waits at the engine's door is none of them."""
+    """As vLLM answers `/v1/responses` with `background`. One that waits before the engine is none of them."""
     left = 1
     client = serve(on_request="wait")
     client.engine.output_processor = SimpleNamespace(get_num_unfinished_requests=lambda: left)

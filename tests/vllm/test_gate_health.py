@@ -98,7 +98,7 @@ async def test_health_of_an_engine_that_does_not_answer_is_vllms(serve: Serve, m
 async def test_health_says_that_wakes_fail(serve: Serve) -> None:
     client = serve(on_request="wake", retry_after_s=30)
     now = 0.0
-    client.gate.conductor.clock = lambda: now
+    client.gate.controller.clock = lambda: now
     await client.post("/sleep")
     assert (await client.get("/health")).code == 200
     client.engine.fails["wake_up"] = [RuntimeError("OutOfDeviceMemory")]

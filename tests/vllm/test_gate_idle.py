@@ -27,7 +27,7 @@ class Clock:
     def __init__(self, *clients: Client) -> None:
         self.now = 1000.0
         for client in clients:
-            client.gate.conductor.clock = lambda: self.now
+            client.gate.controller.clock = lambda: self.now
 
     async def go_on(self, seconds: float) -> None:
         for passed in (0.0, seconds):

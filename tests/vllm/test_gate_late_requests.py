@@ -188,7 +188,7 @@ async def test_what_slept_serves_nobody_while_the_engine_does_not_say(
     client = serve(on_request=policy, request_deadline_s=0.05)
     request = await begin(client, "tokenize") if arrives == "early" else None
     await client.post("/sleep?level=2")
-    monkeypatch.setattr("cumem_sleep.vllm.conductor.ASK_WITHIN_S", 0.01)
+    monkeypatch.setattr("cumem_sleep.vllm.sleep_controller.ASK_WITHIN_S", 0.01)
     if silent:
         client.engine.waits["is_sleeping"] = asyncio.Event()
     client.engine.fails["is_sleeping"] = [RuntimeError("not now")] * 100

@@ -59,7 +59,7 @@ async def test_requests_between_the_steps_of_a_level_2_wake_are_held(serve: Serv
     await client.post("/wake_up?tags=weights")
     request = await client.under_way("/v1/completions")
     assert client.engine.count("reload_weights") == 0, "somebody else is loading them"
-    assert client.gate.conductor._waking is None, "nor does it try again and again"
+    assert client.gate.controller._waking is None, "nor does it try again and again"
     await client.post("/wake_up?tags=kv_cache")
     await until_idle()
     assert not request.task.done()
@@ -132,5 +132,5 @@ async def test_a_wake_on_request_that_leaves_a_draft_out_is_a_failed_one(serve: 
     assert refused.code == 503
     assert "draft.fc among them" in refused.error["message"]
     assert client.engine.count("generate") == 0
-    client.gate.conductor.failure = None  # its time has passed
+    client.gate.controller.failure = None  # its time has passed
     assert (await client.ask()).body == {"text": "good"}, "the next one loads all"

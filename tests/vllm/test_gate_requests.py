@@ -143,7 +143,7 @@ async def test_a_failed_wake_fails_all_who_waited_and_is_tried_again_later(
 ) -> None:
     client = serve(on_request="wake", retry_after_s=30)
     now = 1000.0
-    client.gate.conductor.clock = lambda: now
+    client.gate.controller.clock = lambda: now
     await client.post("/sleep")
     client.engine.fails["wake_up"] = [RuntimeError("OutOfDeviceMemory: needed 61 GiB")]
     client.engine.waits["wake_up"] = asyncio.Event()
@@ -176,7 +176,7 @@ async def test_a_failed_wake_fails_all_who_waited_and_is_tried_again_later(
 async def test_a_failed_reload_is_tried_again_where_it_stopped(serve: Serve) -> None:
     client = serve(on_request="wake", retry_after_s=1)
     now = 0.0
-    client.gate.conductor.clock = lambda: now
+    client.gate.controller.clock = lambda: now
     await client.post("/sleep?level=2")
     client.engine.fails["reload_weights"] = [RuntimeError("no such file")]
     assert "no such file" in (await client.ask()).error["message"]

@@ -134,7 +134,7 @@ async def test_an_answer_from_before_the_call_is_not_believed(serve: Serve, plug
     engine.plugin, engine.late = plugin, asyncio.Event()
     request = await client.under_way("/v1/completions")
     late, engine.late = engine.late, None
-    client.gate.conductor.doubt()
+    client.gate.controller.doubt()
     engine._sleep(1)
     late.set()
     assert (await request.response()).error["message"] == "the model is asleep (level 1): POST /wake_up"
@@ -171,7 +171,7 @@ async def test_a_model_that_still_serves_is_asked_once(serve: Serve) -> None:
     assert (await client.post("/some_future_path")).code == 200
     for _ in range(3):
         await awake(client)
-    assert client.engine.count("is_sleeping") - asked <= 3  # by its own request, at the door, and afterwards
+    assert client.engine.count("is_sleeping") - asked <= 3  # by its own request, before the engine, and afterwards
 
 
 async def test_what_sleeps_is_said_by_tag(serve: Serve) -> None:

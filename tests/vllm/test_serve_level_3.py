@@ -1,7 +1,7 @@
 """A real `vllm serve` at level 3: it answers, wakes for a request, and ends on SIGTERM within its usual time.
 
 Real are the API server with the gate, the engine core in a process of its own, and its executor. The worker is
-`DeepWorker`, on the simulated driver.
+`CheckpointedWorker`, on the simulated driver.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ folder = pathlib.Path(sys.argv[1])
 watched_server.prepare_process(folder / "platform")
 from vllm.entrypoints.openai import api_server
 import uvloop
-line = ["--worker-cls", "deep_worker_process.DeepWorker", "--middleware", "cumem_sleep.vllm.SleepGate"]
+line = ["--worker-cls", "checkpointed_worker.CheckpointedWorker", "--middleware", "cumem_sleep.vllm.SleepGate"]
 args = watched_server.arguments(watched_server.model_folder(folder / "model"), *line, "--port", sys.argv[2])
 uvloop.run(api_server.run_server(args))
 """

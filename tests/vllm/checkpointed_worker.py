@@ -1,4 +1,4 @@
-"""A worker for `vllm serve --worker-cls deep_worker_process.DeepWorker`: it calls the driver itself, as PyTorch does.
+"""A worker, by `--worker-cls checkpointed_worker.CheckpointedWorker`, that calls the driver itself, as PyTorch does.
 
 At level 3 such a call waits until the process is restored, which here would be for ever.
 """
@@ -12,7 +12,7 @@ from watched_worker import WatchedWorker
 from cumem_sleep import _core
 
 
-class DeepWorker(WatchedWorker):
+class CheckpointedWorker(WatchedWorker):
     """`WatchedWorker`, at whose ends the driver is called past this layer."""
 
     def sleep(self, level: int = 1) -> None:

@@ -37,7 +37,7 @@ LEASE: ContextVar[RequestLease | None] = ContextVar("cumem_sleep_lease", default
 Admit = Callable[[RequestLease], Awaitable[Callable[[], None]]]
 
 
-class EngineDoor:
+class Admission:
     """Wraps `engine_core.add_request_async`, through which vLLM sends a request to its engine.
 
     `admit` returns when a request may go to the engine; it returns a function to call once the request is there.

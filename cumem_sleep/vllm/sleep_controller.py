@@ -22,7 +22,7 @@ ASK_WITHIN_S = 10.0
 _NOT_ACTIVE = "cumem-sleep is not active in vLLM's workers"
 
 
-class Conductor:
+class SleepController:
     """Everything that changes the model's sleep goes through `change`, one at a time.
 
     Attributes:
