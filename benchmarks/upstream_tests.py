@@ -73,12 +73,13 @@ PARTS = {
     ),
 }
 
+ALIVE = {"CUMEM_SLEEP_HEALTH": "ok"}  # what those tests ask /health, asleep or not
 WAYS: dict[str, dict[str, Any]] = {
     "cumem_sleep": {"backend": "cumem_sleep"},
     "default": {},
     "without": {"environment": {"CUMEM_SLEEP_DISABLE": "1"}},
-    "gate": {"backend": "cumem_sleep", "gate": True},
-    "gate_wait": {"backend": "cumem_sleep", "gate": True, "environment": {"CUMEM_SLEEP_ON_REQUEST": "wait"}},
+    "gate": {"backend": "cumem_sleep", "gate": True, "environment": ALIVE},
+    "gate_wait": {"backend": "cumem_sleep", "gate": True, "environment": {**ALIVE, "CUMEM_SLEEP_ON_REQUEST": "wait"}},
 }
 
 # Fail with this layer by what they look at.
