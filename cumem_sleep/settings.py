@@ -460,7 +460,7 @@ _OTHERS: dict[Reader, tuple[tuple[str, str, str], ...]] = {
         (
             "ADMIN_TOKEN_FILE",
             "none",
-            "A file that holds it, in place of `CUMEM_SLEEP_ADMIN_TOKEN`.",
+            "A file with the token, in place of `CUMEM_SLEEP_ADMIN_TOKEN`.",
         ),
     ),
     Reader.PLUGIN: (
@@ -474,7 +474,7 @@ _OTHERS: dict[Reader, tuple[tuple[str, str, str], ...]] = {
     Reader.COMMANDS: (
         ("SERVE_URL", "`http://127.0.0.1:8000`", "The front to ask."),
         ("SERVE_TOKEN", "none", "Its admin token; for `status`, an API key is enough."),
-        ("SERVE_TOKEN_FILE", "none", "A file that holds it, in place of `CUMEM_SLEEP_SERVE_TOKEN`."),
+        ("SERVE_TOKEN_FILE", "none", "A file with the token, in place of `CUMEM_SLEEP_SERVE_TOKEN`."),
     ),
     Reader.SIMULATOR: (
         ("SIM_DEVICE_BYTES", "`1073741824`", "Memory of each simulated GPU, in bytes; no units."),
