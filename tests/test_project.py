@@ -98,6 +98,7 @@ def test_a_release_has_absolute_links_and_urls(tmp_path: pathlib.Path) -> None:
     assert f"]({repository}/blob/{tag}/docs/vllm.md#a-kv-cache-that-survives)" in readme
     assert "no package index" not in readme
     assert "`pip install cumem-sleep`" in readme
+    assert "\npip install cumem-sleep                # changes no package that is there\n" in readme
     assert re.search(rf"^## {re.escape(tag[1:])} - \d{{4}}-\d\d-\d\d$", (tmp_path / "CHANGELOG.md").read_text(), re.M)
     assert f'[project.urls]\nHomepage = "{repository}"\n' in (tmp_path / "pyproject.toml").read_text()
 

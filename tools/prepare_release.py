@@ -15,6 +15,7 @@ from datetime import date
 from pathlib import Path
 
 UNTIL_THE_RELEASE = re.compile(r"<!-- until the release -->\n.*?\n<!-- /until the release -->\n", re.DOTALL)
+OF_A_CHECKOUT = re.compile(r"pip install \. +# of a checkout; ")
 
 
 def absolute(readme: str, repository: str, tag: str) -> str:
@@ -46,9 +47,10 @@ def main(repository: str, tag: str, commit: str, root: Path = Path()) -> None:
     version = re.search(r'^version = "(.+)"$', text, re.MULTILINE)
     if version is None or tag != f"v{version[1]}":
         raise SystemExit(f"{tag}: pyproject.toml says version {version and version[1]}")
-    said, changed = UNTIL_THE_RELEASE.subn("Install it with `pip install cumem-sleep`.\n", readme.read_text())
-    if changed != 1:
-        raise SystemExit("README.md: expected one paragraph between the marks `until the release`")
+    said, marked = UNTIL_THE_RELEASE.subn("Install it with `pip install cumem-sleep`.\n", readme.read_text())
+    said, named = OF_A_CHECKOUT.subn("pip install cumem-sleep                # ", said)
+    if (marked, named) != (1, 1):
+        raise SystemExit("README.md: expected once the marks `until the release`, and `pip install .  # of a checkout; `")
     changes = root / "CHANGELOG.md"
     changes.write_text(changes.read_text().replace("## Unreleased", f"## {version[1]} - {date.today()}", 1))
     readme.write_text(absolute(said, repository, tag) if repository else said)
