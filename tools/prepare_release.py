@@ -50,7 +50,9 @@ def main(repository: str, tag: str, commit: str, root: Path = Path()) -> None:
     said, marked = UNTIL_THE_RELEASE.subn("Install it with `pip install cumem-sleep`.\n", readme.read_text())
     said, named = OF_A_CHECKOUT.subn("pip install cumem-sleep                # ", said)
     if (marked, named) != (1, 1):
-        raise SystemExit("README.md: expected once the marks `until the release`, and `pip install .  # of a checkout; `")
+        raise SystemExit(
+            "README.md: expected once the marks `until the release`, and `pip install .  # of a checkout; `"
+        )
     changes = root / "CHANGELOG.md"
     changes.write_text(changes.read_text().replace("## Unreleased", f"## {version[1]} - {date.today()}", 1))
     readme.write_text(absolute(said, repository, tag) if repository else said)
