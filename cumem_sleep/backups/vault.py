@@ -32,8 +32,8 @@ from ..vault.client import (
     VaultBackup,
     VaultClient,
 )
-from ..vault.files import is_file, read_into
-from ..vault.ledger import Key
+from ..vault.files import read_into
+from ..vault.ledger import FILES, Key
 from ..vault.slabs import SlabRange
 from .tier import Content, Footprint, HostLimit, NotYet, Tier, budget_limits
 
@@ -79,7 +79,7 @@ class VaultTier(Tier):
                 continue
             places = {(id(extent.slabs), extent.extents) for extent in _mine(extents)} - counted
             counted |= places
-            nbytes = sum(there.nbytes for _, ranges in places for there in ranges if not is_file(there.slab))
+            nbytes = sum(there.nbytes for _, ranges in places for there in ranges if there.slab != FILES)
             is_shared = max(shared_by, default=1) > 1
             held.append(Footprint(nbytes, vault_bytes=nbytes, shared_bytes=nbytes if is_shared else 0))
         return held
@@ -526,7 +526,7 @@ class VaultLane(Lane):
             self._read.append(read)
         address = read.address
         for slab, start, size in read.extent.ranges(read.offset, read.nbytes):
-            if is_file(slab):
+            if slab == FILES:
                 self._read_file(address, read.extent, slab, start, size)
             else:
                 block = self._transfers.slab(read.extent, slab, self.stream.device)
@@ -539,7 +539,7 @@ class VaultLane(Lane):
         for at in range(0, nbytes, block.bytes):
             size = min(block.bytes, nbytes - at)
             self.stream.synchronize()  # the block may be in use
-            read_into(extent.descriptor(slab), memoryview(block)[:size], start + at, extent.slabs.folders[slab])
+            read_into(extent.descriptor(slab), memoryview(block)[:size], start + at, extent.slabs.folder)
             self.stream.to_device(address + at, block, 0, size)
         self.stream.synchronize()
 

@@ -18,7 +18,7 @@ from typing import Any, TypeVar, cast
 
 from ..errors import CumemSleepError, InvalidState, VaultError, VaultLost, VaultUnavailable
 from . import protocol
-from .ledger import Key, needed_bytes
+from .ledger import FILES, Key, needed_bytes
 from .moves import MoveReader
 from .protocol import Channel, Nonsense, NoRoomForDescriptors, OtherVersion, Table, VaultMessage
 from .slabs import SlabRange
@@ -102,13 +102,13 @@ class SlabTable:
 
     Attributes:
         by_number: the descriptor of each, which is the table's to close, and the size of the slab in bytes.
-        folders: of those that are files, by their numbers.
+        folder: where the file is that is slab `FILES`, if the vault spills.
         backups: that lie in them, by their numbers, as long as somebody has them.
     """
 
     def __init__(self) -> None:
         self.by_number: dict[int, tuple[int, int]] = {}
-        self.folders: dict[int, Path] = {}
+        self.folder = Path()
         self.backups: weakref.WeakValueDictionary[int, VaultBackup] = weakref.WeakValueDictionary()
         self.moves: list[MoveReader] = []  # of this connection, if its vault spills, after those before it
         self._backups: Counter[int] = Counter()
@@ -131,13 +131,15 @@ class SlabTable:
                     if number in self.backups:
                         self.put(self.backups[number], tuple(SlabRange(*extent) for extent in extents))
 
-    def close_unused(self) -> list[int]:
-        """Close what no backup lies in; returns their numbers."""
+    def close_unused(self, *, is_over: bool) -> list[int]:
+        """Close what no backup lies in, the file only if the vault has ended: it is not sent again. Returns their
+        numbers.
+        """
         self.hear()
-        unused = [slab for slab in self.by_number if self._backups[slab] <= 0]
+        kept = {slab for slab, backups in self._backups.items() if backups > 0} | (set() if is_over else {FILES})
+        unused = list(self.by_number.keys() - kept)
         for slab in unused:
             protocol.close_all([self.by_number.pop(slab)[0]])
-            self.folders.pop(slab, None)
             del self._backups[slab]
         return unused
 
@@ -271,7 +273,6 @@ class VaultClient:
     def hear(self) -> None:
         """Of backups that lie elsewhere by now: before this process reads them by itself, and once more afterwards."""
         self.slabs.hear()
-        self._take_in_all()  # descriptors of the files that it has just heard of came before
 
     def _take_in_all(self) -> bool:
         """What has come. Descriptors come one by one. False: this process can open no more, and the rest waits."""
@@ -332,6 +333,7 @@ class VaultClient:
             self.slabs, before.slabs = before.slabs, self.slabs
             self.slabs.moves += before.slabs.moves  # what it has moved, it says there from now on
             before.slabs.moves = []
+            before.slabs.close()
             self._last_lent = before._last_lent
             self._connections += before._connections
             before._connections = []
@@ -462,7 +464,7 @@ class VaultClient:
         for each in backups:
             self.slabs.put(each, ())
         self._unclaimed += _numbers(backups)
-        self._closed_slabs += self.slabs.close_unused()
+        self._closed_slabs += self.slabs.close_unused(is_over=self._lost is not None and not self._lost.may_go_on)
         with suppress(VaultLost, NoRoomForDescriptors):
             self._wait_until(lambda: not any(self._given_up.values()))  # these may have handed out more
             closed, self._closed_slabs = self._closed_slabs, []  # what is lost again meanwhile, is asked for next time
@@ -685,12 +687,13 @@ class VaultClient:
                 (descriptor,) = message.descriptors
                 protocol.close_all([self.slabs.by_number.get(body["slab"], (-1, 0))[0]])
                 self.slabs.by_number[body["slab"]] = descriptor, body["bytes"]
-                if "folder" in body:
-                    self.slabs.folders[body["slab"]] = Path(body["folder"])
-        elif "moves" in body:
+        elif "folder" in body:
             if message.descriptors_lost:
                 self._lose(NO_MORE_FILES)
-            self.slabs.moves += [MoveReader(descriptor) for descriptor in message.descriptors]
+            moves, file = message.descriptors
+            self.slabs.moves.append(MoveReader(moves))
+            self.slabs.by_number[FILES] = file, body["file_bytes"]
+            self.slabs.folder = Path(body["folder"])
         elif "cut" in body:
             self._lose(f"the vault has cut this process off: {body['cut']}", may_go_on=True)
         elif body.get("id") in self._given_up:

@@ -32,7 +32,7 @@ from typing import NamedTuple
 from ..errors import InvalidArgument, InvalidState, OutOfHostMemory, format_bytes
 from .slabs import UNIT_BYTES, SlabRange, Slabs
 
-FILES = 0  # of the slab that stands for all files together
+FILES = 0  # the slab that is the file to spill to
 _HOLDERS_NAMED = 5  # when memory is short
 
 
@@ -165,7 +165,7 @@ class Ledger:
         self._last_number = self._clock = 0
         self.claims: Counter[Hashable] = Counter()  # bytes that are set aside for what an owner reserves next
         self.evicted_bytes = 0
-        self.memory, self.files = Slabs(), Slabs()  # all files are one slab
+        self.memory, self.files = Slabs(), Slabs()
         if file_bytes >= UNIT_BYTES:
             self.files.add(FILES, file_bytes // UNIT_BYTES * UNIT_BYTES)
 

@@ -13,7 +13,7 @@ from .. import _core
 from ..core.commitment import Commitment, require_room
 from ..errors import CumemSleepError, InvalidArgument, OutOfHostMemory, VaultError, format_bytes
 from . import memory
-from .files import SpillFiles
+from .files import SpillFile
 from .ledger import Ledger
 from .slabs import UNIT_BYTES
 
@@ -59,7 +59,7 @@ class VaultPool:
         host: VaultHost,
         post: Callable[[Callable[[], None]], None],
         changed: Callable[[], None],
-        files: SpillFiles | None = None,
+        file: SpillFile | None = None,
     ) -> None:
         """Nothing is taken yet.
 
@@ -68,7 +68,7 @@ class VaultPool:
             nodes: NUMA nodes to take it from, in turn.
             post: has work done by the thread that calls the pool.
             changed: is called when there is more memory, or there will be no more.
-            files: to spill to, if there are any.
+            file: to spill to, if there is one.
 
         Raises:
             InvalidArgument: there is too little for one slab.
@@ -81,7 +81,7 @@ class VaultPool:
         least = _aligned_up(-(-self.memory_bytes // most_slabs))
         self._slab_bytes = max(least, _aligned_up(slab_bytes or DEFAULT_SLAB_BYTES))
         self._device, self._nodes, self._host, self._post, self._changed = device, nodes, host, post, changed
-        self.ledger = Ledger() if files is None else Ledger(files.nbytes, files.freed)
+        self.ledger = Ledger() if file is None else Ledger(file.nbytes, file.freed)
         self.short = ""
         self.prefaulted_bytes = 0
         self.slabs: dict[int, memory.Slab] = {}

@@ -25,7 +25,7 @@ from ..errors import InvalidArgument, VaultError, format_bytes
 from ..settings import parse_list
 from . import protocol
 from .address import VaultAddress
-from .files import SpillFiles, SpillFolder
+from .files import SpillFile
 from .pool import VaultHost, VaultPool
 from .protocol import Nonsense
 from .relay import Relaying
@@ -105,8 +105,8 @@ class Vault:
         if spill is not None:
             ring_bytes = spill.ring_bytes(memory_bytes)
             memory_bytes -= ring_bytes
-            spills = SpillFiles(SpillFolder(spill.folder), spill.nbytes), spill, ring_bytes
-        self.spills_directly = spills is not None and spills[0].folder.is_direct
+            spills = SpillFile(spill.folder, spill.nbytes), spill, ring_bytes
+        self.spills_directly = spills is not None and spills[0].is_direct
         self._pool = VaultPool(
             memory_bytes,
             slab_bytes,

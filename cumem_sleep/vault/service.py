@@ -24,7 +24,7 @@ from .. import __version__, _core
 from ..errors import CumemSleepError, DriverError, InvalidArgument, InvalidState, VaultError
 from ..store.copier import CopyTotals
 from . import memory, protocol
-from .files import SpillFiles
+from .files import SpillFile
 from .jobs import BorrowedMemory, Job, LinkPiece, PieceSource
 from .ledger import Entry, HeldBytes, Hold, Key, needed_bytes
 from .link import PIECE_BYTES, LinkGroup, VaultLink
@@ -91,7 +91,7 @@ class Service:
         fail: Callable[[Session, Exception], None],
         gpu_lost: Callable[[VaultError], None],
         relaying: Relaying,
-        spills: tuple[SpillFiles, SpillPlan, int] | None = None,
+        spills: tuple[SpillFile, SpillPlan, int] | None = None,
     ) -> None:
         """Nothing is done yet.
 
@@ -103,7 +103,7 @@ class Service:
             fail: is called when a client has said what no client says, or the vault has failed at its request.
             gpu_lost: is called when no call for a GPU works any more.
             relaying: whose links may carry copies for other GPUs.
-            spills: the files to spill to, how, and the bytes of the ring that they are read through.
+            spills: the file to spill to, how, and the bytes of the ring that they are read through.
         """
         self._path, self._pool, self._sessions = path, pool, sessions
         self._post, self._end, self._fail, self._gpu_lost = post, end, fail, gpu_lost
@@ -128,11 +128,11 @@ class Service:
         for gpu in gpus:
             self._link(gpu, True)
         if self._spills is not None:
-            files, plan, ring_bytes = self._spills
+            file, plan, ring_bytes = self._spills
             first = next(iter(self._gpus.values()))
             self._spiller = Spiller(
                 self._pool,
-                files,
+                file,
                 plan.free_bytes,
                 memory.take(ring_bytes, first.node, first.ordinal, REQUESTS_AT_ONCE, lambda _: None),
                 self._post,
@@ -227,7 +227,10 @@ class Service:
         if self._spiller is not None:
             try:
                 asked.session.moves = MoveLog()
-                asked.session.send({"moves": True}, [asked.session.moves.reader()])
+                descriptors = [asked.session.moves.reader()]
+                descriptors.append(os.dup(self._file.read_only))
+                facts = {"file_bytes": self._file.nbytes, "folder": str(self._file.folder)}
+                asked.session.send(facts, descriptors)
             except OSError:
                 raise VaultError(memory.NO_MORE_FILES) from None
         return {
@@ -365,10 +368,6 @@ class Service:
         ledger.release(session.owner, numbers)
         if session.moves is not None:
             session.moves.heard(integer(asked.body, "heard"))
-            if closed:  # it may not have heard yet of what has moved there
-                self._send_files(
-                    session, [hold.entry for hold in ledger.holds(session.owner) if hold.entry.is_in_files]
-                )
         self.serve_waiting()
         return {}
 
@@ -397,8 +396,8 @@ class Service:
             at = lent_at
             if self._spiller is not None and not entry.extents:
                 ring = self._spiller.ring.block
-                for file, start, nbytes in self._files.parts(entry.in_files.ranges(offset, size)):
-                    yield LinkPiece(ring, start, at, nbytes, source=PieceSource(file, number))
+                for _, start, nbytes in entry.in_files.ranges(offset, size):
+                    yield LinkPiece(ring, start, at, nbytes, source=PieceSource(self._file, number))
                     at += nbytes
             for slab, start, nbytes in entry.ranges(offset, size):
                 for begin in range(0, nbytes, PIECE_BYTES):
@@ -573,7 +572,6 @@ class Service:
         slabs = {extent.slab for hold in there for extent in hold.entry.extents}
         for number in sorted(slabs - session.known_slabs):
             self._send_slab(session, number)
-        self._send_files(session, [hold.entry for hold in there if hold.entry.is_in_files])
         moves_end = session.moves.end if session.moves else 0
         return {"backups": [None if hold is None else self._described(hold) for hold in holds], "moves_end": moves_end}
 
@@ -587,16 +585,13 @@ class Service:
 
     def _known_place(self, entry: Entry) -> Sequence[SlabRange]:
         """Where its owners read it themselves. What is in files may be dropped from memory at any moment."""
-        return self._in_all_files(entry) if entry.is_in_files else entry.extents
+        return entry.spilled if entry.is_in_files else entry.extents
 
     @property
-    def _files(self) -> SpillFiles:
+    def _file(self) -> SpillFile:
         """Of a vault that spills."""
         assert self._spills is not None
         return self._spills[0]
-
-    def _in_all_files(self, entry: Entry) -> list[SlabRange]:
-        return [SlabRange(file.number, *there) for file, *there in self._files.parts(entry.spilled)]
 
     def _owners_of(self, entry: Entry) -> list[Session]:
         return [session for session in self._sessions if session.owner in entry.owners]
@@ -609,11 +604,10 @@ class Service:
                 by_session.setdefault(session, []).append(entry)
         told: list[tuple[MoveLog, bytes]] = []
         for session, mine in by_session.items():
-            self._send_files(session, mine)
             if session.moves is None or session.channel.unsent_bytes:
                 raise VaultError(f"{session} takes no messages")
             moves = [
-                Move([hold.number for hold in entry.holds if hold.owner is session.owner], self._in_all_files(entry))
+                Move([hold.number for hold in entry.holds if hold.owner is session.owner], entry.spilled)
                 for entry in mine
             ]
             told.append((session.moves, encoded(moves)))
@@ -622,25 +616,15 @@ class Service:
         for log, moved in told:
             log.add(moved)
 
-    def _send_files(self, session: Session, entries: Iterable[Entry]) -> None:
-        """Descriptors of the files of these entries. Raises VaultError: this process can open no more files."""
-        files = {file.number: file for entry in entries for file, _, _ in self._files.parts(entry.spilled)}
-        for number in sorted(files.keys() - session.known_slabs):
-            facts = {"slab": number, "bytes": self._files.nbytes, "folder": str(self._files.folder.path)}
-            self._send_descriptor(session, files[number].read_only, facts)
-
     def _send_slab(self, session: Session, number: int) -> None:
         """A descriptor of it. Raises VaultError: this process can open no more files."""
         slab = self._pool.slabs[number]
-        self._send_descriptor(session, slab.descriptor, {"slab": number, "bytes": slab.nbytes})
-
-    def _send_descriptor(self, session: Session, descriptor: int, facts: _Answer) -> None:
         try:
-            sent = os.dup(descriptor)
+            sent = os.dup(slab.descriptor)
         except OSError:
             raise VaultError(memory.NO_MORE_FILES) from None
-        session.send(facts, [sent])
-        session.known_slabs.add(facts["slab"])
+        session.send({"slab": number, "bytes": slab.nbytes}, [sent])
+        session.known_slabs.add(number)
 
     # What there is to know
 
@@ -680,7 +664,7 @@ class Service:
         written, read = (spiller.written, spiller.reader.totals) if spiller else (CopyTotals(), CopyTotals())
         return {
             "ring_bytes": spiller.ring.nbytes if spiller else 0,
-            "files_bytes": self._files.nbytes if spiller else 0,
+            "files_bytes": self._file.nbytes if spiller else 0,
             "files_free_bytes": self._pool.ledger.files.free_bytes,
             "files_writing_bytes": spiller.writing_bytes if spiller else 0,
             "files_written_bytes": written.nbytes,

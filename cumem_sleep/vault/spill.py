@@ -23,7 +23,7 @@ from .. import _core
 from ..errors import InvalidArgument, VaultError, format_bytes
 from ..store.copier import CopyTotals
 from . import memory
-from .files import PAGE_BYTES, SpillError, SpillFile, SpillFiles
+from .files import PAGE_BYTES, SpillError, SpillFile
 from .jobs import Job, JobQueue, LinkPiece
 from .ledger import Entry
 from .link import VaultLink
@@ -222,7 +222,7 @@ class Spiller:
     def __init__(
         self,
         pool: VaultPool,
-        files: SpillFiles,
+        file: SpillFile,
         free_bytes: int,
         ring: memory.Slab,
         post: Callable[[Callable[[], None]], None],
@@ -239,7 +239,7 @@ class Spiller:
             tell: tells them. Raises VaultError: not all of them can be told, and none was.
             changed: is called when there may be more memory, or when it has failed.
         """
-        self._pool, self._ledger, self._files = pool, pool.ledger, files
+        self._pool, self._ledger, self._file = pool, pool.ledger, file
         self._free_bytes, self.ring = free_bytes, ring
         self._post, self._may_tell, self._tell = post, may_tell, tell
         self._changed = changed
@@ -252,14 +252,14 @@ class Spiller:
         self._ahead_is_awaited = False  # somebody waits for that memory
         self._wanted: dict[Entry, int] = {}  # to be read ahead, in place of what was used before that time
         self._ahead = ThreadPoolExecutor(1, "vault-read-ahead")
-        for threads in (self._ahead, self._files.worker):
+        for threads in (self._ahead, self._file.worker):
             threads.submit(int)  # have them now: when none can be started, who spills would wait for ever
 
     def close(self) -> None:
         """Wait for what is being written; nobody hears of it any more. No copy from the ring is in flight."""
         self._is_closed = True
         self._ahead.shutdown()
-        self._files.close()
+        self._file.close()
         self.ring.close()
 
     # Reading
@@ -286,6 +286,7 @@ class Spiller:
         self._ahead_bytes, self._ahead_is_awaited = entry.taken_bytes, False
         future = self._ahead.submit(
             _read_ahead,
+            self._file,
             list(self._requests(entry, extents)),
             lambda: self._is_reading() and not self._ahead_is_awaited,
         )
@@ -343,25 +344,24 @@ class Spiller:
         self._batch = _Batch(entries, is_awaited)
         for entry in entries:
             self._ledger.begin_spill(entry)
-            self._files.take(entry.spilled)
-        parts = [part for entry in entries for part in self._files.parts(entry.spilled)]
+        parts = [part for entry in entries for part in entry.spilled]
         requests = [request for entry in entries for request in self._requests(entry, entry.extents)]
-        future = self._files.worker.submit(_write, self._batch, parts, requests, self._is_reading)
+        future = self._file.worker.submit(_write, self._file, self._batch, parts, requests, self._is_reading)
         future.add_done_callback(lambda future: self._post(partial(self._written, future)))
 
     def _is_reading(self) -> bool:
         return self.reader.is_reading and not self._is_closed
 
-    def _requests(self, entry: Entry, extents: Sequence[SlabRange]) -> Iterable[tuple[SpillFile, int, memoryview]]:
-        """Which part of a file goes where in memory."""
+    def _requests(self, entry: Entry, extents: Sequence[SlabRange]) -> Iterable[tuple[int, memoryview]]:
+        """Which part of the file, from its offset on, goes where in memory."""
         at, in_memory = 0, Entry(entry.nbytes, entry.taken_bytes, list(extents))
-        for file, offset, nbytes in self._files.parts(entry.spilled):
+        for _, offset, nbytes in entry.spilled:
             written = 0
             for slab, start, size in in_memory.ranges(at, nbytes):
                 content = memoryview(self._pool.slabs[slab].block)
                 for begin in range(start, start + size, _REQUEST_BYTES):
                     end = min(begin + _REQUEST_BYTES, start + size)
-                    yield file, offset + written, content[begin:end]
+                    yield offset + written, content[begin:end]
                     written += end - begin
             at += nbytes
 
@@ -396,39 +396,39 @@ class Spiller:
 
     def room_in_words(self) -> str:
         """How much is free in files, and why nothing is spilled, for an error that says what memory is missing."""
-        free = f"{format_bytes(self._ledger.files.free_bytes)} of {format_bytes(self._files.nbytes)} of files are free"
+        free = f"{format_bytes(self._ledger.files.free_bytes)} of {format_bytes(self._file.nbytes)} of files are free"
         return f"{free}; {self.failure}" if self.failure else free
 
 
-def _read_ahead(requests: Iterable[tuple[SpillFile, int, memoryview]], is_reading: Callable[[], bool]) -> None:
+def _read_ahead(file: SpillFile, requests: Iterable[tuple[int, memoryview]], is_reading: Callable[[], bool]) -> None:
     """Stand back while others read."""
-    for file, offset, content in requests:
+    for offset, content in requests:
         while is_reading():
             time.sleep(_STAND_BACK_S)
         file.read(content, offset)
 
 
 def _write(
+    file: SpillFile,
     batch: _Batch,
-    parts: Sequence[tuple[SpillFile, int, int]],
-    requests: Iterable[tuple[SpillFile, int, memoryview]],
+    parts: Sequence[SlabRange],
+    requests: Iterable[tuple[int, memoryview]],
     is_reading: Callable[[], bool],
 ) -> None:
     """Have space set aside for these parts, then write. When it returns or raises, nothing is in flight."""
-    for file, offset, nbytes in parts:
+    for _, offset, nbytes in parts:
         file.allocate(offset, nbytes)
     left = deque(requests)
     while left and not batch.is_awaited:
         if is_reading():
             time.sleep(_STAND_BACK_S)
             continue
-        file, offset, content = left.popleft()
+        offset, content = left.popleft()
         file.write(content, offset)
     if left:
         with ThreadPoolExecutor(REQUESTS_AT_ONCE, "vault-write") as threads:
-            writes = [threads.submit(file.write, content, offset) for file, offset, content in left]
+            writes = [threads.submit(file.write, content, offset) for offset, content in left]
             wait(writes)
         for each in writes:
             each.result()
-    for file in dict.fromkeys(file for file, _, _ in parts):
-        file.sync()
+    file.sync()

@@ -12,14 +12,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any
 
 import pytest
 from disk_faults import DiskFaults
 from running import MIB, SECONDS, RunningVault, Segment, eventually, lone_link, seal, taken
 from support import PAGE, Memory
-from test_failures import descriptors_left
 from test_link import BorrowedStub, Streams
-from test_recovery import fall_silent, speak
+from test_recovery import fall_silent, once_it_goes_on, speak, tier_of
 from test_sleeping import leave
 from test_storm import Vaults
 
@@ -31,9 +32,11 @@ from cumem_sleep.tools import cli
 from cumem_sleep.vault import files
 from cumem_sleep.vault import spill as spill_module
 from cumem_sleep.vault.client import VaultBackup, VaultClient
-from cumem_sleep.vault.files import PAGE_BYTES, SpillError, SpillFile, SpillFolder
+from cumem_sleep.vault.files import PAGE_BYTES, SpillError, SpillFile
 from cumem_sleep.vault.jobs import LinkPiece, PieceSource
+from cumem_sleep.vault.ledger import FILES
 from cumem_sleep.vault.link import VaultLink
+from cumem_sleep.vault.slabs import SlabRange
 from cumem_sleep.vault.spill import FileRead, RingReader
 
 pytestmark = [pytest.mark.sim, pytest.mark.slow]
@@ -58,7 +61,7 @@ def content_of(nbytes: int) -> memoryview:
 
 class TestFiles:
     def test_what_was_written_is_read_again_and_the_folder_stays_empty(self, spill: pathlib.Path) -> None:
-        file = SpillFile(SpillFolder(spill), 1)
+        file = SpillFile(spill, 1 << 20)
         file.allocate(0, 1 << 20)
         pages = memoryview(mmap.mmap(-1, 1 << 20))
         pages[:] = content_of(1 << 20)
@@ -68,7 +71,8 @@ class TestFiles:
         assert again == content_of(1 << 20)
         assert os.pread(file.read_only, 1 << 20, 0) == again, "the owner reads the same"
         assert (os.fstat(file.read_only).st_mode & 0o777, list(spill.iterdir())) == (0o600, [])
-        file.free(0, 1 << 19)
+        file.freed([SlabRange(FILES, 0, 1 << 19)])
+        file.worker.submit(int).result()
         assert os.fstat(file.read_only).st_blocks * 512 < 1 << 20
         file.close()
 
@@ -84,7 +88,7 @@ class TestFiles:
                 raise OSError(code, "injected")
             return 512
 
-        file = SpillFile(SpillFolder(spill), 1)
+        file = SpillFile(spill, 1 << 20)
         file.allocate(0, 8192)
         monkeypatch.setattr(os, failing, fail)
         content = memoryview(bytearray(4096))
@@ -97,7 +101,7 @@ class TestFiles:
     def test_a_folder_that_others_can_enter_is_refused(self, spill: pathlib.Path) -> None:
         spill.chmod(0o750)
         with pytest.raises(VaultError, match="chmod 700"):
-            SpillFolder(spill)
+            SpillFile(spill, 1 << 20)
 
     @pytest.mark.parametrize("flags", [0, os.O_TMPFILE], ids=["without names", "by names"])
     def test_what_takes_its_place_gets_no_files(
@@ -111,17 +115,22 @@ class TestFiles:
             return own(path, asked, *mode, **folder)  # type: ignore[call-overload, no-any-return]
 
         monkeypatch.setattr(os, "open", refuse)
-        folder = SpillFolder(spill)
         theirs, moved = tmp_path / "theirs", tmp_path / "moved"
         theirs.mkdir()
-        spill.rename(moved)
-        spill.symlink_to(theirs)
-        descriptor = folder.open()
-        assert os.readlink(f"/proc/self/fd/{descriptor}").startswith(f"{moved}/")
-        os.close(descriptor)
-        folder.close()
+        check = files.check_folder
+
+        def replace(*folder: Any, **facts: Any) -> None:
+            check(*folder, **facts)
+            spill.rename(moved)
+            spill.symlink_to(theirs)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(files, "check_folder", replace)
+            file = SpillFile(spill, 1 << 20)
+        assert os.readlink(f"/proc/self/fd/{file.read_only}").startswith(f"{moved}/")
+        file.close()
         with pytest.raises(VaultError, match="the spill folder"):
-            SpillFolder(spill)
+            SpillFile(spill, 1 << 20)
 
     @pytest.mark.parametrize("mode", [0o777, 0o770])
     def test_where_others_can_move_it_it_is_refused(self, tmp_path: pathlib.Path, mode: int) -> None:
@@ -130,14 +139,14 @@ class TestFiles:
         spill.mkdir(0o700, parents=True)
         parent.chmod(mode)
         with pytest.raises(VaultError, match=f"others can write to {parent}, .*chmod go-w {parent}"):
-            SpillFolder(spill)
+            SpillFile(spill, 1 << 20)
         parent.chmod(mode | 0o1000)
-        SpillFolder(spill).close()
+        SpillFile(spill, 1 << 20).close()
 
     def test_memory_is_no_place_to_spill_to(self, spill: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(files, "filesystem_of", lambda _: "tmpfs")
         with pytest.raises(VaultError, match="tmpfs, which is memory itself"):
-            SpillFolder(spill)
+            SpillFile(spill, 1 << 20)
 
 
 class TestPoorerFilesystems:
@@ -163,7 +172,7 @@ class TestPoorerFilesystems:
         without[os.O_TMPFILE] = errno.EOPNOTSUPP
         (spill / f".cumem-sleep-{os.getpid()}").touch()
         (spill / ".cumem-sleep-1").mkdir()
-        file = SpillFile(SpillFolder(spill), 1)
+        file = SpillFile(spill, 1 << 20)
         file.allocate(0, 1 << 20)
         assert [each.name for each in spill.iterdir()] == [".cumem-sleep-1"]
         file.close()
@@ -172,12 +181,11 @@ class TestPoorerFilesystems:
         self, spill: pathlib.Path, without: dict[int, int]
     ) -> None:
         without[os.O_DIRECT] = errno.EINVAL
-        folder = SpillFolder(spill)
-        file = SpillFile(folder, 1)
+        file = SpillFile(spill, 1 << 20)
         file.allocate(0, 8192)
         file.write(content_of(4096), 4096)
         assert os.pread(file.read_only, 4096, 4096) == content_of(4096)
-        assert not folder.is_direct
+        assert not file.is_direct
         file.close()
 
 
@@ -498,13 +506,22 @@ def test_an_allocator_wakes_from_files_that_a_killed_vault_has_left(
         client.status()
     allocator.wake_up()
     assert memory.read(address, SIZE) == content
+    assert not tier_of(allocator)._client.slabs.by_number, "the disk's space is had back"  # type: ignore[union-attr]
     client.close()
     allocator.free(address)
     leave()
 
 
+def open_files() -> Iterator[str]:
+    """Of this process."""
+    for descriptor in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # that of the listing
+            yield os.readlink(f"/proc/self/fd/{descriptor}")
+
+
 def test_what_a_stopped_vault_moves_when_it_goes_on_is_read_again(
     spilling: RunningVault,
+    spill: pathlib.Path,
     make_allocator: Callable[..., CuMemAllocator],
     memory: Memory,
     monkeypatch: pytest.MonkeyPatch,
@@ -536,25 +553,10 @@ def test_what_a_stopped_vault_moves_when_it_goes_on_is_read_again(
     assert memory.read(address, SIZE) == content
     other.client.close()
     scratch.close()
+    once_it_goes_on(tier_of(allocator).client)
+    assert sum(place.startswith(str(spill)) for place in open_files()) == 1, "of the connection that there is"
     allocator.free(address)
     leave()
-
-
-def test_a_descriptor_that_an_owner_could_not_take_is_sent_again(
-    spilling: RunningVault, sleepers: list[SpillingSleeper]
-) -> None:
-    first = sleepers[0]
-    first.sleep()
-    other = spilling.client("other")
-    other.reserve(first.gpu, [spilling.status()["memory_bytes"]])
-    with descriptors_left(os.getpid(), 0):
-        first.client.hear()
-    assert first.backup is not None
-    assert not {extent.slab for extent in first.backup.extents} & first.client.slabs.by_number.keys()
-    first.client.release([])
-    spilling.kill()
-    first.read_itself()
-    other.close()
 
 
 class FailingDisk:
