@@ -7,7 +7,7 @@ import json
 from types import SimpleNamespace
 
 import pytest
-from fake_vllm import FakeVllm, until_idle
+from fake_vllm import until_idle
 from gate_client import Serve, asleep
 
 pytestmark = pytest.mark.usefixtures("gate_environment")
@@ -87,28 +87,18 @@ async def test_a_rank_that_cannot_forget_keeps_it_asleep_and_what_another_forgot
     assert (await client.ask()).body == {"text": "good"}
 
 
-@pytest.mark.parametrize("by_route", [True, False])
-async def test_workers_that_do_not_say_what_they_forgot_have_forgotten(serve: Serve, by_route: bool) -> None:
+@pytest.mark.parametrize("by", ["the route", "a call", "a call that failed"])
+async def test_workers_that_do_not_say_what_they_forgot_have_forgotten(serve: Serve, by: str) -> None:
     client = await asleep(serve)
     client.engine.fails["cumem_sleep_status"] = [RuntimeError("lost")] * 20
-    if by_route:
+    if by == "the route":
         await client.post("/wake_up?restore=0")
-    else:
+    elif by == "a call":
         assert (await client.post("/collective_rpc", FORGET)).code == 200
-        await client.post("/wake_up")
-    client.engine.fails.clear()
-    assert (await client.ask()).code == 503
-    await client.post("/reload_weights")
-    assert (await client.ask()).body == {"text": "good"}
-
-
-async def test_a_call_that_failed_may_have_forgotten_what_workers_do_not_say(serve: Serve) -> None:
-    client = serve()
-    client.engine.forgets = {1}
-    await client.post("/sleep")
-    client.engine.fails["cumem_sleep_status"] = [RuntimeError("lost")] * 20
-    with pytest.raises(RuntimeError, match="RankFailed"):
-        await client.post("/collective_rpc", FORGET)
+    else:
+        client.engine.forgets = {1}
+        with pytest.raises(RuntimeError, match="RankFailed"):
+            await client.post("/collective_rpc", FORGET)
     await client.post("/wake_up")
     client.engine.fails.clear()
     assert (await client.ask()).code == 503
@@ -182,14 +172,3 @@ async def test_a_kept_request_may_have_been_answered_already(serve: Serve, targe
     assert (await client.post(target)).code == 200
     late.cancel()
     await asyncio.wait({late})
-
-
-async def test_the_gate_answers_without_development_mode(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "0")
-    client = serve(FakeVllm(dev_mode=False), admin_token="t")
-    await client.post("/sleep", key="t")
-    woken = await client.post("/wake_up?restore=0&tags=weights", key="t")
-    assert woken.body == {"status": "sleeping", "tags": ["weights"]}
-    await client.post("/wake_up", key="t")
-    assert (await client.ask()).code == 503
-    assert (await client.post("/wake_up?restore=0")).code == 401

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 
 import pytest
@@ -76,20 +75,6 @@ async def test_worker_methods_load_only_if_they_are_known_to(serve: Serve, metho
     await client.post("/wake_up")
     assert (await client.post("/collective_rpc", body=json.dumps({"method": method}).encode())).code == 200
     assert (await client.ask()).code == (200 if loads else 503)
-
-
-async def test_a_request_that_came_during_a_staged_wake_does_not_interfere(serve: Serve) -> None:
-    client = await asleep(serve, level=2, on_request="wake")
-    client.engine.waits["wake_up"] = asyncio.Event()
-    wake = await client.under_way("/wake_up?tags=weights")
-    request = await client.under_way("/v1/completions")
-    client.engine.waits["wake_up"].set()
-    await wake.response()
-    await until_idle()
-    assert client.engine.count("reload_weights") == 0
-    await client.post("/update_weights")
-    assert (await request.response()).body == {"text": "good"}
-    assert client.engine.count("reload_weights") == 0
 
 
 @pytest.mark.parametrize("load", LOADS)

@@ -118,16 +118,6 @@ async def test_wake_from_level_0(serve: Serve) -> None:
     assert ("wake_up", ["scheduling"]) in client.engine.calls
 
 
-async def test_level_0_counts_as_asleep(serve: Serve) -> None:
-    client = await asleep(serve, level=0)
-    assert "level 0" in (await client.ask()).error["message"]
-    await client.post("/wake_up?tags=scheduling")
-    assert (await client.ask()).code == 200
-    await client.engine.pause_generation()
-    await client.post("/sleep?level=deep")
-    assert (await client.ask()).body == {"text": "queued"}, "the level ended with the sleep"
-
-
 @pytest.mark.parametrize("seen", [True, False])
 async def test_wake_from_level_2_loads_the_weights(serve: Serve, seen: bool) -> None:
     client = serve(on_request="wake")

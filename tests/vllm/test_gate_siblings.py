@@ -204,21 +204,6 @@ async def test_with_several_servers_a_held_request_notices_what_another_does(
     assert (await request.response()).body == {"text": "good"}
 
 
-@pytest.mark.parametrize("awake_between", [True, False])
-async def test_with_several_servers_weights_loaded_through_another_count(serve: Serve, awake_between: bool) -> None:
-    client = serve(on_request="wake")
-    another = serve(FakeVllm(AnotherClient(client.engine)))
-    client.vllm.state.args.api_server_count = another.vllm.state.args.api_server_count = 2
-    await client.post("/sleep?level=2")
-    await another.post("/wake")
-    await another.post("/update_weights")
-    if awake_between:
-        assert (await client.ask()).body == {"text": "good"}
-    await client.engine.sleep(1)
-    assert (await client.ask()).body == {"text": "good"}
-    assert client.engine.count("reload_weights") == 0
-
-
 @pytest.mark.parametrize("mode", ["keep", "abort"])
 async def test_with_several_servers_a_request_wakes_those_that_another_kept(serve: Serve, mode: str) -> None:
     """What a sibling let through in a sleep that keeps none never runs."""
