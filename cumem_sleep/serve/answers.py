@@ -15,6 +15,7 @@ from .access import Access, PathMeaning
 from .fleet import Fleet, NotInTime, OrderRefused, UnknownModel
 from .metrics import exposition
 from .status import FleetStatus, ModelStatus
+from .units import spawn
 
 MOST_CALL_BYTES = 64 << 10
 MOST_WATCHERS = 16  # the status is made for each of them
@@ -143,9 +144,7 @@ class Answers:
             "/admin/wake": lambda: self._fleet.wake(model),
             "/admin/stop": lambda: self._fleet.stop_model(model),
         }[place.name]()
-        task = asyncio.ensure_future(begun)  # takes effect, whether the client stays or not
-        self._calls.add(task)
-        task.add_done_callback(self._calls.discard)
+        task = spawn(self._calls, begun)  # takes effect, whether the client stays or not
         task.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may be there to hear it
         await asyncio.shield(task)
         name = self._fleet.resolve(model)

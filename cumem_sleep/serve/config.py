@@ -301,7 +301,7 @@ class ModelConfig:
     drain: float = setting(
         DURATION, 60, "How long running requests may take when it is evicted, before they end with an error.", "`60s`"
     )
-    wait: float = setting(DURATION, 300, "How long a request waits for it at most.", "`5m`")
+    wait: float = setting(DURATION, 300, "How long a request waits at most.", "`5m`")
     aliases: tuple[str, ...] = setting(_list_of(_name), (), "Other names of it.")
     host_memory: int | None = setting(
         BYTES, None, "What it needs at level 1. Without the plugin: the memory of its GPUs.", "asked of the server"
@@ -362,8 +362,8 @@ class ModelConfig:
 class FrontConfig:
     """The front's own keys."""
 
-    host: str = setting(parse_host, "127.0.0.1", "Where it listens. `--host` overrides it.")
-    port: int = setting(whole(0, 65535), 8000, "Its port. `--port` overrides it.")
+    host: str = setting(parse_host, "127.0.0.1", "Where it listens; or `--host`.")
+    port: int = setting(whole(0, 65535), 8000, "Its port; or `--port`.")
     allowed_hosts: tuple[str, ...] = setting(
         _list_of(hosts.parse_allowed), (), "[Names](#security) by which clients may ask, without a port; `*` for any."
     )
@@ -387,9 +387,9 @@ def _model_of(name: object) -> Parse:
 class VaultConfig:
     """The keys of the front's own vault."""
 
-    memory: int = setting(BYTES, 0, "How much host memory it takes.", "required")
-    spill: Path | None = setting(_path, None, "A folder for [files](vault.md#files), which only this user may enter.")
-    spill_size: int | None = setting(BYTES, None, "How much the files may hold.", "required with `spill`")
+    memory: int = setting(BYTES, 0, "Host memory that it takes.", "required")
+    spill: Path | None = setting(_path, None, "A private folder for [files](vault.md#files).")
+    spill_size: int | None = setting(BYTES, None, "What they may hold; with `spill`.", "none")
 
 
 @dataclass(frozen=True)

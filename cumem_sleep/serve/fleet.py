@@ -15,7 +15,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from importlib import metadata
@@ -31,7 +31,7 @@ from .policy import STOP, Spec
 from .scheduler import Scheduler
 from .status import FOUND, Counters, FleetStatus, GpuStatus, Holder, HostStatus, ModelStatus, Phase, VaultStatus
 from .tracing import Tracing
-from .units import HOST_RESERVE_BYTES, Unit, Units
+from .units import HOST_RESERVE_BYTES, Unit, Units, spawn
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
@@ -174,7 +174,7 @@ class Fleet:
         self._found_host_bytes = await self._find_host_bytes()
         self._units.configure(self.config)
         self._handle(events.Configured(self._specs(), self._budget()))
-        self._spawn(self._watch_machine())
+        spawn(self._tasks, self._watch_machine())
 
     async def stop(self) -> None:
         """End all leases, then all servers that this fleet started, and return when nothing of them is left."""
@@ -256,7 +256,7 @@ class Fleet:
         try:
             try:
                 if len(state.waiting) == 0 and state.phase is Phase.ASLEEP:
-                    self._spawn(self._ask_to_read_ahead(self._units[name]))
+                    spawn(self._tasks, self._ask_to_read_ahead(self._units[name]))
                 self._handle(events.Arrived(request, name, now + state.spec.wait_s))
                 lease = await granted
             except ServeError as error:
@@ -451,7 +451,7 @@ class Fleet:
                 self._units.give_up_kept(action)
             case actions.Removed():
                 if (engine := self._units.remove(action.model)) is not None:
-                    self._spawn(engine.close())
+                    spawn(self._tasks, engine.close())
             case _:
                 self._units.begin(action, self._span_behind(action))
 
@@ -548,11 +548,6 @@ class Fleet:
                 await self._look_at_gpus()
             if self._units.gpus or self._vault != before:
                 self._tell()
-
-    def _spawn(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
 
 def _resolve(future: asyncio.Future[Any], value: object) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from . import actions, events, hardware, policy, servers
 from .address import Address, from_url
@@ -86,6 +86,14 @@ def _lacks_host_memory(action: actions.Sleep, needed: int) -> Outcome | None:
     if action.from_level is not None:  # it sleeps, and is left so
         return Outcome(None, Phase.ASLEEP, action.from_level, lacks_host_memory=True, why_not_deeper=why)
     return Outcome(why, Phase.AWAKE, lacks_host_memory=True)
+
+
+def spawn(tasks: set[asyncio.Task[None]], work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    """Run something beside; `tasks` keeps it until it has ended."""
+    task = asyncio.create_task(work)
+    tasks.add(task)
+    task.add_done_callback(tasks.discard)
+    return task
 
 
 async def _until_ended(before: asyncio.Task[None]) -> None:
@@ -188,7 +196,7 @@ class Units:
         has_run_long = time.monotonic() - self._vault_started > policy.LONGEST_PAUSE_S
         self._vault_deaths = 1 if has_run_long else self._vault_deaths + 1
         logger.warning("the vault %s; %s", how, last_words)
-        self._spawn(self._asking, self._start_vault_again(vault))
+        spawn(self._asking, self._start_vault_again(vault))
 
     async def _start_vault_again(self, vault: OwnVault) -> None:
         await asyncio.sleep(policy.pause_s(self._vault_deaths))
@@ -296,7 +304,7 @@ class Units:
             self._tracing.span(kind, span, started, ended, outcome.error, model=unit.name, level=level)
         self._handle(events.Done(unit.name, action.operation, outcome))
         if unit.engine is not None and unit.engine.has_layer and self._sleeps(unit):
-            self._spawn(self._asking, self._ask_kept(unit, unit.engine))
+            spawn(self._asking, self._ask_kept(unit, unit.engine))
 
     async def _do(self, unit: Unit, action: actions.Change) -> Outcome:
         if isinstance(action, actions.Start):
@@ -379,7 +387,7 @@ class Units:
         unit = self._units[action.model]
         logger.info("%s: gives up the KV cache that it keeps: %s", unit.name, action.why)
         if unit.engine is not None:
-            self._spawn(self._giving_up, self._give_up_kept(unit, unit.engine))
+            spawn(self._giving_up, self._give_up_kept(unit, unit.engine))
 
     async def _give_up_kept(self, unit: Unit, engine: Engine) -> None:
         with suppress(RuntimeError):  # its server was stopped meanwhile, and its connections are closed
@@ -403,12 +411,6 @@ class Units:
         state = self._models.get(unit.name)
         return state is not None and state.phase is Phase.ASLEEP
 
-    @staticmethod
-    def _spawn(tasks: set[asyncio.Task[None]], work: Coroutine[None, None, None]) -> None:
-        task = asyncio.create_task(work)
-        tasks.add(task)
-        task.add_done_callback(tasks.discard)
-
     # Starts
 
     async def _start(self, unit: Unit) -> Outcome:
@@ -426,7 +428,7 @@ class Units:
         await self._learn(unit)
         unit.held_awake_bytes = await self._held_bytes(unit) or 0
         if unit.engine.LEVELS:
-            self._spawn(self._asking, self._keep_asking(unit, unit.engine))
+            spawn(self._asking, self._keep_asking(unit, unit.engine))
         return Outcome(None, Phase.AWAKE)
 
     async def _change_owner(self, unit: Unit, config: ModelConfig) -> None:

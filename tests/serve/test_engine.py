@@ -69,11 +69,47 @@ def do(server: Server, call: Callable[[VllmEngine], object], *, has_layer: bool 
     return asyncio.run(scenario())
 
 
-def test_a_sleep_and_a_wake_are_one_call_each() -> None:
-    server = Server()
-    assert do(server, lambda one: one.sleep(1)) == Outcome(None, Phase.ASLEEP, 1)
-    assert do(server, lambda one: one.wake(1)) == Outcome(None, Phase.AWAKE)
-    assert server.called == ["sleep?level=1", "wake_up"]
+def _deepened(*whys: str) -> httpx.Response:
+    return httpx.Response(200, json={"results": [{"checkpointed": not why, "why": why} for why in whys]})
+
+
+WEIGHTS, KV_CACHE = "wake_up?tags=weights", "wake_up?tags=kv_cache"
+
+
+@pytest.mark.parametrize(
+    ("answers", "call", "becomes", "called"),
+    [
+        ({}, lambda one: one.sleep(1), Outcome(None, Phase.ASLEEP, 1), "sleep?level=1"),
+        ({}, lambda one: one.wake(1), Outcome(None, Phase.AWAKE), "wake_up"),
+        ({}, lambda one: one.wake(3), Outcome(None, Phase.AWAKE), "wake_up"),
+        ({}, lambda one: one.wake(2), Outcome(None, Phase.AWAKE), f"{WEIGHTS} reload_weights {KV_CACHE}"),
+        (
+            {"reload_weights": [httpx.Response(404)]},  # an older server
+            lambda one: one.wake(2),
+            Outcome(None, Phase.AWAKE),
+            f"{WEIGHTS} reload_weights collective_rpc {KV_CACHE}",
+        ),
+        ({}, lambda one: one.sleep(2, 1), Outcome(None, Phase.ASLEEP, 2), "wake_up sleep?level=2"),
+        (
+            {"collective_rpc": [_deepened("", "")]},
+            lambda one: one.sleep(3),
+            Outcome(None, Phase.ASLEEP, 3),
+            "sleep?level=1 collective_rpc",
+        ),
+        (
+            {"collective_rpc": [_deepened("")]},
+            lambda one: one.sleep(3, 1),
+            Outcome(None, Phase.ASLEEP, 3),
+            "collective_rpc",
+        ),
+    ],
+)
+def test_what_is_called(
+    answers: dict[str, list[Answer]], call: Callable[[VllmEngine], object], becomes: Outcome, called: str
+) -> None:
+    server = Server(**{name: list(each) for name, each in answers.items()})
+    assert do(server, call) == becomes
+    assert server.called == called.split()
 
 
 def metrics_of(running: int, waiting: int = 0) -> httpx.Response:
@@ -112,46 +148,12 @@ def test_a_vllm_that_does_not_become_idle_is_left_awake() -> None:
     assert "sleep?level=1" not in server.called
 
 
-def test_weights_that_were_dropped_are_loaded_before_the_kv_cache_comes() -> None:
-    server = Server()
-    assert do(server, lambda one: one.wake(2)) == Outcome(None, Phase.AWAKE)
-    assert server.called == ["wake_up?tags=weights", "reload_weights", "wake_up?tags=kv_cache"]
-
-
-def test_an_older_server_loads_weights_by_its_workers() -> None:
-    server = Server(reload_weights=[httpx.Response(404)])
-    assert do(server, lambda one: one.wake(2)) == Outcome(None, Phase.AWAKE)
-    assert server.called == ["wake_up?tags=weights", "reload_weights", "collective_rpc", "wake_up?tags=kv_cache"]
-
-
 def test_a_reload_that_leaves_weights_out_is_none() -> None:
     left_out = httpx.Response(200, json={"results": [None, "draft.fc"]})
     server = Server(reload_weights=[httpx.Response(404)], collective_rpc=[left_out])
     outcome = do(server, lambda one: one.wake(2))
     assert "left out weights that level 2 dropped: draft.fc" in str(outcome.error)
     assert server.called == ["wake_up?tags=weights", "reload_weights", "collective_rpc"]
-
-
-def test_a_deeper_sleep_wakes_in_between() -> None:
-    server = Server()
-    assert do(server, lambda one: one.sleep(2, 1)) == Outcome(None, Phase.ASLEEP, 2)
-    assert server.called == ["wake_up", "sleep?level=2"]
-
-
-def _deepened(*whys: str) -> httpx.Response:
-    return httpx.Response(200, json={"results": [{"checkpointed": not why, "why": why} for why in whys]})
-
-
-async def _with_layer(one: VllmEngine, *levels: int) -> Outcome:
-    one.has_layer = True
-    return await one.sleep(*levels)
-
-
-def test_level_3_is_level_1_and_more() -> None:
-    server = Server(collective_rpc=[_deepened("", "")])
-    assert do(server, lambda one: _with_layer(one, 3)) == Outcome(None, Phase.ASLEEP, 3)
-    assert server.called == ["sleep?level=1", "collective_rpc"]
-    assert do(server, lambda one: one.wake(3)) == Outcome(None, Phase.AWAKE)
 
 
 async def _with_gate(one: VllmEngine, *levels: int) -> Outcome:
@@ -173,54 +175,32 @@ def test_the_gate_is_asked_for_level_3() -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "why"),
+    ("of_gate", "answer", "why"),
     [
-        (httpx.Response(200, json={"status": "sleeping", "level": 1, "why_not_deeper": "no driver"}), "no driver"),
-        (FAILS, "/sleep: 500: it failed"),
-        (httpx.ReadTimeout("late"), "late"),
+        (True, httpx.Response(200, json={"level": 1, "why_not_deeper": "no driver"}), "no driver"),
+        (True, FAILS, "/sleep: 500: it failed"),
+        (True, httpx.ReadTimeout("late"), "late"),
+        (False, _deepened("", "one of 2 ranks"), "one of 2 ranks"),
+        (False, FAILS, "it failed"),
+        (False, httpx.Response(404), "/collective_rpc"),
+        (False, httpx.Response(200, json={"results": [{}]}), "/collective_rpc"),
+        (False, httpx.ReadTimeout("late"), "late"),
     ],
 )
-def test_where_the_gate_does_not_get_to_level_3_the_server_sleeps_at_level_1(answer: Answer, why: str) -> None:
-    server = Server(**{STATUS: OF_GATE}, sleep=[answer])
-    outcome = do(server, lambda one: _with_gate(one, 3, 1))
+def test_a_server_that_does_not_get_to_level_3_sleeps_at_level_1(of_gate: bool, answer: Answer, why: str) -> None:
+    server = Server(**{STATUS: OF_GATE}, sleep=[answer]) if of_gate else Server(collective_rpc=[answer])
+    outcome = do(server, lambda one: _with_gate(one, 3, 1) if of_gate else one.sleep(3))
     assert (outcome.error, outcome.state, outcome.level) == (None, Phase.ASLEEP, 1)
     assert why in outcome.why_not_deeper
-
-
-def test_from_level_1_to_3_nothing_wakes() -> None:
-    server = Server(collective_rpc=[_deepened("")])
-    assert do(server, lambda one: _with_layer(one, 3, 1)) == Outcome(None, Phase.ASLEEP, 3)
-    assert server.called == ["collective_rpc"]
 
 
 def test_without_the_layer_level_3_is_level_1() -> None:
     """VLLM takes it for level 2, or refuses it."""
-
-    async def without_layer(one: VllmEngine) -> Outcome:
-        one.has_layer = False
-        return await one.sleep(3)
-
     server = Server()
-    outcome = do(server, without_layer)
+    outcome = do(server, lambda one: one.sleep(3), has_layer=False)
     assert (outcome.error, outcome.state, outcome.level) == (None, Phase.ASLEEP, 1)
     assert "not in its server" in outcome.why_not_deeper
     assert server.called == ["sleep?level=1"]
-
-
-@pytest.mark.parametrize(
-    ("answer", "why"),
-    [
-        (_deepened("", "one of 2 ranks"), "one of 2 ranks"),
-        (httpx.Response(500, json={"error": {"message": "it failed"}}), "it failed"),
-        (httpx.Response(404), "/collective_rpc"),
-        (httpx.Response(200, json={"results": [{}]}), "/collective_rpc"),
-        (httpx.ReadTimeout("late"), "late"),
-    ],
-)
-def test_a_server_that_does_not_get_to_level_3_sleeps_at_level_1(answer: httpx.Response | Exception, why: str) -> None:
-    outcome = do(Server(collective_rpc=[answer]), lambda one: _with_layer(one, 3))
-    assert (outcome.error, outcome.state, outcome.level) == (None, Phase.ASLEEP, 1)
-    assert why in outcome.why_not_deeper
 
 
 @pytest.mark.parametrize("lost", [1, 2])

@@ -314,7 +314,7 @@ async def test_a_server_by_url_that_starts_again_is_waited_for(tmp_path: Path, m
 
 
 @pytest.mark.parametrize("is_asked", [True, False])
-def test_gpu_memory_is_looked_up_before_a_wake(
+async def test_gpu_memory_is_looked_up_before_a_wake(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_asked: bool
 ) -> None:
     """Others may say that they sleep, and have their memory mapped: after a wake that failed half-way."""
@@ -329,26 +329,23 @@ def test_gpu_memory_is_looked_up_before_a_wake(
     monkeypatch.setattr(hardware, "gpus", lambda _: [hardware.Gpu(0, "GPU-a", "H200", 80 << 30, 0)])
     monkeypatch.setattr(hardware, "free_bytes", free_bytes, raising=False)
 
-    async def scenario() -> None:
-        nonlocal free
-        with_layer = command("a", f"--weights-bytes {60 << 30}")
-        async with running(config(tmp_path, a={"command": with_layer, "wait": 1.0})) as fleet:
-            await until(fleet, a=Phase.ASLEEP)
-            if is_asked:
-                with pytest.raises(NotInTime):
-                    await fleet.wake("a")
-                (model,) = fleet.status().models
-                assert model.phase is Phase.ASLEEP
-                assert model.error is not None
-                assert "GPU 0 has 30.0 GiB free, and the wake needs 60.0" in model.error
-                free = 60 << 30
-            for _ in range(60):  # of a second each, which a busy machine may need for less
-                with suppress(NotInTime):
-                    await fleet.wake("a")
-                    break
+    caplog.set_level("INFO", "cumem_sleep.serve")
 
-    with caplog.at_level("INFO", "cumem_sleep.serve"):
-        run(scenario())
+    with_layer = command("a", f"--weights-bytes {60 << 30}")
+    async with running(config(tmp_path, a={"command": with_layer, "wait": 1.0})) as fleet:
+        await until(fleet, a=Phase.ASLEEP)
+        if is_asked:
+            with pytest.raises(NotInTime):
+                await fleet.wake("a")
+            (model,) = fleet.status().models
+            assert model.phase is Phase.ASLEEP
+            assert model.error is not None
+            assert "GPU 0 has 30.0 GiB free, and the wake needs 60.0" in model.error
+            free = 60 << 30
+        for _ in range(60):  # of a second each, which a busy machine may need for less
+            with suppress(NotInTime):
+                await fleet.wake("a")
+                break
     assert any("not verified before its wake" in text for text in caplog.messages) == (not is_asked)
 
 
@@ -437,7 +434,7 @@ async def wake_in_turns(fleet: Fleet, *models: str) -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["", "a reset fails"])
-def test_kept_kv_cache_leaves_before_a_model_sleeps_deeper(
+async def test_kept_kv_cache_leaves_before_a_model_sleeps_deeper(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fails: bool
 ) -> None:
     """Of 36 GiB, backups of three take 30: one can keep its KV cache beside them."""
@@ -457,27 +454,25 @@ def test_kept_kv_cache_leaves_before_a_model_sleeps_deeper(
     monkeypatch.setattr(VllmEngine, "give_up_kept", slowly)
     monkeypatch.setattr(VllmEngine, "sleep", noted)
 
-    async def scenario() -> None:
-        models = {"a": keeper("a", *(["--fail-resets 1"] if fails else [])), **{name: keeper(name) for name in "bcd"}}
-        whole = replace(config(tmp_path, **models), host_memory=36 * GIB)
-        async with running(whole) as fleet:
-            await wake_in_turns(fleet, "a", "b", "c")
-            status = fleet.status()
-            assert (status.host.held_bytes, status.host.kept_bytes) == (20 * GIB, 8 * GIB)
-            assert f'cumem_sleep_serve_model_kept_bytes{{model="b"}} {4 * GIB}' in exposition(fleet)
-            assert f"cumem_sleep_serve_host_kept_bytes {8 * GIB}" in exposition(fleet)
-            calls.clear()
-            await fleet.wake("d")
-            assert calls[: 3 if fails else 2] == ["gave up"] * (2 if fails else 1) + ["sleep"]
-            at_last = {"a": 4, "b": 0, "c": 0, "d": 0} if fails else {"a": 0, "b": 0, "c": 4, "d": 0}
-            await kept(fleet, **at_last)
-            assert {model.name: model.level for model in fleet.status().models} == {"a": 1, "b": 1, "c": 1, "d": None}
-            await fleet.wake("a")
-            assert [model.level for model in fleet.status().models] == [None, 1, 1, 2], "four have no room"
-            await kept(fleet, **{**at_last, "a": 0})
+    caplog.set_level("INFO", "cumem_sleep.serve")
 
-    with caplog.at_level("INFO", "cumem_sleep.serve"):
-        run(scenario())
+    models = {"a": keeper("a", *(["--fail-resets 1"] if fails else [])), **{name: keeper(name) for name in "bcd"}}
+    whole = replace(config(tmp_path, **models), host_memory=36 * GIB)
+    async with running(whole) as fleet:
+        await wake_in_turns(fleet, "a", "b", "c")
+        status = fleet.status()
+        assert (status.host.held_bytes, status.host.kept_bytes) == (20 * GIB, 8 * GIB)
+        assert f'cumem_sleep_serve_model_kept_bytes{{model="b"}} {4 * GIB}' in exposition(fleet)
+        assert f"cumem_sleep_serve_host_kept_bytes {8 * GIB}" in exposition(fleet)
+        calls.clear()
+        await fleet.wake("d")
+        assert calls[: 3 if fails else 2] == ["gave up"] * (2 if fails else 1) + ["sleep"]
+        at_last = {"a": 4, "b": 0, "c": 0, "d": 0} if fails else {"a": 0, "b": 0, "c": 4, "d": 0}
+        await kept(fleet, **at_last)
+        assert {model.name: model.level for model in fleet.status().models} == {"a": 1, "b": 1, "c": 1, "d": None}
+        await fleet.wake("a")
+        assert [model.level for model in fleet.status().models] == [None, 1, 1, 2], "four have no room"
+        await kept(fleet, **{**at_last, "a": 0})
     given_up = [text for text in caplog.messages if "gives up the KV cache" in text]
     assert [text.partition(":")[0] for text in given_up] == (["a", "b", "c"] if fails else ["a", "b"])
     assert given_up[0] == "a: gives up the KV cache that it keeps: sleepers hold all of `host_memory`"
@@ -485,7 +480,7 @@ def test_kept_kv_cache_leaves_before_a_model_sleeps_deeper(
 
 
 @pytest.mark.parametrize("refuses", ["the front", "its server"])
-def test_kept_kv_cache_leaves_before_the_host_lacks_memory(
+async def test_kept_kv_cache_leaves_before_the_host_lacks_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, refuses: str
 ) -> None:
     """Whoever finds out, the front or the layer in the server."""
@@ -506,17 +501,15 @@ def test_kept_kv_cache_leaves_before_the_host_lacks_memory(
     if refuses == "its server":
         monkeypatch.setattr(VllmEngine, "sleep", refuse)
 
-    async def scenario() -> None:
-        models = {name: keeper(name) for name in "abcd"}
-        async with running(config(tmp_path, **models)) as fleet:
-            fleets.append(fleet)
-            await wake_in_turns(fleet, "a", "b", "c", "d", "a")
-            await kept(fleet, a=0, b=0, c=0, d=4)
-            assert {model.name: model.level for model in fleet.status().models} == {"a": None, "b": 1, "c": 1, "d": 1}
-            assert not any(result == "failed" for _, _, result in fleet.counters.switches)
+    caplog.set_level("INFO", "cumem_sleep.serve")
 
-    with caplog.at_level("INFO", "cumem_sleep.serve"):
-        run(scenario())
+    models = {name: keeper(name) for name in "abcd"}
+    async with running(config(tmp_path, **models)) as fleet:
+        fleets.append(fleet)
+        await wake_in_turns(fleet, "a", "b", "c", "d", "a")
+        await kept(fleet, a=0, b=0, c=0, d=4)
+        assert {model.name: model.level for model in fleet.status().models} == {"a": None, "b": 1, "c": 1, "d": 1}
+        assert not any(result == "failed" for _, _, result in fleet.counters.switches)
     given_up = [text for text in caplog.messages if "gives up the KV cache" in text]
     why = "gives up the KV cache that it keeps: d lacks host memory to fall asleep"
     assert given_up == [f"b: {why}", f"c: {why}"]
