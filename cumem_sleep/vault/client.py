@@ -5,18 +5,17 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-import threading
 import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
-from ..errors import CumemSleepError, InvalidState, VaultError, VaultLost, VaultUnavailable
+from ..errors import CumemSleepError, VaultError, VaultLost, VaultUnavailable
 from . import protocol
 from .ledger import FILES, Key, needed_bytes
 from .moves import MoveReader
@@ -30,7 +29,6 @@ _HAND_OUT = ("reserve", "find")  # backups
 _LOOK_INTERVAL_S = 0.02
 
 _Item = TypeVar("_Item")
-_Method = TypeVar("_Method", bound=Callable[..., Any])
 
 _clients: weakref.WeakSet[VaultClient] = weakref.WeakSet()
 
@@ -151,26 +149,14 @@ class SlabTable:
             self.moves.pop().close()
 
 
-def _in_turn(method: _Method) -> _Method:
-    """Called by one thread at a time; in a child of a fork, where another thread may have held the lock, by none."""
-
-    @wraps(method)
-    def in_turn(client: VaultClient, /, *args: Any, **kwargs: Any) -> Any:
-        if os.getpid() != client._process:
-            raise InvalidState("this connection to the vault was made before a fork: connect anew in this process")
-        with client._lock:
-            return method(client, *args, **kwargs)
-
-    return cast(_Method, in_turn)
-
-
 class VaultClient:
     """One connection to the vault. What it keeps goes back when the connection ends.
 
-    Calls of several threads take turns. A call that the vault does not answer within `deadline_s`, or a connection that
-    ends, raises `VaultLost`, as does every later call; the slabs of `slabs` can still be read. Keep a client that was
-    lost, and do not close it, as long as backups in its slabs are needed: a vault that is still there keeps their bytes
-    for as long as the connection is. When it answers again, another client can `succeed` this one.
+    For one thread at a time, which the allocator's lock sees to. A call that the vault does not answer within
+    `deadline_s`, or a connection that ends, raises `VaultLost`, as does every later call; the slabs of `slabs` can
+    still be read. Keep a client that was lost, and do not close it, as long as backups in its slabs are needed: a vault
+    that is still there keeps their bytes for as long as the connection is. When it answers again, another client can
+    `succeed` this one.
 
     Attributes:
         gpus: the GPUs that the vault serves, by their UUIDs.
@@ -202,8 +188,6 @@ class VaultClient:
         self.path = protocol.default_socket() if path is None else path
         self.deadline_s = deadline_s
         self.slabs = SlabTable()
-        self._lock = threading.RLock()
-        self._process = os.getpid()
         self._lost: VaultLost | None = None
         self._last_request = self._last_lent = 0
         self._answers: dict[int, dict[str, Any]] = {}
@@ -244,7 +228,6 @@ class VaultClient:
         return Channel(connection, *limits, loses_descriptors=False), pid
 
     @property
-    @_in_turn
     def lost(self) -> VaultLost | None:
         """Why the vault cannot be asked any more, or None. Looks whether it has ended, or has said something since."""
         if self._lost is None or self.is_silent:
@@ -269,7 +252,6 @@ class VaultClient:
             return isinstance(error, ProcessLookupError)
         return False
 
-    @_in_turn
     def hear(self) -> None:
         """Of backups that lie elsewhere by now: before this process reads them by itself, and once more afterwards."""
         self.slabs.hear()
@@ -302,12 +284,9 @@ class VaultClient:
 
     def close(self) -> None:
         """End the connection: the vault gives away what it kept. Closing again does nothing."""
-        if os.getpid() != self._process:
-            return
-        with self._lock:
-            self._close_connections()
-            self.slabs.close()
-            self._lost = VaultLost("the connection was closed")
+        self._close_connections()
+        self.slabs.close()
+        self._lost = VaultLost("the connection was closed")
 
     def _close_connections(self) -> None:
         while self._connections:
@@ -315,7 +294,6 @@ class VaultClient:
 
     # After a loss
 
-    @_in_turn
     def succeed(self, before: VaultClient, backups: Sequence[VaultBackup]) -> list[VaultBackup]:
         """Take over what the vault keeps for `before`, a client of the same vault that was lost; `before` is closed.
 
@@ -329,36 +307,35 @@ class VaultClient:
         Returns:
             Those that the vault does not have any more: they have no extents.
         """
-        with before._lock:
-            self.slabs, before.slabs = before.slabs, self.slabs
-            self.slabs.moves += before.slabs.moves  # what it has moved, it says there from now on
-            before.slabs.moves = []
-            before.slabs.close()
-            self._last_lent = before._last_lent
-            self._connections += before._connections
-            before._connections = []
-            before._lost = VaultLost(f"{before._lost}; another connection has taken its place")
-            try:
-                held = self._ask("resume", slabs=list(self.slabs.by_number))["numbers"]
-                facts = []
-                for some in _parts(backups):
-                    said = self._ask("look", numbers=_numbers(some))["backups"]
-                    facts += self._readable(said)
-            except BaseException as error:
-                self._unclaimed = []  # they are to stay
-                self._lost = self._lost or VaultLost(f"backups could not be taken over: {error}", may_go_on=True)
-                raise
-            for each, said in zip(backups, facts, strict=True):
-                self.slabs.put(each, ())
-                if said is not None:
-                    self._fill(each, said)
-            while len(self._connections) > 1:
-                self._connections.pop().close()
-            while len(self.slabs.moves) > 1:
-                self.slabs.moves.pop(0).close()
-            self._unclaimed += set(held).difference(_numbers(backups))
-            self.release([])
-            return [each for each, said in zip(backups, facts, strict=True) if said is None]
+        self.slabs, before.slabs = before.slabs, self.slabs
+        self.slabs.moves += before.slabs.moves  # what it has moved, it says there from now on
+        before.slabs.moves = []
+        before.slabs.close()
+        self._last_lent = before._last_lent
+        self._connections += before._connections
+        before._connections = []
+        before._lost = VaultLost(f"{before._lost}; another connection has taken its place")
+        try:
+            held = self._ask("resume", slabs=list(self.slabs.by_number))["numbers"]
+            facts = []
+            for some in _parts(backups):
+                said = self._ask("look", numbers=_numbers(some))["backups"]
+                facts += self._readable(said)
+        except BaseException as error:
+            self._unclaimed = []  # they are to stay
+            self._lost = self._lost or VaultLost(f"backups could not be taken over: {error}", may_go_on=True)
+            raise
+        for each, said in zip(backups, facts, strict=True):
+            self.slabs.put(each, ())
+            if said is not None:
+                self._fill(each, said)
+        while len(self._connections) > 1:
+            self._connections.pop().close()
+        while len(self.slabs.moves) > 1:
+            self.slabs.moves.pop(0).close()
+        self._unclaimed += set(held).difference(_numbers(backups))
+        self.release([])
+        return [each for each, said in zip(backups, facts, strict=True) if said is None]
 
     # Backups
 
@@ -378,7 +355,6 @@ class VaultClient:
         """
         return self._reserve(gpu, sizes, wait=False, expendable=expendable)
 
-    @_in_turn
     def _reserve(
         self, gpu: str, sizes: Sequence[int], wait: bool, expendable: bool = False
     ) -> list[VaultBackup] | None:
@@ -404,7 +380,6 @@ class VaultClient:
         """What could be reserved now of what is expendable."""
         return int(self._ask("room")["expendable_bytes"])
 
-    @_in_turn
     def find(self, gpu: str, keys: Sequence[Key]) -> list[VaultBackup | None]:
         """For each, a share in the backup that has these bytes, if there is one."""
         with self._all_or_none() as found:
@@ -413,7 +388,6 @@ class VaultClient:
                 found += [None if each is None else self._backup(each) for each in self._readable(facts)]
             return found
 
-    @_in_turn
     def seal(self, sealed: Sequence[tuple[VaultBackup, Key]]) -> None:
         """These have been written and proven: others may share them, and nobody writes to them again.
 
@@ -425,7 +399,6 @@ class VaultClient:
             for (backup, _), now in zip(some, facts, strict=True):
                 self._fill(backup, now)
 
-    @_in_turn
     def mark(self, backups: Sequence[VaultBackup], needed: bool) -> list[VaultBackup]:
         """Say whether these are needed, because their segments sleep, or may be evicted; returns what has been."""
         gone: set[int] = set()
@@ -436,7 +409,6 @@ class VaultClient:
             self.slabs.put(each, ())
         return evicted
 
-    @_in_turn
     def distrust(self, backups: Sequence[VaultBackup]) -> None:
         """These hold other bytes than they were sealed with. The vault offers them to nobody from here on; who needs
         them keeps them, and what is merely retained goes.
@@ -444,7 +416,6 @@ class VaultClient:
         for some in _parts(backups):
             self._ask("distrust", numbers=_numbers(some))
 
-    @_in_turn
     def owners(self, backups: Sequence[VaultBackup]) -> list[int] | None:
         """How many processes share each of these, 0 if it was evicted; None if the vault does not answer at once.
 
@@ -458,7 +429,6 @@ class VaultClient:
             owners += facts["owners"]
         return owners
 
-    @_in_turn
     def release(self, backups: Sequence[VaultBackup]) -> None:
         """Give these back. Never fails for a vault that is gone: then they are, too."""
         for each in backups:
@@ -491,13 +461,11 @@ class VaultClient:
 
     # Copies
 
-    @_in_turn
     def lend(self, gpu: str, descriptor: int, nbytes: int) -> LentMemory:
         """Physical memory for copies, by the descriptor that the driver exports, which is the client's from here on."""
         self._last_lent += 1
         return LentMemory(self._last_lent, gpu, nbytes, descriptor)
 
-    @_in_turn
     def copy(self, lent: LentMemory, backup: VaultBackup, ranges: Table, *, to_host: bool) -> int:
         """Begin to copy between lent memory, whose bytes must be there, and a backup. Returns what to `wait` for.
 
@@ -538,7 +506,6 @@ class VaultClient:
             raise failure
         return relays
 
-    @_in_turn
     def begin_to_take_back(self, lent: Sequence[LentMemory]) -> int | None:
         """Let the vault give this memory back; its copies have ended. Returns what to `wait` for, if it has any of it.
 
@@ -565,7 +532,6 @@ class VaultClient:
 
     # How it is said
 
-    @_in_turn
     def _ask(self, verb: str, look: Callable[[], None] | None = None, **facts: Any) -> dict[str, Any]:
         request = self._begin(verb, **facts)
         try:
@@ -617,7 +583,6 @@ class VaultClient:
             self._lose(NO_MORE_FILES, may_go_on=True)
         return request
 
-    @_in_turn
     def _answer_to(self, request: int, look: Callable[[], None] | None = None) -> dict[str, Any]:
         if request not in self._answers:
             return {}
@@ -746,8 +711,9 @@ def _described(key: Key) -> dict[str, Any]:
 def _after_fork_in_child() -> None:
     """A child would keep the connections, and so the backups, when the parent has died."""
     for client in list(_clients):
-        client._close_connections()
-        client.slabs.close()
+        client.close()
+        client.is_silent = False
+        client._lost = VaultLost("this connection to the vault was made before a fork: connect anew in this process")
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)
