@@ -56,9 +56,8 @@ def _of_a_tag(layer: Layer, segments: list[_core.Segment], held: Mapping[int, Fo
 def read_backup(layer: Layer, address: int, nbytes: int, copy: bool) -> npt.NDArray[np.uint8] | None:
     """As `CuMemAllocator.read_backup`."""
     segment = segment_around(address, nbytes)
-    layer.store.catalogue.claim(
-        [segment]
-    )  # the vault may have evicted what is only retained, and have others' bytes there now
+    # The vault may have evicted what is only retained, and have others' bytes there now.
+    layer.store.catalogue.claim([segment])
     backup = layer.store.catalogue.get(segment)
     if backup is None:
         if segment.sleep == _Sleep.AWAKE:
