@@ -59,12 +59,6 @@ def other(vault: RunningVault) -> Iterator[VaultClient]:
     connected.close()
 
 
-def client_of(cache: Cache) -> VaultClient:
-    client = cache.allocator._store.room.tier._client  # type: ignore[attr-defined]
-    assert isinstance(client, VaultClient)
-    return client
-
-
 def fill_up(client: VaultClient, nbytes: int = MEMORY - PAGE) -> list[VaultBackup]:
     """What others back up, beside the weights: nothing else is left then."""
     return client.reserve(client.gpus[0], [nbytes])

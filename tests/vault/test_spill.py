@@ -9,7 +9,6 @@ import pathlib
 import random
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -17,9 +16,8 @@ from typing import Any
 
 import pytest
 from disk_faults import DiskFaults
-from running import MIB, SECONDS, RunningVault, Segment, eventually, lone_link, seal, taken
+from running import MIB, SECONDS, RunningVault, Segment, eventually, seal, taken
 from support import PAGE, Memory
-from test_link import BorrowedStub, Streams
 from test_recovery import fall_silent, once_it_goes_on, speak, tier_of
 from test_sleeping import leave
 from test_storm import Vaults
@@ -32,12 +30,9 @@ from cumem_sleep.tools import cli
 from cumem_sleep.vault import files
 from cumem_sleep.vault import spill as spill_module
 from cumem_sleep.vault.client import VaultBackup, VaultClient
-from cumem_sleep.vault.files import PAGE_BYTES, SpillError, SpillFile
-from cumem_sleep.vault.jobs import LinkPiece, PieceSource
+from cumem_sleep.vault.files import SpillError, SpillFile
 from cumem_sleep.vault.ledger import FILES
-from cumem_sleep.vault.link import VaultLink
 from cumem_sleep.vault.slabs import SlabRange
-from cumem_sleep.vault.spill import FileRead, RingReader
 
 pytestmark = [pytest.mark.sim, pytest.mark.slow]
 
@@ -187,70 +182,6 @@ class TestPoorerFilesystems:
         assert os.pread(file.read_only, 4096, 4096) == content_of(4096)
         assert not file.is_direct
         file.close()
-
-
-class WakingStreams(Streams):
-    """The other way."""
-
-    def to_device(self, address: int, _block: object, _offset: int, _nbytes: int) -> None:
-        self.started.append(address)
-
-
-class ListedReads:
-    """Reads at once, as much as there is room for, when it `may_read`."""
-
-    def __init__(self) -> None:
-        self.offsets: list[int] = []
-        self.may_read = threading.Event()
-
-    def read(self, _content: memoryview, offset: int) -> None:
-        self.offsets.append(offset)
-        assert self.may_read.wait(30)
-
-
-class PlainRing(bytearray):
-    bytes = property(len)
-
-
-class Ring:
-    """Of eight slots of a page each, between a disk and a link with nothing behind them."""
-
-    slots, in_flight = 8, 4
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.streams, self.disk = WakingStreams(), ListedReads()
-        monkeypatch.setattr(_core, "CopyStream", self.streams)
-        monkeypatch.setattr(spill_module, "_REQUEST_BYTES", PAGE_BYTES)
-        monkeypatch.setattr(VaultLink, "_use_kernel", lambda _: None)
-        self.link = lone_link(0, to_host=False)
-        self._block = PlainRing(self.slots * 2 * PAGE_BYTES)
-        self.reader = RingReader(self._block)  # type: ignore[arg-type]
-        self.reader.start()
-
-    def read(self, client: str, pieces: int, offset: int = 0) -> list[Exception | None]:
-        """Returns the list that has its end."""
-        ended: list[Exception | None] = []
-        source = PieceSource(self.disk, 1)  # type: ignore[arg-type]
-        piece = LinkPiece(self._block, offset, 0, pieces * PAGE_BYTES, source=source)  # type: ignore[arg-type]
-        self.reader.submit(FileRead(client, BorrowedStub(), deque([piece]), ended.append, link=self.link))
-        return ended
-
-    def copy(self, pieces: int) -> None:
-        for _ in range(pieces):
-            self.streams.may_end.release()
-
-    def close(self) -> None:
-        self.copy(100)
-        self.reader.stop()
-        self.link.stop()
-
-
-@pytest.fixture
-def ring(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ring]:
-    made = Ring(monkeypatch)
-    yield made
-    made.disk.may_read.set()
-    made.close()
 
 
 class SpillingSleeper(Segment):

@@ -70,12 +70,6 @@ class VaultWorker:
         """Other weights: as a trainer writes them."""
         self._load(seed, len(self._content) // PAGE)
 
-    def allocate_as_well(self) -> None:
-        """A second segment with the same bytes."""
-        address = self._allocator.malloc(len(self._content), "default", self._device)
-        self._memory.write(address, self._content, self._device)
-        self._memory.close()
-
     def place(self) -> tuple[int, int, int]:
         """Where the backup of the weights begins: the device and inode of the slab or file, and the offset there."""
         (segment,) = (each for each in _core.segments() if each.address == self._weights)
