@@ -14,6 +14,7 @@ too), `without` (CUMEM_SLEEP_DISABLE=1), `gate` and `gate_wait` (servers whose g
 from __future__ import annotations
 
 import argparse
+import contextlib
 import inspect
 import itertools
 import json
@@ -32,7 +33,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from checkpoints import SHAPES, write_checkpoint
-from ending import end, kill_descendants
+from ending import kill_descendants
 from record import machine_apart
 
 VARIABLE = "UPSTREAM_TESTS"  # tells this file, as a plugin of pytest, how the run is to be
@@ -210,6 +211,11 @@ def pytest_collection_finish(session: Any) -> None:
     _record(collected=[item.nodeid for item in session.items])
 
 
+def pytest_unconfigure() -> None:
+    """Leave no server behind: the next run would meet it at its port."""
+    kill_descendants()
+
+
 def pytest_runtest_logreport(report: Any) -> None:
     why = ""
     if report.failed:
@@ -330,7 +336,9 @@ class Runner:
             try:
                 process.wait(seconds - LEAST_S / 2)
             except subprocess.TimeoutExpired:
-                end(process, LEAST_S / 3, signal.SIGINT)  # as Ctrl-C: fixtures end the servers that they have started
+                process.send_signal(signal.SIGINT)  # as Ctrl-C
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(LEAST_S / 3)
             finally:
                 kill_descendants(process.pid)
                 process.kill()

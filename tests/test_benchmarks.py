@@ -92,3 +92,15 @@ def test_servers_of_upstreams_tests_use_the_backend_and_the_gate(monkeypatch: py
         assert upstream.served(other) == other
     monkeypatch.setattr(upstream, "SETTINGS", {"more": []})
     assert upstream.served(server) == server
+
+
+def test_what_a_process_has_started_is_killed_whatever_session_it_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    ending = importlib.import_module("ending")
+    shell = "sleep 600 & sh -c 'setsid sleep 600 & echo $!; wait' & wait"
+    with subprocess.Popen(["sh", "-c", shell], stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().strip().isdigit()
+        ending.kill_descendants(process.pid)
+        assert process.stdout.read() == ""  # each of them held it
+        assert process.wait(60) == 0  # it was not killed itself
