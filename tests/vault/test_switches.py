@@ -192,13 +192,14 @@ def test_models_take_turns_while_everything_fails(world: SwitchingWorld) -> None
         lambda: world.vault.status()["files_free_bytes"] == world.vault.status()["files_bytes"], "no file is used"
     )
     assert list(world.spill.iterdir()) == []
-    eventually(lambda: not files_open(world.vault.pid, world.spill), "the vault has no file open")
+    eventually(lambda: blocks_taken(world.vault.pid, world.spill) == [0, 0], "the one file takes no space")
 
 
-def files_open(pid: int, folder: pathlib.Path) -> list[str]:
-    """In that folder, which it has open itself; those without a name, too."""
+def blocks_taken(pid: int, folder: pathlib.Path) -> list[int]:
+    """By each descriptor of a file in that folder that it has open, also of one without a name."""
     found = []
     for link in pathlib.Path(f"/proc/{pid}/fd").iterdir():
         with suppress(FileNotFoundError):  # it was closed meanwhile
-            found.append(os.readlink(link))
-    return [path for path in found if path.startswith(f"{folder}/")]
+            if os.readlink(link).startswith(f"{folder}/"):
+                found.append(link.stat().st_blocks)
+    return found
