@@ -168,5 +168,6 @@ def skip_unless_it_can_run(snippet: Snippet) -> None:
             pytest.importorskip(module, reason="needs the packages of serve: pip install '.[serve]'")
     if "torch" in whole and snippet.language == "python" and "import torch" in whole:
         pytest.importorskip("torch")
-    if re.search(r"\b(curl|beside|for_a_while)\b", whole) and shutil.which("curl") is None:
-        pytest.skip("needs curl")
+    for tool, words in (("curl", "curl|beside|for_a_while"), ("openssl", "openssl")):
+        if re.search(rf"\b({words})\b", whole) and shutil.which(tool) is None:
+            pytest.skip(f"needs {tool}")
