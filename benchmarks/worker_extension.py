@@ -70,7 +70,7 @@ class Extension:
         allocator = CuMemAllocator.get_instance()
         if self.rank == int(rank):
             budget = int(nbytes) if nbytes else allocator.settings.host_budget_bytes
-            tier = allocator._store.room.tier
+            tier = allocator._store.memory.tier
             tier._settings = replace(tier._settings, host_budget_bytes=budget)
 
     def forget_backups(self) -> None:

@@ -6,12 +6,12 @@
 #include <set>
 #include <utility>
 
+#include "copy_stream.h"
 #include "driver.h"
 #include "host_memory.h"
 #include "invariants.h"
-#include "loans.h"
+#include "lent_memory.h"
 #include "segment_counts.h"
-#include "transfer.h"
 #include "waiting.h"
 
 namespace cumem_sleep {

@@ -10,7 +10,7 @@ namespace cumem_sleep {
 // The module `cumem_sleep.errors`, kept for as long as the process lives: it cannot be imported while Python exits.
 PyObject* errors();
 
-// The operation was asked to stop (operation.h). In Python it does not derive from `Exception`, so that no
+// The operation was asked to stop (operation_lock.h). In Python it does not derive from `Exception`, so that no
 // `except Exception` around a step takes it for a failure of that step.
 class OperationStopped : public std::exception {
   public:

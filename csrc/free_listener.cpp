@@ -4,7 +4,7 @@
 #include <utility>
 
 #include "allocator.h"
-#include "operation.h"
+#include "operation_lock.h"
 
 namespace cumem_sleep {
 

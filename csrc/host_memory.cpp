@@ -16,8 +16,8 @@
 #include <vector>
 
 #include "descriptors.h"
+#include "device_cache.h"
 #include "driver.h"
-#include "idle.h"
 #include "segment_counts.h"
 #include "waiting.h"
 
@@ -113,7 +113,7 @@ auto* const kept = new std::vector<std::shared_ptr<HostPages>>;
 // For the digests of half a GiB: an operation on more takes so long that pinning its table does not matter.
 constexpr size_t kSmallTable = size_t{16} << 10;
 // An operation has one, and `prepare` beside it another. Never destroyed, as above.
-auto* const idle_tables = new Idle<std::shared_ptr<HostPages>>(2);
+auto* const cached_tables = new DeviceCache<std::shared_ptr<HostPages>>(2);
 
 void give_back(const std::shared_ptr<HostPages>& pages) noexcept {
     if (pages->give_back()) return;
@@ -212,7 +212,7 @@ std::shared_ptr<HostBlock> HostBlock::shared(size_t bytes, int numa_node, bool r
 std::shared_ptr<HostBlock> HostBlock::table(size_t bytes, int device, int numa_node) {
     Driver::get();
     if (bytes > kSmallTable) return std::make_shared<HostBlock>(bytes, numa_node);
-    std::shared_ptr<HostPages> pages = idle_tables->take(device).value_or(nullptr);
+    std::shared_ptr<HostPages> pages = cached_tables->take(device).value_or(nullptr);
     if (!pages) pages = std::make_shared<HostPages>(kSmallTable, HostPages::Backing{-1, {}, true, numa_node});
     return std::shared_ptr<HostBlock>(new HostBlock(bytes, std::move(pages), device));
 }
@@ -275,14 +275,14 @@ bool HostBlock::unpin() {
 void HostBlock::close() noexcept {
     if (closed_ || Driver::is_forked()) return;
     closed_ = true;
-    if (table_of_ < 0 || !idle_tables->keep(table_of_, pages_))
+    if (table_of_ < 0 || !cached_tables->keep(table_of_, pages_))
         give_back(pages_);
     else if (!has_segments(table_of_))
         release_idle_tables(table_of_);
 }
 
 void release_idle_tables(int device) noexcept {
-    for (const auto& pages : idle_tables->take_all(device)) give_back(pages);
+    for (const auto& pages : cached_tables->take_all(device)) give_back(pages);
 }
 
 size_t reclaim_host_memory() noexcept {

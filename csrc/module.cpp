@@ -16,24 +16,24 @@
 #include "allocator.h"
 #include "checkpoint.h"
 #include "copy_kernel.h"
+#include "copy_stream.h"
 #include "device_info.h"
 #include "digest_kernel.h"
 #include "driver.h"
 #include "errors.h"
 #include "free_listener.h"
 #include "heap_reserve.h"
-#include "holds.h"
 #include "host_memory.h"
 #include "interpreter.h"
 #include "invariants.h"
-#include "operation.h"
+#include "operation_lock.h"
 #include "pools.h"
+#include "scopes.h"
 #include "scratch.h"
 #include "shared_memory.h"
 #include "tasks.h"
 #include "thread_role.h"
 #include "threads.h"
-#include "transfer.h"
 #include "waiting.h"
 #include "worker.h"
 
@@ -437,7 +437,7 @@ void bind_threads(py::module_& module) {
 }
 
 // In production tasks are C++ only.
-AheadTask python_task(py::object work) {
+ThreadPoolTask python_task(py::object work) {
     const std::shared_ptr<py::object> shared(new py::object(std::move(work)), [](py::object* dropped) {
         py::gil_scoped_acquire gil;
         delete dropped;
@@ -448,42 +448,44 @@ AheadTask python_task(py::object work) {
     }};
 }
 
-// Converts a dictionary {key: [AheadTask, ...]}.
-Ahead::Tasks tasks_of(const py::dict& tasks) {
-    Ahead::Tasks result;
+// Converts a dictionary {key: [ThreadPoolTask, ...]}.
+ThreadPool::Tasks tasks_of(const py::dict& tasks) {
+    ThreadPool::Tasks result;
     for (const auto& [key, mine] : tasks) {
-        result.emplace_back(py::cast<uint64_t>(key), std::vector<Ahead::Task>());
-        for (const auto& task : mine) result.back().second.push_back(py::cast<const AheadTask&>(task).task);
+        result.emplace_back(py::cast<uint64_t>(key), std::vector<ThreadPool::Task>());
+        for (const auto& task : mine) result.back().second.push_back(py::cast<const ThreadPoolTask&>(task).task);
     }
     return result;
 }
 
 void bind_ahead(py::module_& module) {
-    py::class_<AheadTask>(module, "Task", "A task for a thread of `Ahead`; only tests make one from a Python function.")
+    py::class_<ThreadPoolTask>(module, "Task",
+                               "A task for a thread of `ThreadPool`; only tests make one from a Python function.")
         .def(py::init(&python_task), py::arg("work"));
     module.def("map_task", &map_task, py::arg("segment"), "Map physical memory under it; the segment must be held.");
     module.def("prefault_task", &prefault_task, py::arg("block"), py::arg("offset"), py::arg("bytes"));
-    py::class_<Ahead>(module, "Ahead",
-                      "Threads that run tasks in order, each under the key of what it is for; a context manager.")
-        .def(py::init(
-                 [](int threads, const py::dict& tasks) { return std::make_unique<Ahead>(threads, tasks_of(tasks)); }),
+    py::class_<ThreadPool>(module, "ThreadPool",
+                           "Threads that run tasks in order, each under the key of what it is for; a context manager.")
+        .def(py::init([](int threads, const py::dict& tasks) {
+                 return std::make_unique<ThreadPool>(threads, tasks_of(tasks));
+             }),
              py::arg("threads"), py::arg("tasks") = py::dict())
-        .def("start", &Ahead::start, NoGil(), "Begin the tasks that it was made with.")
+        .def("start", &ThreadPool::start, NoGil(), "Begin the tasks that it was made with.")
         .def(
             "add",
-            [](Ahead& self, const py::dict& tasks) {
-                Ahead::Tasks more = tasks_of(tasks);
+            [](ThreadPool& self, const py::dict& tasks) {
+                ThreadPool::Tasks more = tasks_of(tasks);
                 const WithoutInterpreter unlocked;
                 self.add(std::move(more));
             },
             py::arg("tasks"), "Append tasks; they begin at once.")
-        .def("wait", &Ahead::wait, py::arg("key"), NoGil(),
+        .def("wait", &ThreadPool::wait, py::arg("key"), NoGil(),
              "Return when the tasks of `key` have run, raise what one of them raised. Waiting again does nothing.")
-        .def("stop", &Ahead::stop, NoGil(),
+        .def("stop", &ThreadPool::stop, NoGil(),
              "Wait for running tasks, drop those that have not begun. Stopping again does nothing.")
         .def(
-            "__enter__", [](Ahead& self) -> Ahead& { return self; }, py::return_value_policy::reference)
-        .def("__exit__", [](Ahead& self, const py::args&) {
+            "__enter__", [](ThreadPool& self) -> ThreadPool& { return self; }, py::return_value_policy::reference)
+        .def("__exit__", [](ThreadPool& self, const py::args&) {
             const WithoutInterpreter unlocked;
             self.stop();
         });

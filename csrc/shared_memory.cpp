@@ -11,7 +11,7 @@
 #include "allocator.h"
 #include "descriptors.h"
 #include "driver.h"
-#include "holds.h"
+#include "scopes.h"
 #include "scratch.h"
 
 namespace cumem_sleep {

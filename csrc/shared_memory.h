@@ -11,7 +11,7 @@
 #include <memory>
 #include <vector>
 
-#include "loans.h"
+#include "lent_memory.h"
 #include "vmm.h"
 
 namespace cumem_sleep {

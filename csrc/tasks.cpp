@@ -2,11 +2,11 @@
 
 namespace cumem_sleep {
 
-AheadTask map_task(const SegmentPtr& segment) {
+ThreadPoolTask map_task(const SegmentPtr& segment) {
     return {[segment] { segment->map(); }};
 }
 
-AheadTask prefault_task(const std::shared_ptr<HostBlock>& block, size_t offset, size_t bytes) {
+ThreadPoolTask prefault_task(const std::shared_ptr<HostBlock>& block, size_t offset, size_t bytes) {
     return {[block, offset, bytes] { block->prefault(offset, bytes); }};
 }
 

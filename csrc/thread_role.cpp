@@ -9,7 +9,7 @@ void stop_if_asked() {
     if (thread_role.worker) return;
     if (Stopping* const stopping = thread_role.stopping) {
         if (stopping->is_asked) throw OperationStopped();
-        stopping->callers_turn = true;
+        stopping->caller_runs_handlers = true;
         return;
     }
     const WithInterpreter interpreter;

@@ -10,8 +10,8 @@ class Worker;
 
 // Between the thread of an operation and its caller.
 struct Stopping {
-    std::atomic<bool> callers_turn{false};  // to let signal handlers run, once
-    std::atomic<bool> is_asked{false};      // one has raised
+    std::atomic<bool> caller_runs_handlers{false};  // to let signal handlers run, once
+    std::atomic<bool> is_asked{false};              // one has raised
 };
 
 struct ThreadRole {

@@ -7,7 +7,7 @@
 #include "allocator.h"
 #include "driver.h"
 #include "invariants.h"
-#include "loans.h"
+#include "lent_memory.h"
 #include "waiting.h"
 
 namespace cumem_sleep {

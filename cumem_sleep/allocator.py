@@ -36,12 +36,12 @@ from .core.levels import (
     woken,
 )
 from .core.misspelt import warn_of_misspelt
-from .core.operation import Call, CudaUse, Operation, Operations
+from .core.operation import CudaUse, Operation, Operations, Vote
 from .core.pools import Pools
 from .core.segments import awake_in_words, total_bytes
 from .core.tags import DEFAULT_TAG, GRAPH_TAG, UsedTags, checked_tag, tag_or_default
 from .core.tuning import Tuning
-from .digest.device import DeviceDigester
+from .digest.digester import DeviceDigester
 from .errors import (
     MOST_ADDRESS,
     CumemSleepError,
@@ -54,20 +54,19 @@ from .errors import (
     shown,
 )
 from .operations.checkpoint import checkpoint, why_not_for_ranks
-from .operations.digests import digests
+from .operations.components import Components
 from .operations.forget import forget
-from .operations.layer import Layer
-from .operations.look import read_backup, usage
+from .operations.look import digests, read_backup, usage
 from .operations.prepare import Preparation, wanted_ahead
 from .operations.sleep import sleep
 from .operations.wake import wake, waking
-from .ranks.agreement import Agreement, RankCall
+from .ranks.agreement import Agreement, RankVote
 from .ranks.group import as_group
 from .ranks.mesh import connect
 from .regions import Regions, plan_of
 from .report import BackupPlace, OperationTotals, SleepReport, TagUsage, WakeReport
 from .settings import Settings
-from .store.copier import Paces
+from .store.copier import CopyChoosers
 
 # Their threads are stopped in order at exit. One that nobody uses any more stays here while a thread works for it.
 _allocators: weakref.WeakSet[CuMemAllocator] = weakref.WeakSet()
@@ -82,10 +81,10 @@ class CuMemAllocator:
     Its methods may be called from any thread; sleep, wake and everything else that changes memory run one at a time.
     PyTorch is used if it is installed and reaches the GPU; without it, allocate with `malloc` and `free`.
 
-    Code that holds the lock runs on a thread of its own while the caller waits (`csrc/operation.h`). Signal handlers
-    run when it has ended, with either everything done or nothing, or while it waits for others: for the lock, other
-    ranks, the vault's memory, or host memory that other processes are about to touch. What a handler raises then ends
-    the wait, and nothing was done.
+    Code that holds the lock runs on a thread of its own while the caller waits (`csrc/operation_lock.h`). Signal
+    handlers run when it has ended, with either everything done or nothing, or while it waits for others: for the lock,
+    other ranks, the vault's memory, or host memory that other processes are about to touch. What a handler raises then
+    ends the wait, and nothing was done.
 
     Args:
         settings: how to behave; None: what the environment says (`Settings.from_environment`).
@@ -117,9 +116,11 @@ class CuMemAllocator:
         self._agreement: Agreement | None = None
         _stores.add(self._store)
         self._digester = DeviceDigester(self.tuning)
-        self._paces = Paces(self.tuning)
+        self._paces = CopyChoosers(self.tuning)
         self._compressor = Compressor(self.settings.compress == "auto", self.tuning)
-        self._layer = Layer(self.settings, self.tuning, self._store, self._digester, self._compressor, self._paces)
+        self._components = Components(
+            self.settings, self.tuning, self._store, self._digester, self._compressor, self._paces
+        )
         self._pools = Pools()
         self._cuda = CudaState(self._lock, THIS_PROCESS.bring_back, _checkpoint, self.settings.deep_after_s)
         self._operations: Operations = Operations(
@@ -127,8 +128,8 @@ class CuMemAllocator:
             lock=self._lock,
             pools=self._pools,
             cuda=self._cuda,
-            turn=self._store.turns.operation,
-            place=self._store.room.place,
+            locked=self._store.lock.for_operation,
+            place=self._store.memory.place,
             left_pool=_left_pool,
             freed_by_hook=_forget_freed_backups,
         )
@@ -208,9 +209,9 @@ class CuMemAllocator:
         if self._agreement is not None and not self._agreement.mesh.is_closed:  # as it is in a fork
             log.run(self._lock, partial(self._agree_by, None))
 
-    def _call_of_ranks(self, operation: str) -> Call:
+    def _vote_of_ranks(self, operation: str) -> Vote:
         """Through which the ranks agree on one operation. What fails inside, the others are told at once."""
-        return Call() if self._agreement is None else RankCall(self._agreement, operation, self._lock)
+        return Vote() if self._agreement is None else RankVote(self._agreement, operation, self._lock)
 
     # Allocating
 
@@ -257,7 +258,7 @@ class CuMemAllocator:
     @property
     def regions(self) -> Regions:
         """Pools with a plan of their own (`use_memory_pool(backup=...)`), as torch_memory_saver's calls need them."""
-        return Regions(self._layer, self._used_tags, self._operations, self.use_memory_pool)
+        return Regions(self._components, self._used_tags, self._operations, self.use_memory_pool)
 
     def malloc(self, nbytes: int, tag: str | None = None, device: int = 0) -> int:
         """Allocate device memory without PyTorch.
@@ -309,7 +310,7 @@ class CuMemAllocator:
     def _after_a_free(self) -> None:
         """Forget the backup of what was freed, unless an operation is at work, which does so at its end."""
         if _core.has_freed():
-            log.run(self._lock, self._store.turns.after_a_free)
+            log.run(self._lock, self._store.lock.after_a_free)
         else:
             _core.reclaim()
 
@@ -369,7 +370,7 @@ class CuMemAllocator:
                 there.
             RankFailed: another rank failed, or did not answer, so that no rank sleeps.
         """
-        with self._call_of_ranks("sleep") as call:
+        with self._vote_of_ranks("sleep") as vote:
             is_dropped = self._dropped(level, offload_tags)
             kept = {} if keep is None else ranges_to_keep(keep, in_pools()())
             if kept and isinstance(level, int) and level in (0, 2):
@@ -378,15 +379,15 @@ class CuMemAllocator:
                 note = "level 0 keeps all memory; nothing was done"
                 return SleepReport(note=note, simulated=_core.driver_is_simulated())
             meant = named(None if tags is None else self._used_tags.checked(tags))
-            arguments = (self._layer, call, meant, by_plan(is_dropped), "sleep", kept, self._declared(drop))
+            arguments = (self._components, vote, meant, by_plan(is_dropped), "sleep", kept, self._declared(drop))
             if is_checkpoint(level):
-                return self._with_checkpoint(lambda: sleep(*arguments), call, CudaUse.LEASE_UNLESS_AWAY)
+                return self._with_checkpoint(lambda: sleep(*arguments), vote, CudaUse.LEASE_UNLESS_AWAY)
             return Operation(
                 self._operations,
                 "sleep",
                 sleep,
                 arguments,
-                call=call,
+                vote=vote,
                 counts_as="sleep",
                 uses_cuda=CudaUse.LEASE_UNLESS_AWAY,
                 frees_unused=True,
@@ -416,7 +417,7 @@ class CuMemAllocator:
         segments = in_pools()()
         return declared(drop, segments, self._pools.in_use())
 
-    def _with_checkpoint(self, sleep_first: Callable[[], SleepReport], call: Call, uses_cuda: CudaUse) -> SleepReport:
+    def _with_checkpoint(self, sleep_first: Callable[[], SleepReport], vote: Vote, uses_cuda: CudaUse) -> SleepReport:
         """A sleep at level 1, and then on to level 3."""
         if not _core.driver_calls_suspended():
             gc.collect()  # a finaliser that runs later might call the driver, and wait forever
@@ -425,7 +426,7 @@ class CuMemAllocator:
             "sleep",
             self._checkpoint,
             (sleep_first,),
-            call=call,
+            vote=vote,
             counts_as="sleep",
             uses_cuda=uses_cuda,
             frees_unused=True,
@@ -438,7 +439,7 @@ class CuMemAllocator:
         return checkpoint(self._store, sleep_first, self._cuda.why_not)
 
     def _checkpoint_asleep(self) -> SleepReport:
-        return self._with_checkpoint(_all_asleep_still, Call(), CudaUse.NONE)
+        return self._with_checkpoint(_all_asleep_still, Vote(), CudaUse.NONE)
 
     def using_cuda(self) -> AbstractContextManager[None]:
         """Put this around CUDA calls that are not this layer's own: at level 3 they would wait forever.
@@ -480,15 +481,15 @@ class CuMemAllocator:
                 lie in this memory.
             InvalidState, DriverError, RankFailed: as `sleep`.
         """
-        with self._call_of_ranks("discard") as call:
+        with self._vote_of_ranks("discard") as vote:
             meant, may_go = in_pools(self._used_tags.checked(tags)), self._declared(drop)
-            arguments = (self._layer, call, meant, lambda _: True, "discard", None, may_go)
+            arguments = (self._components, vote, meant, lambda _: True, "discard", None, may_go)
             return Operation(
                 self._operations,
                 "discard",
                 sleep,
                 arguments,
-                call=call,
+                vote=vote,
                 counts_as="discard",
                 uses_cuda=CudaUse.LEASE_UNLESS_AWAY,
             ).run()
@@ -528,15 +529,15 @@ class CuMemAllocator:
             DriverError: the driver refused a call.
             RankFailed: another rank failed, or did not answer, so that no rank wakes.
         """
-        with self._call_of_ranks("wake_up") as call:
+        with self._vote_of_ranks("wake_up") as vote:
             check_bool("restore", restore)
             if retain_backups is not None:
                 check_bool("retain_backups", retain_backups)
             chosen = None if tags is None else self._used_tags.checked(tags)
             meant = woken(chosen)
             unwanted = None if restore else in_pools(set(DEFERRABLE_TAGS) if chosen is None else chosen)
-            work = wake, self._layer, call, meant, retain_backups, unwanted, self._declared(drop)
-            return waking(self._operations, self._layer, meant, *work, call=call).run()
+            work = wake, self._components, vote, meant, retain_backups, unwanted, self._declared(drop)
+            return waking(self._operations, self._components, meant, *work, vote=vote).run()
 
     # Preparing
 
@@ -570,8 +571,8 @@ class CuMemAllocator:
 
     def _begin_preparing(self, keep_bytes: int) -> Preparation:
         self._stop_preparing()
-        self._store.room.tier.read_ahead()
-        preparation = Preparation(wanted_ahead(self._layer), self._layer, keep_bytes)
+        self._store.memory.tier.read_ahead()
+        preparation = Preparation(wanted_ahead(self._components), self._components, keep_bytes)
         self._preparation = preparation  # before it starts: whatever happens, it can be stopped
         preparation.start()
         return preparation
@@ -581,7 +582,7 @@ class CuMemAllocator:
         pools = self._pools.found
         if pools is not None and not pools.is_capturing():
             try:
-                log.run(self._lock, self._layer.warm_up)
+                log.run(self._lock, self._components.warm_up)
             except CumemSleepError as error:  # no reason for what was allocated to fail
                 log.warning("sleep and wake were not made ready, the first ones take longer: %s", error)
         if self.settings.prepare and self._prepares_after_pools:
@@ -608,24 +609,24 @@ class CuMemAllocator:
     def _leave_store(self) -> None:
         """Forget all backups, and whoever keeps them. Does not open the driver, so nothing refuses it."""
         with self._lock.hold():
-            self._store.room.leave()
+            self._store.memory.leave()
 
     def _stop_background_work(self) -> None:
         self._cuda.stop()
         self._stop_preparing()
-        self._store.room.stop()
+        self._store.memory.stop()
 
     # Looking
 
     def usage(self) -> dict[str, TagUsage]:
         """What the segments of each tag hold, and their backups."""
-        return usage(self._operations, self._layer, _core.segments)
+        return usage(self._operations, self._components, _core.segments)
 
     def backup_place(self) -> BackupPlace:
         """Where backups lie: in memory of this process, or in which vault. Touches no GPU."""
         if not _core.driver_is_open():  # then there are no backups, and `auto` does not look for a vault yet
             return BackupPlace("" if self.settings.vault in ("off", "auto") else self.settings.vault)
-        return self._operations.look("backup_place", self._store.room.place)
+        return self._operations.look("backup_place", self._store.memory.place)
 
     def read_backup(self, address: int, nbytes: int, *, copy: bool = True) -> npt.NDArray[np.uint8] | None:
         """The bytes that the backup of this device memory holds: those at its last sleep. It may be asleep or awake.
@@ -646,7 +647,7 @@ class CuMemAllocator:
         check_integer("address", address, minimum=0, maximum=MOST_ADDRESS)
         check_bool("copy", copy)
         check_integer("nbytes", nbytes, minimum=1)
-        return self._operations.look("read_backup", read_backup, self._layer, address, nbytes, copy)
+        return self._operations.look("read_backup", read_backup, self._components, address, nbytes, copy)
 
     def digests(self, tags: str | Iterable[str]) -> dict[int, str]:
         """The 128-bit digest of each segment of these tags, by its address: of its bytes if it is awake, else of those
@@ -660,7 +661,7 @@ class CuMemAllocator:
         """
         meant = in_pools(self._used_tags.checked(tags))
         uses_cuda = CudaUse.LEASE_UNLESS_AWAY
-        return Operation(self._operations, "digests", digests, (self._layer, meant), uses_cuda=uses_cuda).run()
+        return Operation(self._operations, "digests", digests, (self._components, meant), uses_cuda=uses_cuda).run()
 
     def kept_room(self) -> int:
         """How many bytes a sleep at level 1 could keep of what it drops (`sleep(keep=...)`): what the limits on host
@@ -671,7 +672,7 @@ class CuMemAllocator:
     def _kept_room(self) -> int:
         is_dropped = dropped_at_level(1)
         assert is_dropped is not None
-        return self._store.room.left_bytes([segment for segment in in_pools()() if not is_dropped(segment.tag)])
+        return self._store.memory.left_bytes([segment for segment in in_pools()() if not is_dropped(segment.tag)])
 
     def get_current_usage(self) -> int:
         """Bytes of all segments without a plan of their own, mapped or not (vLLM wants none before its own)."""
@@ -710,22 +711,22 @@ class CuMemAllocator:
             if drop is not None:
                 raise InvalidArgument("release_backups(drop=...) needs tags: of what sleeps")
             return Operation(self._operations, "release_backups", self._release_retained).run()
-        with self._call_of_ranks("release_backups") as call:
+        with self._vote_of_ranks("release_backups") as vote:
             meant = in_pools(self._used_tags.checked(tags))
             return Operation(
                 self._operations,
                 "release_backups",
                 forget,
-                (self._layer, call, meant, self._declared(drop)),
-                call=call,
+                (self._components, vote, meant, self._declared(drop)),
+                vote=vote,
                 uses_cuda=CudaUse.LEASE_UNLESS_AWAY,
             ).run()
 
     def _release_retained(self) -> int:
         self._stop_preparing()
-        before = self._store.room.bytes
-        self._store.room.clear()
-        return before - self._store.room.bytes
+        before = self._store.memory.bytes
+        self._store.memory.clear()
+        return before - self._store.memory.bytes
 
     def release_pools(self) -> None:
         """Give up the PyTorch pool for CUDA graphs and return free pool memory to the device. Live tensors stay."""
@@ -753,7 +754,7 @@ def _left_pool() -> None:
 def _forget_freed_backups() -> None:
     instance = CuMemAllocator.instance
     if instance is not None and not _core.driver_is_forked():
-        instance._store.turns.after_a_free()
+        instance._store.lock.after_a_free()
 
 
 def _checkpoint() -> None:
@@ -788,4 +789,4 @@ def _stop_at_exit() -> None:
     for allocator in list(_allocators):
         allocator._stop_background_work()
     for store in list(_stores):
-        store.room.stop()
+        store.memory.stop()

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from . import _core
 from .allocator import CuMemAllocator
 from .core.levels import in_pools
-from .core.operation import Call, CudaUse, Operation
-from .operations.layer import Fill
+from .core.operation import CudaUse, Operation, Vote
+from .operations.components import Fill
 from .ranks.agreement import Agreement
 from .report import SleepReport
 
@@ -21,9 +21,9 @@ def agreement(allocator: CuMemAllocator) -> Agreement | None:
     return allocator._agreement
 
 
-def call_of_ranks(allocator: CuMemAllocator, operation: str) -> Call:
+def vote_of_ranks(allocator: CuMemAllocator, operation: str) -> Vote:
     """Through which the ranks agree on one operation. What fails inside, the others are told at once."""
-    return allocator._call_of_ranks(operation)
+    return allocator._vote_of_ranks(operation)
 
 
 # Sleeping and waking
@@ -53,7 +53,7 @@ def filling(allocator: CuMemAllocator, fill: Fill) -> Iterator[None]:
     """Wakes inside call `fill` with the segments that come back without some of their bytes, and the (begin, end)
     of these, before anybody else may use them. If it raises, the wake fails.
     """
-    fills = allocator._layer.fills
+    fills = allocator._components.fills
     fills.append(fill)
     try:
         yield

@@ -21,9 +21,10 @@ def _add(name: str, value: object) -> None:
 
 
 _add("forget", _forget)
-for _name in ("call_of_ranks", "drop_kept", "filling", "prepare_to_end", "stay_at_level_1"):
+for _name in ("drop_kept", "filling", "prepare_to_end", "stay_at_level_1"):
     _add(_name, getattr(for_plugin, _name))
 for _name in ("agreement", "asleep_tags", "may_be_asleep"):
     _add(_name, property(getattr(for_plugin, _name)))
+_add("call_of_ranks", for_plugin.vote_of_ranks)
 _add("deepen", for_plugin.checkpoint)
 _add("may_deepen", property(for_plugin.may_checkpoint))

@@ -10,11 +10,11 @@ from . import _core
 from .core import preload
 from .core.driver import driver_path
 from .core.levels import SegmentGroup, by_plan, with_own_plan
-from .core.operation import Call, CudaUse, Operation, Operations
+from .core.operation import CudaUse, Operation, Operations, Vote
 from .core.pools import entered
 from .core.tags import DEFAULT_TAG, UsedTags, checked_tag, tag_or_default
 from .errors import InvalidArgument, InvalidState, check_bool, check_integer
-from .operations.layer import Layer
+from .operations.components import Components
 from .operations.look import usage
 from .operations.sleep import sleep
 from .operations.wake import wake, waking
@@ -30,12 +30,12 @@ class Regions:
 
     def __init__(
         self,
-        layer: Layer,
+        components: Components,
         tags: UsedTags,
         operations: Operations,
         use_pool: Callable[..., AbstractContextManager[None]],
     ) -> None:
-        self._layer = layer
+        self._components = components
         self._tags = tags
         self._operations = operations
         self._use_pool = use_pool
@@ -122,7 +122,7 @@ class Regions:
                 f" LD_PRELOAD={preload.library_path()}"
             )
         self._tags.add(tag)
-        _core.set_process_pool(tag, plan, driver_path(self._layer.settings.driver))
+        _core.set_process_pool(tag, plan, driver_path(self._components.settings.driver))
 
     def set_margin_bytes(self, nbytes: int) -> None:
         """Refuse memory of regions, as if the device were full, where less than this would stay free; 0: no margin.
@@ -156,7 +156,7 @@ class Regions:
             self._operations,
             "sleep",
             partial(sleep, with_left=with_left),
-            (self._layer, Call(), meant, _by_its_plan),
+            (self._components, Vote(), meant, _by_its_plan),
             counts_as="sleep",
             uses_cuda=CudaUse.LEASE_UNLESS_AWAY,
         ).run()
@@ -190,12 +190,12 @@ class Regions:
         meant = self._meant(tags)
 
         def work() -> WakeReport:
-            report = wake(self._layer, Call(), meant, retain_backups, None if restore else meant)
+            report = wake(self._components, Vote(), meant, retain_backups, None if restore else meant)
             if wait_for_release:
-                self._layer.store.room.settle()
+                self._components.store.memory.settle()
             return report
 
-        return waking(self._operations, self._layer, meant, work, call=Call()).run()
+        return waking(self._operations, self._components, meant, work, vote=Vote()).run()
 
     def has(self, tag: str) -> bool:
         """Whether a region with this tag has memory, asleep or awake. Waits for nothing."""
@@ -206,7 +206,7 @@ class Regions:
 
     def usage(self) -> dict[str, TagUsage]:
         """What the segments of regions of each tag hold, and their backups."""
-        return usage(self._operations, self._layer, with_own_plan())
+        return usage(self._operations, self._components, with_own_plan())
 
     def _meant(self, tags: str | Iterable[str] | None) -> SegmentGroup:
         return with_own_plan(None if tags is None else self._tags.checked(tags))

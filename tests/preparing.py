@@ -1,4 +1,4 @@
-"""Preparations of segments of two pieces, and what acts between their turns."""
+"""Preparations of segments of two pieces, and what acts between their steps."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from cumem_sleep.operations.prepare import Preparation
 PREPARING = "cumem-prepare"  # the thread's name
 TAGS = ("weights", "default")
 # For two segments of two pieces: each is begun, copied twice, finished and tidied up after; and at the end once more.
-TURNS = 9
-COPYING = (1, 2, 3)  # turns of the first segment between its two digests
+STEPS = 9
+COPYING = (1, 2, 3)  # steps of the first segment between its two digests
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +26,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CuMemAllocator.tuning, "slab_bytes", MIB)
     ample_host_memory(monkeypatch)
     if SIMULATED:
-        monkeypatch.setattr("cumem_sleep.digest.device.sums_of", quick_sums)
+        monkeypatch.setattr("cumem_sleep.digest.digester.sums_of", quick_sums)
 
 
 def until_asked_to_stop(preparation: Preparation) -> None:
@@ -65,8 +65,8 @@ def backed_up_bytes(allocator: CuMemAllocator) -> int:
     return sum(usage.backed_up_bytes for usage in allocator.usage().values())
 
 
-class Turns:
-    """Counts the turns of a preparation (each begins with taking the allocator's lock), and acts just before one.
+class Steps:
+    """Counts the steps of a preparation (each begins with taking the allocator's lock), and acts just before one.
 
     The act runs on a thread of its own while the preparing thread waits for it.
     """

@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 import cumem_sleep
 from cumem_sleep import CuMemAllocator, CumemSleepError, Settings, _core, host_facts, sim
-from cumem_sleep.backups.filling import Filling
+from cumem_sleep.backups.writer import BackupWriter
 from cumem_sleep.core.pinned import node_of
 from cumem_sleep.digest.reference import CHUNK_BYTES, Digest, digests_from, sums_of
 
@@ -153,22 +153,22 @@ def around_copies(
     patch: pytest.MonkeyPatch, before: Callable[[], object] | None = None, after: Callable[[], object] | None = None
 ) -> None:
     """Have these called before the first copy of a sleep begins, and when the last has ended."""
-    add, finish, begun = Filling.add, Filling.finish, list[bool]()
+    add, finish, begun = BackupWriter.add, BackupWriter.finish, list[bool]()
 
-    def watched_add(self: Filling, *arguments: Any) -> Any:
+    def watched_add(self: BackupWriter, *arguments: Any) -> Any:
         if before is not None and not begun:
             begun.append(True)
             before()
         return add(self, *arguments)
 
-    def watched_finish(self: Filling) -> list[_core.Segment]:
+    def watched_finish(self: BackupWriter) -> list[_core.Segment]:
         filled = finish(self)
         if after is not None:
             after()
         return filled
 
-    patch.setattr(Filling, "add", watched_add)
-    patch.setattr(Filling, "finish", watched_finish)
+    patch.setattr(BackupWriter, "add", watched_add)
+    patch.setattr(BackupWriter, "finish", watched_finish)
 
 
 def free_everything() -> None:
@@ -187,8 +187,8 @@ def free_everything() -> None:
         assert not held, f"PyTorch still has {len(held)} segments in use: the test left tensors behind"
         if _core.driver_is_open():
             assert _core.reclaim() == 0
-            allocator._store.room.tier.finish_releasing()  # much goes in a thread
-        assert allocator._store.room.bytes == 0
+            allocator._store.memory.tier.finish_releasing()  # much goes in a thread
+        assert allocator._store.memory.bytes == 0
         if SIMULATED:
             if _held() != _held_before:
                 gc.collect()  # exceptions may hold frames, and these what they worked with

@@ -127,7 +127,7 @@ class TestFree:
         for address, _ in filled.values():
             allocator.free(address)
         assert allocator.usage() == {}
-        assert allocator._store.room.bytes == 0
+        assert allocator._store.memory.bytes == 0
 
 
 class TestReports:

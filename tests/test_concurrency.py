@@ -208,7 +208,7 @@ class TestFreeDuringCopies:
         _core.synchronize(0)
         assert freed not in [segment.address for segment in _core.segments()]
         assert sim.stats().reserved_bytes == 3 * PAGE, "the freed segment is still there"
-        assert allocator._store.room.bytes == (3 * PAGE if RETAIN or OPERATION == "sleep" else 0)
+        assert allocator._store.memory.bytes == (3 * PAGE if RETAIN or OPERATION == "sleep" else 0)
         allocator.wake_up()
         for address, content in contents.items():
             assert memory.read(address, PAGE) == content

@@ -26,7 +26,7 @@ from support import (
 
 import cumem_sleep
 from cumem_sleep import CuMemAllocator, _core, sim
-from cumem_sleep.backups.turns import Turns
+from cumem_sleep.backups.pruning import PruningLock
 
 pytestmark = pytest.mark.sim
 
@@ -44,10 +44,10 @@ class Work:
     _patch: pytest.MonkeyPatch = field(default_factory=pytest.MonkeyPatch, compare=False, repr=False)
 
     def __enter__(self) -> Work:
-        run, forget = _core.OperationLock.run, Turns.after_a_free
+        run, forget = _core.OperationLock.run, PruningLock.after_a_free
         self._patch.setattr(_core.OperationLock, "run", lambda lock, work: run(lock, partial(self._traced, work)))
         # After a free by a hook the extension calls it on a thread of its own.
-        self._patch.setattr(Turns, "after_a_free", lambda turns: self._traced(forget, turns))
+        self._patch.setattr(PruningLock, "after_a_free", lambda turns: self._traced(forget, turns))
         self.driver_calls = -sum(sim.stats().calls.values())
         sys.settrace(self._trace)
         return self
@@ -74,7 +74,7 @@ class Work:
 
 @pytest.fixture(autouse=True)
 def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr("cumem_sleep.digest.device.sums_of", quick_sums)
+    monkeypatch.setattr("cumem_sleep.digest.digester.sums_of", quick_sums)
     ample_host_memory(monkeypatch)
     reset_simulation()
     yield
@@ -122,7 +122,7 @@ def test_calls_about_single_segments_do_not_look_at_the_others(operate: Callable
     allocator = CuMemAllocator.instance
     assert allocator is not None
     kept = MANY if operate is malloc else MANY - TOUCHED
-    assert allocator._store.room.bytes == kept * PAGE
+    assert allocator._store.memory.bytes == kept * PAGE
 
 
 @pytest.mark.slow

@@ -83,7 +83,7 @@ class TestHooks:
             memory.fill_random(address, PAGE)
         allocator.sleep()
         allocator.wake_up()
-        assert allocator._store.room.bytes == 3 * PAGE
+        assert allocator._store.memory.bytes == 3 * PAGE
         for address in addresses[:2]:
 
             def free(address: int = address) -> None:
@@ -91,16 +91,16 @@ class TestHooks:
 
             free() if on_main_thread else in_thread(free)
         deadline = time.monotonic() + HANGS_S
-        while allocator._store.room.bytes != PAGE and time.monotonic() < deadline:
+        while allocator._store.memory.bytes != PAGE and time.monotonic() < deadline:
             time.sleep(0.001)
-        assert allocator._store.room.bytes == PAGE
+        assert allocator._store.memory.bytes == PAGE
 
     def test_python_learns_only_of_what_leaves_more_to_be_given_back(self, allocator: CuMemAllocator) -> None:
         """What it does then costs more than a driver call, and most frees leave nothing."""
         library = hooks()
         told: list[None] = []
         with_backup, without = [library.cumem_sleep_malloc(PAGE, 0, None) for _ in range(2)]
-        allocator._store.room.take(_core.segments()[:1], [], {})
+        allocator._store.memory.reserve(_core.segments()[:1], [], {})
         _core.on_free(lambda: told.append(None))
         try:
             library.cumem_sleep_free(without, PAGE, 0, None)
@@ -115,13 +115,13 @@ class TestHooks:
         finally:
             _core.on_free(_forget_freed_backups)
         allocator.usage()
-        assert allocator._store.room.bytes == 0
+        assert allocator._store.memory.bytes == 0
 
     def test_a_backup_that_is_made_as_its_segment_is_freed(self, allocator: CuMemAllocator) -> None:
         """Too early for the hook to know of it, so who makes it notices."""
         address = allocator.malloc(PAGE)
         with _core.HeldSegments(_core.segments()) as held, allocator._lock.hold():
             hooks().cumem_sleep_free(address, PAGE, 0, None)
-            allocator._store.room.take(held, [], {})
+            allocator._store.memory.reserve(held, [], {})
             allocator._store.catalogue.prune_freed()
-            assert allocator._store.room.bytes == 0
+            assert allocator._store.memory.bytes == 0

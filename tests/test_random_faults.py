@@ -65,7 +65,7 @@ def small_and_quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CuMemAllocator.tuning, "slot_bytes", (4 * MIB, 2 * MIB))
     monkeypatch.setattr(CuMemAllocator.tuning, "worth_compiling_bytes", 0)
     monkeypatch.setattr(CuMemAllocator.tuning, "prepare_piece_bytes", PAGE)  # is decoded in a slot
-    monkeypatch.setattr("cumem_sleep.digest.device.sums_of", quick_sums)
+    monkeypatch.setattr("cumem_sleep.digest.digester.sums_of", quick_sums)
     ample_host_memory(monkeypatch)
 
 

@@ -265,7 +265,7 @@ class TestBesidePools:
         assert after[other] == BACKED_UP
         allocator.wake_up(["weights", "mine"], retain_backups=False)
         assert set(states().values()) == {AWAKE}
-        assert allocator._store.room.bytes == 0
+        assert allocator._store.memory.bytes == 0
         for call in (lambda: allocator.sleep(tags="no"), lambda: allocator.wake_up("no")):
             with pytest.raises(InvalidArgument, match="no memory was ever given such a tag"):
                 call()
@@ -284,13 +284,13 @@ class TestRetainedBackups:
         address = malloc_in_region(allocator, "a", backup=True)
         content = memory.fill_random(address, PAGE)
         allocator.regions.sleep()
-        assert allocator._store.room.bytes == PAGE
+        assert allocator._store.memory.bytes == PAGE
         allocator.regions.wake(retain_backups=False)
-        assert allocator._store.room.bytes == 0
+        assert allocator._store.memory.bytes == 0
         assert allocator.read_backup(address, PAGE) is None
         assert allocator.regions.sleep().copied_bytes == PAGE
         allocator.regions.wake(retain_backups=True)
-        assert allocator._store.room.bytes == PAGE
+        assert allocator._store.memory.bytes == PAGE
         assert memory.read(address, PAGE) == content
 
     def test_what_is_not_restored_has_none(self, allocator: CuMemAllocator, memory: Memory) -> None:
@@ -316,10 +316,10 @@ class TestRetainedBackups:
         malloc_in_region(allocator, "a", backup=True)
         allocator.regions.sleep()
         allocator.regions.wake()
-        assert allocator._store.room.bytes == 0
+        assert allocator._store.memory.bytes == 0
         allocator.regions.sleep()
         allocator.regions.wake(retain_backups=True)
-        assert allocator._store.room.bytes == PAGE
+        assert allocator._store.memory.bytes == PAGE
 
     def test_what_is_retained_is_of_use_whatever_the_settings_say(
         self, make_allocator: Callable[..., CuMemAllocator], memory: Memory

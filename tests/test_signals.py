@@ -246,7 +246,7 @@ def test_interrupt_of_malloc_by_a_signal() -> None:
 def test_an_allocator_that_fails_to_replace_another_leaves_that_in_use(
     allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cumem_sleep.allocator.Paces", raising(KeyboardInterrupt()))
+    monkeypatch.setattr("cumem_sleep.allocator.CopyChoosers", raising(KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt):
         CuMemAllocator()
     assert CuMemAllocator.get_instance() is allocator
@@ -316,7 +316,7 @@ class TestPreparation:
         gate.set()
         allocator.release_backups()
         assert not preparation.running
-        assert allocator._store.room.bytes == 0
+        assert allocator._store.memory.bytes == 0
 
     @pytest.mark.parametrize("in_a_turn", [False, True])
     def test_backups_released_by_a_finaliser_on_its_own_thread(
@@ -348,7 +348,7 @@ class TestPreparation:
             assert isinstance(seen[0], int)
             assert isinstance(preparation.error, InvalidState)
             assert "finaliser" in str(preparation.error)
-            assert allocator._store.room.bytes == 0
+            assert allocator._store.memory.bytes == 0
             allocator.sleep()
         allocator.wake_up()
         for address, content in contents.items():
@@ -374,7 +374,7 @@ class TestPreparation:
         in_thread(allocator.release_backups)
         assert len(refused) == 1
         assert not preparation.running
-        assert allocator._store.room.bytes == 0
+        assert allocator._store.memory.bytes == 0
 
 
 def test_a_signal_while_freed_backups_are_forgotten_is_not_swallowed(
@@ -406,7 +406,7 @@ def test_a_signal_while_freed_backups_are_forgotten_is_not_swallowed(
     with pytest.raises(KeyboardInterrupt):
         free()
     monkeypatch.undo()
-    assert allocator._store.room.bytes == 0
+    assert allocator._store.memory.bytes == 0
 
 
 class TestGrowth:
@@ -435,8 +435,10 @@ class TestGrowth:
             return bool(pinned.__get__(block))  # type: ignore[attr-defined]
 
         with monkeypatch.context() as patch:
-            patch.setattr("cumem_sleep.digest.device.sums_of", lambda _content, first_chunk=0: (first_chunk, 0))
-            patch.setattr("cumem_sleep.backups.host._BETWEEN_LOOKS_S", 3600.0)  # else a slow machine looks more often
+            patch.setattr("cumem_sleep.digest.digester.sums_of", lambda _content, first_chunk=0: (first_chunk, 0))
+            patch.setattr(
+                "cumem_sleep.backups.host_tier._BETWEEN_LOOKS_S", 3600.0
+            )  # else a slow machine looks more often
             patch.setattr(host_facts, "cgroup_available_bytes", look)
             patch.setattr(host_facts, "mem_available_bytes", lambda **_: None)
             patch.setattr(_core.HostBlock, "pinned", property(visited))

@@ -130,7 +130,7 @@ class Sequences(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr("cumem_sleep.digest.device.sums_of", quick_sums)
+        self.patch.setattr("cumem_sleep.digest.digester.sums_of", quick_sums)
         ample_host_memory(self.patch)
         reset_simulation()
         self.allocator = fresh_allocator(host_budget_bytes=BUDGET_PAGES * PAGE)
@@ -393,7 +393,7 @@ class Sequences(RuleBasedStateMachine):
             else:
                 assert held == (0 if model.saved is None else model.nbytes)
             host_bytes += held
-        assert self.allocator._store.room.bytes == host_bytes
+        assert self.allocator._store.memory.bytes == host_bytes
         assert host_bytes <= BUDGET_PAGES * PAGE
         registered_bytes = sim.stats().registered_bytes - self.registered_before  # by an example that failed
         backups = self.allocator._store.catalogue

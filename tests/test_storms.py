@@ -21,8 +21,8 @@ STORM = """
     tuning.prepare_piece_bytes, tuning.slab_bytes = MIB, PAGE
     logging.getLogger("cumem_sleep").setLevel(logging.ERROR)  # of preparations that a handler ends
     reset_simulation()
-    import cumem_sleep.digest.device
-    cumem_sleep.digest.device.sums_of = quick_sums
+    import cumem_sleep.digest.digester
+    cumem_sleep.digest.digester.sums_of = quick_sums
     allocator = fresh_allocator(compress=COMPRESS)
     memory = Memory()
     contents = {}
@@ -219,8 +219,8 @@ FINALISERS = """
     CuMemAllocator.tuning.prepare_piece_bytes = CuMemAllocator.tuning.slab_bytes = MIB
     logging.getLogger("cumem_sleep").setLevel(logging.ERROR)  # of preparations that a finaliser ends
     reset_simulation()
-    import cumem_sleep.digest.device
-    cumem_sleep.digest.device.sums_of = quick_sums
+    import cumem_sleep.digest.digester
+    cumem_sleep.digest.digester.sums_of = quick_sums
     allocator, memory = fresh_allocator(), Memory()
     contents = {}
     for tag in ("weights", "default", "weights", "weights"):

@@ -79,7 +79,7 @@ class World:
         """Registered host memory that the store does not know of; an exception that nobody dropped may hold some."""
         store = self.allocator._store
         blocks = [block for backup in store.catalogue for block in backup.extents if block.pinned]
-        unreleased_bytes = store.room.bytes - sum(backup.bytes for backup in store.catalogue)
+        unreleased_bytes = store.memory.bytes - sum(backup.bytes for backup in store.catalogue)
         pages = sum(-(-block.bytes // HOST_PAGE) for block in blocks)
         return sim.stats().registered_bytes - pages * HOST_PAGE - unreleased_bytes
 

@@ -72,7 +72,7 @@ class Backup:
         self.complete, self.digest = False, None
         self.encoding, self.being_prepared = encoding, being_prepared
 
-    def prove(self, digest: Digest | None) -> None:
+    def mark_proven(self, digest: Digest | None) -> None:
         """Note that every byte has been copied and has this digest."""
         assert self.segment.has_memory, "a backup of a segment that was not there to be copied"
         assert not self.complete, "a backup that nothing was copied to"

@@ -76,7 +76,7 @@ class Catalogue:
         """The ranges that backups cover, by the ids of those of `segments` that are not backed up whole."""
         return {s.id: np.array(ranges, np.int64) for s in segments if (ranges := self.ranges_of(s))}
 
-    def needed(self, segment: _core.Segment) -> Backup:
+    def get_or_raise(self, segment: _core.Segment) -> Backup:
         """The complete backup of `segment`.
 
         Raises:
@@ -115,7 +115,7 @@ class Catalogue:
         backup.segment.note_backup()
         self._backups[backup.segment.id] = backup
 
-    def prove(self, segments: Sequence[_core.Segment], digests: Mapping[int, Digest]) -> None:
+    def mark_proven(self, segments: Sequence[_core.Segment], digests: Mapping[int, Digest]) -> None:
         """Mark the backups of `segments` as complete: filled with bytes that had these digests before and after.
 
         From now on others may share them.
@@ -125,7 +125,7 @@ class Catalogue:
         """
         backups = [backup for segment in segments if (backup := self.of(segment))]
         for backup in backups:
-            backup.prove(digests.get(backup.segment.id))
+            backup.mark_proven(digests.get(backup.segment.id))
         try:
             sealed = [
                 (b.extents, Content(b.digest, b.content_bytes, b.encoding is not None))
@@ -138,7 +138,7 @@ class Catalogue:
             self._release(backups)
             raise
 
-    def require(self, segments: Iterable[_core.Segment], digests: Mapping[int, Digest]) -> None:
+    def check_complete(self, segments: Iterable[_core.Segment], digests: Mapping[int, Digest]) -> None:
         """Check that each of `segments` has a complete backup with its digest, right before its memory is released.
 
         Args:
@@ -154,11 +154,11 @@ class Catalogue:
                     f"the segment at 0x{segment.address:x} has no complete backup of its bytes: it stays awake"
                 )
 
-    def distrust(self, segments: Iterable[_core.Segment]) -> None:
+    def mark_corrupt(self, segments: Iterable[_core.Segment]) -> None:
         """The backups of these hold other bytes than those at sleep: they stay, but nobody else is to share them."""
         backups = [backup for segment in segments if (backup := self.of(segment))]
         if backups and self.tier is not None:
-            self.tier.distrust([backup.extents for backup in backups])
+            self.tier.mark_corrupt([backup.extents for backup in backups])
 
     def claim(self, segments: Iterable[_core.Segment]) -> None:
         """Mark the backups of `segments` as needed until `prune`; forget those that were evicted."""

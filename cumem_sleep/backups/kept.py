@@ -17,7 +17,7 @@ import numpy.typing as npt
 from .. import _core
 from ..core.extents import Extent, PieceTable, RangeTable, cut
 from ..core.segments import by_device, describe
-from ..digest.device import DeviceDigester, DigestRun
+from ..digest.digester import DeviceDigester, DigestRun
 from ..digest.reference import Digest
 from ..errors import CumemSleepError
 from ..report import PhaseTimer
@@ -271,11 +271,11 @@ def _copy(kept: Sequence[_Kept], *, out: bool) -> None:
     """
     for place in dict.fromkeys(each.place for each in kept):
         mine = [each for each in kept if each.place is place]
-        with place.tier.transfers() as transfers, ExitStack() as streams:
+        with place.tier.lane_group() as lane_group, ExitStack() as streams:
             device = mine[0].segment.device
-            lanes = [transfers.lane(streams.enter_context(_core.CopyStream(device))) for _ in range(_LANES)]
+            lanes = [lane_group.lane(streams.enter_context(_core.CopyStream(device))) for _ in range(_LANES)]
             if out:
-                transfers.expect(place.extents)
+                lane_group.expect(place.extents)
             for number, (extent, pieces) in enumerate(_by_extent(place, mine)):
                 lane = lanes[number % _LANES]
                 lane.synchronize()

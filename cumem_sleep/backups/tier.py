@@ -15,14 +15,14 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..core.extents import Extent, Transfers
+from ..core.extents import Extent, LaneGroup
 from ..digest.reference import Digest
 from ..errors import OutOfHostMemory
 from ..report import BackupPlace
 from ..settings import Settings
 
 # Takes the allocator's lock if it is free, and yields whether it was.
-Turn = Callable[[], AbstractContextManager[bool]]
+TryLock = Callable[[], AbstractContextManager[bool]]
 
 
 class NotYet(Exception):
@@ -136,7 +136,7 @@ class Tier(ABC):
         return min((limit.available_bytes for limit in self.limits()), default=0)
 
     @abstractmethod
-    def transfers(self) -> Transfers:
+    def lane_group(self) -> LaneGroup:
         """For the copies of one operation."""
 
     @abstractmethod
@@ -172,7 +172,7 @@ class Tier(ABC):
         """
         return []
 
-    def distrust(self, backups: Sequence[Sequence[Extent]]) -> None:  # noqa: B027
+    def mark_corrupt(self, backups: Sequence[Sequence[Extent]]) -> None:  # noqa: B027
         """These backups hold other bytes than those that were verified: nobody else is to share them."""
 
     def has_free(self, nbytes: int) -> bool:  # noqa: ARG002

@@ -8,15 +8,15 @@ from ..core import log
 from ..core.tuning import Tuning
 from ..errors import VaultUnavailable
 from ..settings import Settings
-from .host import HostTier
-from .tier import Tier, Turn
-from .vault import VaultTier
+from .host_tier import HostTier
+from .tier import Tier, TryLock
+from .vault_tier import VaultTier
 
 
-def open_tier(settings: Settings, tuning: Tuning, turn: Turn) -> Tier:
+def open_tier(settings: Settings, tuning: Tuning, try_lock: TryLock) -> Tier:
     """The tier that the settings ask for."""
     if settings.vault == "off":
-        return HostTier(settings, tuning, turn)
+        return HostTier(settings, tuning, try_lock)
     if settings.vault != "auto":
         return VaultTier(settings, Path(settings.vault))
     tier = VaultTier(settings, None)
@@ -24,6 +24,6 @@ def open_tier(settings: Settings, tuning: Tuning, turn: Turn) -> Tier:
         client = tier.client()
     except VaultUnavailable as error:
         log.info("CUMEM_SLEEP_VAULT=auto: backups lie in this process's own memory (%s)", error)
-        return HostTier(settings, tuning, turn)
+        return HostTier(settings, tuning, try_lock)
     log.info("CUMEM_SLEEP_VAULT=auto: backups lie in the vault at %s", client.path)
     return tier

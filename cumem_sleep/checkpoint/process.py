@@ -99,7 +99,7 @@ class ProcessCheckpoint:
 
     def __init__(self) -> None:
         self.taken: Checkpointed | None = None
-        self._turn = threading.RLock()
+        self._lock = threading.RLock()
         self.stays = False
         self.deadlines = Deadlines()
         self._uuids: dict[int, str] = {}  # by device
@@ -108,7 +108,7 @@ class ProcessCheckpoint:
 
     def begin_helper(self) -> None:
         """Start the helper, if there is none, and do not wait until it is ready."""
-        with self._turn, suppress(_HelperLost):
+        with self._lock, suppress(_HelperLost):
             self._started_helper()
 
     def take(self, unpin: Callable[[], None], last_check: Callable[[], None]) -> Checkpointed:
@@ -123,7 +123,7 @@ class ProcessCheckpoint:
             CheckpointRefused: it cannot be; all is as before.
             CheckpointFailed: it can neither be taken nor brought back.
         """
-        with self._turn:
+        with self._lock:
             if self.stays:
                 raise CheckpointRefused("this process ends")
             devices = {device: _core.device_info(device) for device in range(_core.device_count())}
@@ -213,7 +213,7 @@ class ProcessCheckpoint:
             OutOfDeviceMemory: too little is free. All is as before, and this can be tried again.
             CheckpointFailed: the driver refused; it says whether trying again makes sense.
         """
-        with self._turn:
+        with self._lock:
             if not _core.driver_calls_suspended():
                 return {}
             own_bytes = {} if self.taken is None else self.taken.needed_bytes
@@ -254,7 +254,7 @@ class ProcessCheckpoint:
 
         Otherwise their calls into the driver would wait for ever. Other threads may be on the way there or back.
         """
-        with self._turn:
+        with self._lock:
             try:
                 self.bring_back({})
             except CumemSleepError as error:

@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import _core
-from ..core.extents import Transfers
-from ..core.pace import Pace
+from ..core.copy_chooser import CopyChooser
+from ..core.extents import LaneGroup
 from .chunks import ChunkBatch, EncodedRun
 from .codec import CHUNK_BYTES
 from .slots import Slot
@@ -22,7 +22,7 @@ class Decoding:
     """The encoded chunks of one device; used like a `Transfer`, by `step` and `finish`.
 
     Args:
-        pace: of as many batches in flight as the workspace has slots.
+        chooser: of as many batches in flight as the workspace has slots.
         mapped: waits until the segment with that id is mapped.
         completed: called with segments all of whose chunks are in place.
     """
@@ -31,14 +31,14 @@ class Decoding:
         self,
         runs: Iterable[EncodedRun],
         workspace: Workspace,
-        transfers: Transfers,
-        pace: Pace,
+        lane_group: LaneGroup,
+        chooser: CopyChooser,
         mapped: Callable[[int], None],
         completed: Callable[[Sequence[_core.Segment]], None],
     ) -> None:
-        self._pace = pace
+        self._chooser = chooser
         self._workspace = workspace
-        self._transfers = transfers
+        self._lane_group = lane_group
         self._batches = workspace.batches(runs)
         self._mapped = mapped
         self._completed = completed
@@ -62,7 +62,7 @@ class Decoding:
         slot = self._workspace.next_slot()
         self._tell_of_decoded()
         begin = time.perf_counter()  # before pinning, because copies in flight go on meanwhile
-        slot.use(self._transfers).pin(run.extent for run in batch.runs)
+        slot.use(self._lane_group).pin(run.extent for run in batch.runs)
         if self._workspace.has_memory:
             self._copy(slot, batch, begin)
         else:
@@ -82,7 +82,7 @@ class Decoding:
         self._tell_of_decoded()
 
     def _copy(self, slot: Slot, batch: ChunkBatch, begin: float) -> None:
-        choice = self._pace.next()
+        choice = self._chooser.next()
         if choice.alone:
             self._workspace.finish()
             for other, _, _ in self._copied:
@@ -92,18 +92,18 @@ class Decoding:
         for piece in batch.pieces(slot.chunks_address):
             by_kernel = slot.opened_lane.begin(piece.extent, piece.rows, out=False, by_kernel=by_kernel)
         if not (by_kernel or choice.by_engine):
-            self._pace.best = None
+            self._chooser.best = None
         self._copied.append((slot, batch, slot.chunks_address + batch.starts))
         if choice.alone:
             slot.synchronize()
-            self._pace.record(batch.bytes, time.perf_counter() - begin)
+            self._chooser.record(batch.bytes, time.perf_counter() - begin)
         # Keep this many copies in flight while the first batch waits for its segment to be mapped.
-        if len(self._copied) > self._pace.in_flight - 2:
+        if len(self._copied) > self._chooser.in_flight - 2:
             self._decode_next()
         if not choice.alone:
             self._workspace.finish_next_slot()
             self._tell_of_decoded()
-            self._pace.record(batch.bytes, time.perf_counter() - begin)
+            self._chooser.record(batch.bytes, time.perf_counter() - begin)
 
     def _decode_next(self) -> None:
         slot, batch, sources = self._copied.popleft()

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import _core
-from ..core.extents import Lane, Transfers
+from ..core.extents import Lane, LaneGroup
 from .chunks import ChunkBatch
 from .codec import ROW_BYTES, Bytes, Integers, Layout, rows
 from .codecs import kernels_of
@@ -48,9 +48,9 @@ class Slot:
         self._block, self._offset = block, number * head_bytes(most_rows)
         self.table = address or block.address + self._offset
 
-    def use(self, transfers: Transfers) -> Lane:
-        """A lane of `transfers`, for everything that is begun from here on."""
-        self.lane = transfers.lane(self.stream)
+    def use(self, lane_group: LaneGroup) -> Lane:
+        """A lane of `lane_group`, for everything that is begun from here on."""
+        self.lane = lane_group.lane(self.stream)
         return self.lane
 
     @property

@@ -14,7 +14,7 @@ import numpy as np
 
 from .. import _core
 from ..core import log
-from ..core.extents import Lane, Transfers
+from ..core.extents import Lane, LaneGroup
 from ..core.pinned import bounce_block, pinned_block
 from ..core.tuning import Tuning
 from . import codecs
@@ -45,7 +45,7 @@ class Workspace:
     ) -> None:
         self._device = device
         self._most_rows = tuning.rows
-        self._turn = 0
+        self._current = 0
         self._warned = False
         self._slots: list[Slot] = []  # before the memory: destroyed in this order if nobody closes them
         self._sampling = _core.CopyStream(device)
@@ -121,7 +121,7 @@ class Workspace:
         known = [(segment, codes[segment.id]) for segment in coded if segment.id in codes]
         return Plan(self._planner, self.next_slot, segments, known, [s for s in coded if s.id not in codes])
 
-    def encode(self, runs: Iterable[EncodedRun], transfers: Transfers) -> None:
+    def encode(self, runs: Iterable[EncodedRun], lane_group: LaneGroup) -> None:
         """Encode chunks and copy them to their places in the extents.
 
         When `finish` has returned, they have arrived and have the planned sizes.
@@ -133,10 +133,10 @@ class Workspace:
         """
         for batch in self.batches(runs):
             slot = self.next_slot()
-            slot.use(transfers)
+            slot.use(lane_group)
             slot.encode(batch)
-            self._slots[self._turn - 1].copy()
-        self._slots[self._turn].copy()
+            self._slots[self._current - 1].copy()
+        self._slots[self._current].copy()
 
     def finish(self) -> None:
         """Wait for everything that was begun.
@@ -155,7 +155,7 @@ class Workspace:
         """Ids of the segments whose chunks are being encoded or copied."""
         return {run.segment.id for slot in self._slots if slot.batch is not None for run in slot.batch.runs}
 
-    def decode_again(self, run: EncodedRun, transfers: Transfers) -> int:
+    def decode_again(self, run: EncodedRun, lane_group: LaneGroup) -> int:
         """Decode chunks (few enough for a slot) from their extent; returns the temporary address of their content.
 
         Raises:
@@ -164,7 +164,7 @@ class Workspace:
         """
         assert run.content_bytes <= self.slot_bytes
         target, source = self.next_slot(), self.next_slot()
-        lane, targets = source.use(transfers), target.chunks_address + CHUNK_BYTES * np.arange(len(run))
+        lane, targets = source.use(lane_group), target.chunks_address + CHUNK_BYTES * np.arange(len(run))
         for batch in self.batches([run]):  # encoded, what does not compress is larger, and may not fit at once
             for piece in batch.pieces(source.chunks_address):
                 lane.begin(piece.extent, piece.rows, out=False)
@@ -189,7 +189,7 @@ class Workspace:
             return
         if len(self._blocks) == 1:
             self._blocks.append(bounce_block(len(self._slots) * self.slot_bytes, self._device))
-        staging, start = self._blocks[1], self._turn * self.slot_bytes
+        staging, start = self._blocks[1], self._current * self.slot_bytes
         if not staging.pinned:
             self._decode_by_cpu(slot, batch, staging)
             return
@@ -215,20 +215,20 @@ class Workspace:
         """The chunks in batches that fit into a slot, in order."""
         return batches(runs, self._most_rows, self.slot_bytes)
 
-    def lanes(self, transfers: Transfers) -> list[Lane]:
+    def lanes(self, lane_group: LaneGroup) -> list[Lane]:
         """Lanes for the copies to its slots, in the order of the slots."""
-        return [slot.use(transfers) for slot in self._slots]
+        return [slot.use(lane_group) for slot in self._slots]
 
     def next_slot(self) -> Slot:
         """Wait for the slot that was begun first, and return it."""
-        self._turn = (self._turn + 1) % len(self._slots)
-        slot = self._slots[self._turn]
+        self._current = (self._current + 1) % len(self._slots)
+        slot = self._slots[self._current]
         slot.finish()
         return slot
 
     def finish_next_slot(self) -> None:
         """Wait for it, so that `next_slot` will not."""
-        self._slots[(self._turn + 1) % len(self._slots)].finish()
+        self._slots[(self._current + 1) % len(self._slots)].finish()
 
 
 def close_all(workspaces: Collection[Workspace]) -> None:

@@ -60,7 +60,7 @@ class CudaState:
             InvalidState: this process is a fork of one at level 3.
         """
         try:
-            self.stop_counting()
+            self.stop_timer()
             while True:
                 with _core.DriverCalls(is_lease=True) as allowed:
                     if allowed:
@@ -72,7 +72,7 @@ class CudaState:
                 log.run(self._lock, partial(self.come_back, {}), holding=True)
         finally:
             if self._deep_after_s is not None or self.successor is not None:
-                self.count()
+                self.start_timer()
 
     def come_back(self, needed_bytes: Mapping[int, int]) -> Mapping[str, float]:
         """With the lock held: from level 3, if the process is there, to level 1.
@@ -92,11 +92,11 @@ class CudaState:
             log.info("cumem-sleep: back from level 3 in %.3f s, at level 1 now", sum(phases.values()))
         return phases
 
-    def count(self) -> None:
+    def start_timer(self) -> None:
         """Count from now on, if everything sleeps and there is no lease: `checkpoint` is called once, on a thread."""
         if self.successor is not None:
-            return self.successor.count()
-        self.stop_counting()
+            return self.successor.start_timer()
+        self.stop_timer()
         seconds = self._deep_after_s
         is_used = _core.driver_is_leased() or _core.driver_calls_suspended() or _core.driver_is_forked()
         if seconds is None or is_used or not everything_sleeps():
@@ -120,7 +120,7 @@ class CudaState:
         except CumemSleepError as error:  # no thread can be started, which is no reason for the sleep to fail
             log.warning("this process does not go from level 1 to level 3 by itself: %s", error)
 
-    def stop_counting(self) -> None:
+    def stop_timer(self) -> None:
         """An operation does so when it begins. Does not wait for the thread, if that has already begun to go deeper."""
         timer, self._timer = self._timer, None
         if timer is not None:

@@ -96,7 +96,7 @@ class Lane(ABC):
         self.stream.synchronize()
 
 
-class Transfers(ABC):
+class LaneGroup(ABC):
     """The lanes of one operation: a context manager. Leave it only when no copy is in flight.
 
     When it has been left, nobody else has a hold on the device memory of these copies.
@@ -108,7 +108,7 @@ class Transfers(ABC):
 
     most_lanes = 4
 
-    def __enter__(self) -> Transfers:
+    def __enter__(self) -> LaneGroup:
         return self
 
     @abstractmethod

@@ -1,8 +1,8 @@
 """`Operation`: one call that looks at this layer's memory or changes it, from the caller's thread to its report.
 
 On the caller's thread the driver is opened, and PyTorch makes way. The rest runs with the lock held, on a thread of its
-own (`csrc/operation.h`): the process comes back from level 3 or stays there, a sequence of `operations` does its work,
-and what it did is counted. Its log messages follow when it has ended.
+own (`csrc/operation_lock.h`): the process comes back from level 3 or stays there, a sequence of `operations` does its
+work, and what it did is counted. Its log messages follow when it has ended.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class CudaUse(Enum):
     NONE = "it calls no driver, or ends at level 3: the time until the process goes there is not counted anew"
 
 
-class Call:
-    """How one operation agrees with other ranks. This one is of a process that is alone; `RankCall` is of several.
+class Vote:
+    """How one operation agrees with other ranks. This one is of a process that is alone; `RankVote` is of several.
 
     A context manager: of several ranks, the others are told of what fails before the operation begins, too.
     """
 
-    def __enter__(self) -> Call:
+    def __enter__(self) -> Vote:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -70,25 +70,25 @@ class Operation(Generic[_Result]):
         shared: what it shares with the other operations of its allocator.
         name: what errors call it.
         work: its sequence; called with `arguments`, and with the lock held.
-        call: through which the ranks agree.
+        vote: through which the ranks agree.
         counts_as: the name by which its report is counted; "": it has none.
         uses_cuda: whether it comes back from level 3.
         frees_unused: PyTorch's unused memory is freed first; for what sleeps, which need not be backed up then.
         needs: for a wake: bytes by device that it takes.
-        check_room: for a wake: raises OutOfDeviceMemory if there is too little. PyTorch's unused memory is freed then,
-            and the operation begins again.
+        check_device_memory: for a wake: raises OutOfDeviceMemory if there is too little. PyTorch's unused memory is
+            freed then, and the operation begins again.
     """
 
     shared: Operations
     name: str
     work: Callable[..., _Result]
     arguments: tuple[Any, ...] = ()
-    call: Call = field(default_factory=Call)
+    vote: Vote = field(default_factory=Vote)
     counts_as: str = ""
     uses_cuda: CudaUse = CudaUse.LEASE
     frees_unused: bool = False
     needs: Callable[[], Mapping[int, int]] = dict
-    check_room: Callable[[], None] | None = None
+    check_device_memory: Callable[[], None] | None = None
     _pools: TorchPools | None = None
     _came_back_s: Mapping[str, float] = field(default_factory=dict)
     _notes: log.Notes = field(default_factory=log.Notes)
@@ -104,8 +104,8 @@ class Operation(Generic[_Result]):
         self._pools = shared.pools.find()
         try:
             if self.uses_cuda is not CudaUse.NONE:
-                shared.cuda.stop_counting()
-            while True:  # a second time only after `check_room` has failed
+                shared.cuda.stop_timer()
+            while True:  # a second time only after `check_device_memory` has failed
                 self._prepare_thread()
                 try:
                     return shared.lock.run(self._perform)
@@ -117,7 +117,7 @@ class Operation(Generic[_Result]):
                 self._notes.log()
             finally:
                 if self.uses_cuda is not CudaUse.NONE:
-                    shared.cuda.count()
+                    shared.cuda.start_timer()
 
     def _prepare_thread(self) -> None:
         """On the caller's thread, and without the lock: what the garbage collector runs may call the allocator."""
@@ -136,20 +136,20 @@ class Operation(Generic[_Result]):
 
     def _perform(self) -> _Result:
         """On the operation's own thread."""
-        with self._notes, self.shared.turn(self._come_back if self.uses_cuda is CudaUse.LEASE else None):
+        with self._notes, self.shared.locked(self._come_back if self.uses_cuda is CudaUse.LEASE else None):
             try:
-                if self.check_room is not None:
+                if self.check_device_memory is not None:
                     try:
-                        self.check_room()
+                        self.check_device_memory()
                     except OutOfDeviceMemory:
                         if self._pools is None or self.frees_unused:
                             raise
                         raise _DoesNotFit from None
-                self.call.begin()
+                self.vote.begin()
                 return self._counted(self.work(*self.arguments))
             except BaseException as error:
                 if not isinstance(error, _DoesNotFit):
-                    self.call.refuse(error)  # with the lock held still: no other operation comes between
+                    self.vote.refuse(error)  # with the lock held still: no other operation comes between
                     self.shared.count_failure(self.counts_as)
                 raise
             finally:
@@ -187,7 +187,7 @@ class Operations:
     Attributes:
         lock: the allocator's.
         cuda: level 3.
-        turn: entered for an operation: it has the lock inside. Called with what comes back from level 3, or None.
+        locked: entered for an operation: it has the lock inside. Called with what comes back from level 3, or None.
         place: says where backups lie.
         left_pool: called when a thread has left a pool in which it allocated.
         freed_by_hook: called, on a thread of its own, after PyTorch freed segments through the hook.
@@ -200,7 +200,7 @@ class Operations:
     lock: _core.OperationLock
     pools: Pools
     cuda: CudaState
-    turn: Callable[[Callable[[], None] | None], AbstractContextManager[None]]
+    locked: Callable[[Callable[[], None] | None], AbstractContextManager[None]]
     place: Callable[[], BackupPlace]
     left_pool: Callable[[], None]
     freed_by_hook: Callable[[], None]

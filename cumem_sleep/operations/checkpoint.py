@@ -30,12 +30,12 @@ def checkpoint(store: BackupStore, sleep_first: Callable[[], SleepReport], why_n
     report = sleep_first()
     if _core.driver_calls_suspended():
         return report
-    store.room.settle()  # host memory that is not needed goes back: at level 3 that is impossible
+    store.memory.settle()  # host memory that is not needed goes back: at level 3 that is impossible
     timer = PhaseTimer()
 
     def unpin() -> None:
         with timer("unpin"):
-            store.room.unpin()
+            store.memory.unpin()
 
     try:
         _refuse_unless_possible(why_not)

@@ -6,14 +6,14 @@ from .. import _core
 from ..backups.ranges import Declared
 from ..core import log
 from ..core.levels import SegmentGroup
-from ..core.operation import Call
+from ..core.operation import Vote
 from ..core.segments import total_bytes
 from ..errors import format_bytes
 from ..report import PhaseTimer
-from .layer import Layer
+from .components import Components
 
 
-def forget(layer: Layer, call: Call, meant: SegmentGroup, drop: Declared) -> int:
+def forget(components: Components, vote: Vote, meant: SegmentGroup, drop: Declared) -> int:
     """Let the segments of `meant` sleep on without their backups; returns the bytes that will not come back.
 
     Calls no driver. The ranks agree first, because nothing brings the bytes back; what follows cannot fail.
@@ -27,9 +27,9 @@ def forget(layer: Layer, call: Call, meant: SegmentGroup, drop: Declared) -> int
     """
     backed_up = [segment for segment in meant() if segment.sleep == _core.Segment.Sleep.BACKED_UP]
     with _core.HeldSegments(backed_up) as segments:
-        call.agree(PhaseTimer())
+        vote.agree(PhaseTimer())
         lost = {segment.id: segment for segment in segments if drop.survives(segment) is None}
-        catalogue = layer.store.catalogue
+        catalogue = components.store.catalogue
         mixed = {s.id: drop.may_go[s.id] for s in segments if s.id not in lost and s.id in drop.may_go}
         mixed = {key: spans for key, spans in mixed.items() if catalogue.given_up.get(key) != spans}
         _core.forget_backups([*lost.values()])

@@ -1,4 +1,4 @@
-"""What memory and its backups hold, looked at without calling the driver or changing anything."""
+"""What memory and its backups hold, looked at without changing anything: bytes by tag, digests, one backup."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from ..core.operation import Operations
 from ..core.segments import describe, segment_around
 from ..errors import InvalidState
 from ..report import TagUsage
-from .layer import Layer
+from .components import Components
 
 _Sleep = _core.Segment.Sleep
 
 
-def usage(shared: Operations, layer: Layer, meant: SegmentGroup) -> dict[str, TagUsage]:
+def usage(shared: Operations, components: Components, meant: SegmentGroup) -> dict[str, TagUsage]:
     """What the segments of each tag hold, and their backups; does not open the driver."""
-    return shared.look("usage", _usage_by_tag, layer, meant) if _core.driver_is_open() else {}
+    return shared.look("usage", _usage_by_tag, components, meant) if _core.driver_is_open() else {}
 
 
-def _usage_by_tag(layer: Layer, meant: SegmentGroup) -> dict[str, TagUsage]:
+def _usage_by_tag(components: Components, meant: SegmentGroup) -> dict[str, TagUsage]:
     by_tag: dict[str, list[_core.Segment]] = {}
     for segment in meant():
         by_tag.setdefault(segment.tag, []).append(segment)
-    held = layer.store.catalogue.footprints(chain.from_iterable(by_tag.values()))
-    return {tag: _of_a_tag(layer, segments, held) for tag, segments in by_tag.items()}
+    held = components.store.catalogue.footprints(chain.from_iterable(by_tag.values()))
+    return {tag: _of_a_tag(components, segments, held) for tag, segments in by_tag.items()}
 
 
-def _of_a_tag(layer: Layer, segments: list[_core.Segment], held: Mapping[int, Footprint]) -> TagUsage:
-    catalogue = layer.store.catalogue
+def _of_a_tag(components: Components, segments: list[_core.Segment], held: Mapping[int, Footprint]) -> TagUsage:
+    catalogue = components.store.catalogue
     kept, given_up = catalogue.kept, (catalogue.given_up.get(segment.id, []) for segment in segments)
     backups = [held[segment.id] for segment in segments if segment.id in held] + kept.footprints_of(segments)
     return TagUsage(
@@ -53,12 +53,21 @@ def _of_a_tag(layer: Layer, segments: list[_core.Segment], held: Mapping[int, Fo
     )
 
 
-def read_backup(layer: Layer, address: int, nbytes: int, copy: bool) -> npt.NDArray[np.uint8] | None:
+def digests(components: Components, meant: SegmentGroup) -> dict[int, str]:
+    """As `CuMemAllocator.digests`, of the segments of `meant`."""
+    with _core.HeldSegments(meant()) as segments:
+        found = components.digester.of([segment for segment in segments if segment.sleep == _Sleep.AWAKE])
+        asleep = (components.store.catalogue.get(s) for s in segments if s.sleep == _Sleep.BACKED_UP)
+        found.update((backup.segment.id, backup.digest) for backup in asleep if backup and backup.digest)
+        return {segment.address: str(found[segment.id]) for segment in segments if segment.id in found}
+
+
+def read_backup(components: Components, address: int, nbytes: int, copy: bool) -> npt.NDArray[np.uint8] | None:
     """As `CuMemAllocator.read_backup`."""
     segment = segment_around(address, nbytes)
     # The vault may have evicted what is only retained, and have others' bytes there now.
-    layer.store.catalogue.claim([segment])
-    backup = layer.store.catalogue.get(segment)
+    components.store.catalogue.claim([segment])
+    backup = components.store.catalogue.get(segment)
     if backup is None:
         if segment.sleep == _Sleep.AWAKE:
             return None

@@ -18,16 +18,16 @@ from ..core import log
 from ..core.extents import Piece
 from ..core.levels import dropped_at_level, in_pools
 from ..core.segments import by_device, total_bytes
-from ..digest.device import DigestRun
+from ..digest.digester import DigestRun
 from ..errors import CodecError, CumemSleepError, InvalidArgument, InvalidArgumentType, InvalidState
-from .layer import Layer
+from .components import Components
 
 _SHORTEST_PAUSE_S = 0.0002  # in which other threads get the allocator
 _LONGEST_TIMEOUT_S = 1e9  # decades
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.02, 1.0  # for a tier that is still taking memory
 
 
-def wanted_ahead(layer: Layer) -> list[_core.Segment]:
+def wanted_ahead(components: Components) -> list[_core.Segment]:
     """What a sleep at level 1 would back up.
 
     Raises:
@@ -36,9 +36,9 @@ def wanted_ahead(layer: Layer) -> list[_core.Segment]:
     is_dropped, meant = dropped_at_level(1), in_pools()
     awake = [segment for segment in meant() if segment.sleep == _core.Segment.Sleep.AWAKE]
     wanted = [segment for segment in awake if is_dropped and not is_dropped(segment.tag)]
-    layer.store.catalogue.back_up_parts({}, wanted)
-    room = layer.store.room
-    room.check(room.needed_bytes(wanted, compressed=layer.compressor.on), wanted)
+    components.store.catalogue.back_up_parts({}, wanted)
+    memory = components.store.memory
+    memory.make_room(memory.needed_bytes(wanted, compressed=components.compressor.on), wanted)
     return wanted
 
 
@@ -62,14 +62,14 @@ class Preparation:
         error: why it ended early, or None; what was backed up by then stays.
     """
 
-    def __init__(self, segments: Sequence[_core.Segment], layer: Layer, keep_bytes: int) -> None:
+    def __init__(self, segments: Sequence[_core.Segment], components: Components, keep_bytes: int) -> None:
         self.wanted_bytes = total_bytes(segments)
         self._segments = segments
         self._keep_bytes = keep_bytes
-        self._layer = layer
-        self._store = layer.store
-        self._tuning = layer.tuning
-        self._bytes_per_second = layer.settings.prepare_bytes_per_second
+        self._components = components
+        self._store = components.store
+        self._tuning = components.tuning
+        self._bytes_per_second = components.settings.prepare_bytes_per_second
         self._workspaces: dict[int, Workspace] = {}  # by device
         self._checked_devices: set[int] = set()  # had room for all of it uncompressed when checked
         self._is_ended_by_finaliser = False
@@ -118,8 +118,8 @@ class Preparation:
 
     def _run(self) -> None:
         try:
-            with _core.RelaxedCapture(), DigestRun(self._layer.digester, self._segments) as digests:
-                self._layer.warm_up()
+            with _core.RelaxedCapture(), DigestRun(self._components.digester, self._segments) as digests:
+                self._components.warm_up()
                 for segment in self._segments:
                     self._prepare(segment, digests)
                 if self._keep_bytes:
@@ -147,7 +147,7 @@ class Preparation:
                 wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
 
     def _try_to_prepare(self, segment: _core.Segment, digests: DigestRun) -> None:
-        with self._turn(segment) as mine:
+        with self._step(segment) as mine:
             if not mine:
                 return
             self._store.catalogue.back_up_parts({}, [segment])  # a sleep at level 2 may have come between
@@ -155,22 +155,22 @@ class Preparation:
             digests.start([segment])
             before = digests.finish()[segment.id]
             is_clean = self._store.catalogue.is_clean(segment, before)
-            if is_clean or self._store.room.adopt([segment], {segment.id: before}):
+            if is_clean or self._store.memory.adopt([segment], {segment.id: before}):
                 return
             encodings = self._plan(segment)
             if encodings is None:
                 return
-            self._store.room.take([segment], self._segments, encodings, beside_work=True)
+            self._store.memory.reserve([segment], self._segments, encodings, beside_work=True)
             backup = self._store.catalogue.of(segment)
         assert backup is not None
         digests.begin_copy()
         try:
             if self._copy_all(backup, digests):
-                with self._turn(segment, backup) as mine:
+                with self._step(segment, backup) as mine:
                     # The copy's own digest, not the segment's again: bytes may change and change back while they are
                     # copied, as counters and workspaces do that every kernel leaves at zero.
                     if digests.finish_copy(segment) == before and mine:
-                        self._store.catalogue.prove([segment], {segment.id: before})
+                        self._store.catalogue.mark_proven([segment], {segment.id: before})
         finally:
             if backup.being_prepared:
                 backup.being_prepared = False
@@ -181,22 +181,22 @@ class Preparation:
         for segments in by_device(dropped_awake()).values():
             nbytes, pinned_bytes = min(self._keep_bytes, total_bytes(segments)), 1
             while pinned_bytes:
-                with self._turn(segments[0]) as mine:
-                    kept, tier = self._store.catalogue.kept, self._store.room.tier
+                with self._step(segments[0]) as mine:
+                    kept, tier = self._store.catalogue.kept, self._store.memory.tier
                     pinned_bytes = kept.pin_ahead(tier, segments, nbytes) if mine else 0
                 self._pace(pinned_bytes)
 
     def _plan(self, segment: _core.Segment) -> dict[int, Encoding] | None:
         """How to encode the segment, by its id (empty: not at all); None: it is left to the next sleep.
 
-        In one turn, because only an operation waits for that, and not for long: the GPU counts several hundred GB/s.
+        In one step, because only an operation waits for that, and not for long: the GPU counts several hundred GB/s.
         (The first time for a type other than bf16 Triton compiles, for seconds.) The model waits for less, since a
         small workspace launches little at once.
 
         Raises:
             OutOfHostMemory: it can only be stored uncompressed, and a limit leaves too little for all of its device.
         """
-        if not self._layer.compressor.on:
+        if not self._components.compressor.on:
             return {}
         try:
             with self._workspace(segment.device) as workspace:
@@ -206,14 +206,14 @@ class Preparation:
             if self._store.catalogue.encoding_of(segment) is not None:
                 return None  # a sleep may have the memory, and encodes it again in the room that it has
         except CodecError as error:
-            self._layer.compressor.give_up(error)
+            self._components.compressor.give_up(error)
         # All or nothing: a sleep may find the memory that lacks here, and half of the backups, uncompressed, would
         # take the room that all of them have compressed.
         if segment.device not in self._checked_devices:
             awake = [s for s in self._segments if s.sleep == _core.Segment.Sleep.AWAKE and not s.freed]
             rest = [s for s in awake if s.device == segment.device]
-            needed_bytes = self._store.room.needed_bytes(rest, compressed=False)
-            self._store.room.check(needed_bytes, self._segments)
+            needed_bytes = self._store.memory.needed_bytes(rest, compressed=False)
+            self._store.memory.make_room(needed_bytes, self._segments)
             self._checked_devices.add(segment.device)
         return {}
 
@@ -222,7 +222,7 @@ class Preparation:
         """The workspace of `device`, made at the first use. An error closes it: then no work of it is in flight."""
         if device not in self._workspaces:
             spare_bytes = _core.memory_info(device)[0]
-            self._workspaces[device] = self._layer.compressor.workspace(device, spare_bytes, small=True)
+            self._workspaces[device] = self._components.compressor.workspace(device, spare_bytes, small=True)
         try:
             yield self._workspaces[device]
         except BaseException:
@@ -239,15 +239,15 @@ class Preparation:
     def _encode(self, backup: Backup, run: EncodedRun, digests: DigestRun) -> bool:
         """As `_copy`; also false if the bytes are no longer those that room was taken for."""
         segment = backup.segment
-        with self._turn(segment, backup) as mine:
+        with self._step(segment, backup) as mine:
             if not mine:
                 return False
             offset = run.address - segment.address
             try:
-                with backup.tier.transfers() as transfers, self._workspace(segment.device) as workspace:
-                    workspace.encode([run], transfers)
+                with backup.tier.lane_group() as lane_group, self._workspace(segment.device) as workspace:
+                    workspace.encode([run], lane_group)
                     workspace.finish()
-                    digests.add_decoded(segment, offset, workspace.decode_again(run, transfers), run.content_bytes)
+                    digests.add_decoded(segment, offset, workspace.decode_again(run, lane_group), run.content_bytes)
             except ChangedMeanwhile:
                 return False
         self._pace(run.content_bytes)
@@ -255,12 +255,12 @@ class Preparation:
 
     def _copy(self, backup: Backup, piece: Piece, digests: DigestRun) -> bool:
         """One piece, at the rate that was asked for; false if the backup is no longer ours to make."""
-        with self._turn(backup.segment, backup) as mine:
+        with self._step(backup.segment, backup) as mine:
             if not mine:
                 return False
             # On leaving the stream, no copy is in flight.
-            with backup.tier.transfers() as transfers, _core.CopyStream(backup.segment.device) as stream:
-                lane = transfers.lane(stream)
+            with backup.tier.lane_group() as lane_group, _core.CopyStream(backup.segment.device) as stream:
+                lane = lane_group.lane(stream)
                 lane.begin(piece.extent, piece.rows, out=True)
                 lane.synchronize()
             digests.add_copy(backup.segment, piece, lane)
@@ -276,11 +276,11 @@ class Preparation:
         self._worker.pause(max(_SHORTEST_PAUSE_S, self._due - now))
 
     @contextmanager
-    def _turn(self, segment: _core.Segment, backup: Backup | None = None) -> Iterator[bool]:
+    def _step(self, segment: _core.Segment, backup: Backup | None = None) -> Iterator[bool]:
         """Holds the allocator's lock; gives whether the segment is still awake (and this backup still to be made)."""
         while not self._worker.asked_to_stop:
             # Never waits for the lock: its holder may be waiting for this thread to stop.
-            with self._store.turns.if_free() as has_lock:
+            with self._store.lock.if_free() as has_lock:
                 if has_lock:
                     with _core.HeldSegments([segment]) as held:
                         awake = bool(held) and segment.sleep == _core.Segment.Sleep.AWAKE
@@ -293,6 +293,6 @@ class Preparation:
 
     def _prune(self) -> None:
         """Drop backups that are incomplete or of freed segments: now, or when the operation that runs now has ended."""
-        with self._store.turns.if_free() as has_lock:
+        with self._store.lock.if_free() as has_lock:
             if has_lock:
                 self._store.catalogue.prune()

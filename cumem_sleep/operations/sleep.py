@@ -10,8 +10,8 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 
 from .. import _core
-from ..backups.filling import Filling
 from ..backups.ranges import NOTHING_DECLARED, Declared, less
+from ..backups.writer import BackupWriter
 from ..codec.chunks import Encoding
 from ..codec.codec import Code
 from ..codec.plan import PLANNED_AT_ONCE, Plan
@@ -19,21 +19,21 @@ from ..codec.workspace import Workspace, close_all
 from ..core import log
 from ..core.extents import RangeTable
 from ..core.levels import SegmentChoice, SegmentGroup
-from ..core.operation import Call
+from ..core.operation import Vote
 from ..core.segments import by_device, describe, total_bytes
-from ..digest.device import DigestRun
+from ..digest.digester import DigestRun
 from ..digest.reference import Digest
 from ..errors import CodecError, CumemSleepError, InvalidState, OutOfHostMemory, counted
 from ..report import PhaseTimer, SleepReport
-from .layer import Layer, quiesce
+from .components import Components, quiesce
 from .residue import left_on, not_ours
 
 _Sleep = _core.Segment.Sleep
 
 
 def sleep(
-    layer: Layer,
-    call: Call,
+    components: Components,
+    vote: Vote,
     meant: SegmentGroup,
     is_dropped: SegmentChoice,
     operation: str = "sleep",
@@ -48,7 +48,7 @@ def sleep(
     the ranks agree when everything is unmapped.
 
     Args:
-        call: through which the ranks agree.
+        vote: through which the ranks agree.
         meant: which segments are to sleep.
         is_dropped: whether it sleeps without a backup.
         operation: what the report calls it.
@@ -60,7 +60,7 @@ def sleep(
         InvalidState, OutOfHostMemory, DriverError, RankFailed: as `CuMemAllocator.sleep`.
     """
     timer = PhaseTimer()
-    catalogue = layer.store.catalogue
+    catalogue = components.store.catalogue
     # What an earlier failure left asleep, with its memory, is dropped for good, unless that has what is to survive.
     segments = [
         s
@@ -68,7 +68,7 @@ def sleep(
         if s.sleep == _Sleep.AWAKE or (s.keeps_bytes and is_dropped(s) and catalogue.has(s, drop.survives(s)))
     ]
     if not segments:
-        call.agree(timer)
+        vote.agree(timer)
         note = "nothing to do, no memory of these tags is awake; what sleeps stays as it is"
         not_kept = note if keep else ""
         return SleepReport(seconds=timer.seconds, note=note, operation=operation, not_kept=not_kept)
@@ -86,23 +86,23 @@ def sleep(
         copied, found = [], []
         if backed_up:
             catalogue.claim(backed_up)
-            with DigestRun(layer.digester, backed_up, catalogue.tables_of(backed_up)) as run:
-                digests = _Digests(_to_be_digested(layer, backed_up), run, layer.tuning.idle_s)
-                backing_up = _BackingUp(layer, backed_up, digests, timer)
+            with DigestRun(components.digester, backed_up, catalogue.tables_of(backed_up)) as run:
+                digests = _Digests(_to_be_digested(components, backed_up), run, components.tuning.idle_s)
+                backing_up = _BackingUp(components, backed_up, digests, timer)
                 while not backing_up.attempt(copying):
                     pass
                 copied, found = backing_up.copied, [*backing_up.found.values()]
                 with timer("check"):
                     if copied:
-                        _check_unchanged(layer, backed_up, copied, digests)
-                    catalogue.require(backed_up, digests.taken)
+                        _check_unchanged(components, backed_up, copied, digests)
+                    catalogue.check_complete(backed_up, digests.taken)
         not_kept = ""
         if keep:
             with timer("keep"):
-                not_kept = _keep(layer, keep, asleep_whole, dropped)
+                not_kept = _keep(components, keep, asleep_whole, dropped)
         looked_at = {segment.device for segment in segments} if with_left else set()
         in_use: dict[int, int] = {}
-        agree = partial(_agree, call, timer, copying, looked_at, in_use)
+        agree = partial(_agree, vote, timer, copying, looked_at, in_use)
         with timer("release"):
             # Unmaps all, calls `_agree`, and maps all again if that raises (`csrc/transitions.cpp`).
             freed_bytes = _core.put_to_sleep(asleep_whole, dropped, agree)
@@ -128,7 +128,7 @@ def sleep(
 
 
 def _keep(
-    layer: Layer,
+    components: Components,
     keep: Mapping[int, RangeTable],
     backed_up: Sequence[_core.Segment],
     dropped: Sequence[_core.Segment],
@@ -138,15 +138,15 @@ def _keep(
     if len(mine) + sum(segment.id in keep for segment in backed_up) < len(keep):
         return "some of this memory was asleep or freed when the sleep began"
     # What survives is backed up, and must not depend on what is kept.
-    survives = layer.store.catalogue.tables_of(mine)
+    survives = components.store.catalogue.tables_of(mine)
     keep = {key: less(keep[key], survives[key]) if key in survives else keep[key] for key in keep}
-    return layer.store.catalogue.kept.keep(
-        layer.store.room.tier, [s for s in mine if keep[s.id].size], keep, layer.prover
+    return components.store.catalogue.kept.keep(
+        components.store.memory.tier, [s for s in mine if keep[s.id].size], keep, components.prover
     )
 
 
 def _agree(
-    call: Call, timer: PhaseTimer, copying: ExitStack, looked_at: Collection[int], in_use: dict[int, int]
+    vote: Vote, timer: PhaseTimer, copying: ExitStack, looked_at: Collection[int], in_use: dict[int, int]
 ) -> None:
     """All is unmapped. From here on the tier has no hold on this memory, so what is released is free.
 
@@ -155,7 +155,7 @@ def _agree(
     """
     copying.close()
     in_use.update(not_ours(looked_at))
-    call.agree(timer)
+    vote.agree(timer)
 
 
 class _BackingUp:
@@ -173,14 +173,14 @@ class _BackingUp:
 
     def __init__(
         self,
-        layer: Layer,
+        components: Components,
         segments: Sequence[_core.Segment],
         digests: _Digests,
         timer: PhaseTimer,
     ) -> None:
-        self._store = layer.store
-        self._compressor = layer.compressor
-        self._tuning = layer.tuning
+        self._store = components.store
+        self._compressor = components.compressor
+        self._tuning = components.tuning
         self._segments = segments
         self._digests = digests
         self._timer = timer
@@ -210,11 +210,11 @@ class _BackingUp:
             if not new and not self._unplanned:
                 return True
             with ExitStack() as attempt:
-                transfers = attempt.enter_context(self._store.room.tier.transfers())
+                lane_group = attempt.enter_context(self._store.memory.tier.lane_group())
                 streams = attempt.enter_context(ExitStack())
                 with self._workspaces([*new, *self._unplanned, *self._undigested]) as workspaces:
-                    filling = Filling(
-                        self._store.catalogue, transfers, streams, self._tuning, [*new, *in_parts], workspaces
+                    writer = BackupWriter(
+                        self._store.catalogue, lane_group, streams, self._tuning, [*new, *in_parts], workspaces
                     )
                     encodings: dict[int, Encoding] = {}
                     for device, workspace in workspaces.items():
@@ -222,19 +222,19 @@ class _BackingUp:
                             mine = [s for s in new if s.device == device]
                             encodings.update(workspace.plan(mine, self._store.catalogue.tables_of(mine)))
                     with self._timer("host_memory"):
-                        self._store.room.take(new, self._segments, encodings)
+                        self._store.memory.reserve(new, self._segments, encodings)
                     with self._timer("copy"):
                         part = new or self._next_part(workspaces)
                         while part:
-                            copies = filling.add(part)
+                            copies = writer.add(part)
                             while copies:
                                 for transfer in [*copies]:
                                     if not transfer.step():
                                         copies.remove(transfer)
-                            filling.encode(part)
+                            writer.encode(part)
                             part = self._next_part(workspaces)
-                        self._digests.begin_check(filling.in_flight)
-                        self.copied = filling.finish()
+                        self._digests.begin_check(writer.in_flight)
+                        self.copied = writer.finish()
                 copying.enter_context(attempt.pop_all())
             return True
         except CodecError as error:
@@ -262,8 +262,8 @@ class _BackingUp:
         others = [segment for segment in self._segments if segment.id not in known]
         if not self._compressor.on:  # otherwise their sizes are not known yet
             with self._timer("host_memory"):
-                room = self._store.room
-                room.check(room.needed_bytes(self._segments, compressed=False), self._segments)
+                memory = self._store.memory
+                memory.make_room(memory.needed_bytes(self._segments, compressed=False), self._segments)
             if others:
                 # While new pages are prefaulted a digest takes long, because its table needs memory.
                 with self._timer("digest"):
@@ -283,7 +283,7 @@ class _BackingUp:
         if not workspaces:
             if part := [*self._unplanned] or self._next_changed():
                 self._unplanned.clear()
-                self._store.room.take(part, self._segments, {})
+                self._store.memory.reserve(part, self._segments, {})
             return part
         part = []
         while not part:
@@ -303,7 +303,7 @@ class _BackingUp:
             plan = self._plans.popleft()
             encodings = plan.finish()
             part = self._fitting(plan.segments, encodings)
-        self._store.room.take(part, self._segments, encodings)
+        self._store.memory.reserve(part, self._segments, encodings)
         return part
 
     def _codes(self, part: Iterable[_core.Segment]) -> dict[int, Code]:
@@ -326,7 +326,7 @@ class _BackingUp:
         rewritten = [segment for segment in self._segments if self._can_be_rewritten(segment)]
         content_bytes = self._store.catalogue.content_bytes
         missing_bytes = content_bytes(self._segments) - content_bytes(rewritten)
-        is_free = missing_bytes and not self._was_short and self._store.room.tier.has_free(missing_bytes)
+        is_free = missing_bytes and not self._was_short and self._store.memory.tier.has_free(missing_bytes)
         return [*self._segments] if is_free else rewritten
 
     def _can_be_rewritten(self, segment: _core.Segment) -> bool:
@@ -339,7 +339,7 @@ class _BackingUp:
         """The segments that do not equal their backups."""
         self._digests.take(segments)
         taken = self._digests.taken
-        self.found.update((segment.id, segment) for segment in self._store.room.adopt(segments, taken))
+        self.found.update((segment.id, segment) for segment in self._store.memory.adopt(segments, taken))
         changed = [
             segment for segment in segments if not self._store.catalogue.is_clean(segment, taken.get(segment.id))
         ]
@@ -441,9 +441,9 @@ def _first_of(queue: deque[_core.Segment], least_bytes: float, most: float = mat
     return part
 
 
-def _to_be_digested(layer: Layer, segments: Sequence[_core.Segment]) -> Sequence[_core.Segment]:
+def _to_be_digested(components: Components, segments: Sequence[_core.Segment]) -> Sequence[_core.Segment]:
     """Those whose digests are of use: to compare with those of backups now, or with those after a wake."""
-    if layer.settings.verify != "off" or layer.settings.retain_backups:
+    if components.settings.verify != "off" or components.settings.retain_backups:
         return segments
     return [
         segment for segment in segments if segment.backup == _core.BackupPlan.ALWAYS
@@ -451,13 +451,13 @@ def _to_be_digested(layer: Layer, segments: Sequence[_core.Segment]) -> Sequence
 
 
 def _check_unchanged(
-    layer: Layer, segments: Sequence[_core.Segment], copied: Sequence[_core.Segment], digests: _Digests
+    components: Components, segments: Sequence[_core.Segment], copied: Sequence[_core.Segment], digests: _Digests
 ) -> None:
     """Refuse a sleep whose backups may hold other bytes than the device does by now; the others are complete."""
     changed = digests.changed(lambda: quiesce(segments))
-    layer.store.catalogue.prove([segment for segment in copied if segment not in changed], digests.taken)
+    components.store.catalogue.mark_proven([segment for segment in copied if segment not in changed], digests.taken)
     if changed:
-        layer.store.catalogue.forget(segment.id for segment in changed)
+        components.store.catalogue.forget(segment.id for segment in changed)
         raise InvalidState(
             f"{describe(changed[0])} was written to while it was backed up ({counted(len(changed), 'segment')} in all):"
             " let no work run on the GPU during sleep, and call again; everything is awake"

@@ -12,27 +12,27 @@ from ..backups.backup import Backup
 from ..backups.ranges import NOTHING_DECLARED, Declared, Spans, aligned_inwards, spans_of, without
 from ..codec.decoding import Decoding
 from ..codec.workspace import Workspace, close_all
-from ..core.extents import Transfers
+from ..core.extents import LaneGroup
 from ..core.levels import SegmentGroup
-from ..core.operation import Call, Operation, Operations
+from ..core.operation import Operation, Operations, Vote
 from ..core.segments import by_device, total_bytes
-from ..digest.device import DigestRun
+from ..digest.digester import DigestRun
 from ..digest.reference import Digest
 from ..errors import OutOfDeviceMemory, counted
 from ..report import PhaseTimer, WakeReport
 from ..store.transfer import Together, Transfer
-from .layer import Layer
+from .components import Components
 
 _Sleep = _core.Segment.Sleep
 
 
 def waking(
     shared: Operations,
-    layer: Layer,
+    components: Components,
     meant: SegmentGroup,
     work: Callable[..., WakeReport],
     *arguments: object,
-    call: Call,
+    vote: Vote,
 ) -> Operation[WakeReport]:
     """The operation that wakes `meant` by `work`, which is called with the arguments."""
     return Operation(
@@ -40,10 +40,10 @@ def waking(
         "wake_up",
         work,
         arguments,
-        call=call,
+        vote=vote,
         counts_as="wake",
-        needs=lambda: wanting(layer, asleep(meant)),
-        check_room=lambda: check_device_memory(layer, asleep(meant)),
+        needs=lambda: wanting(components, asleep(meant)),
+        check_device_memory=lambda: check_device_memory(components, asleep(meant)),
     )
 
 
@@ -52,14 +52,14 @@ def asleep(meant: SegmentGroup) -> list[_core.Segment]:
     return [segment for segment in meant() if segment.sleep != _Sleep.AWAKE]
 
 
-def wanting(layer: Layer, segments: Sequence[_core.Segment]) -> dict[int, int]:
+def wanting(components: Components, segments: Sequence[_core.Segment]) -> dict[int, int]:
     """How many bytes the segments without memory need, by device, with the page tables of what their wake pins."""
     lacking = [segment for segment in segments if not segment.keeps_memory]
-    tables_bytes = layer.store.room.device_bytes_to_pin(lacking)
+    tables_bytes = components.store.memory.device_bytes_to_pin(lacking)
     return {device: total_bytes(mine) + tables_bytes for device, mine in by_device(lacking).items()}
 
 
-def check_device_memory(layer: Layer, segments: Sequence[_core.Segment]) -> None:
+def check_device_memory(components: Components, segments: Sequence[_core.Segment]) -> None:
     """Refuse a wake of these segments that cannot fit, before anything is mapped.
 
     Raises:
@@ -69,24 +69,24 @@ def check_device_memory(layer: Layer, segments: Sequence[_core.Segment]) -> None
         _core.begin_wake(held)  # which releases what a vault may still write to
     for device in by_device(segments):
         _core.release_waiter(device)  # whose page counts, too
-    if short := _short(layer, segments):
-        if (tier := layer.store.catalogue.tier) is not None:
+    if short := _short(components, segments):
+        if (tier := components.store.catalogue.tier) is not None:
             tier.regain()
-        short = _short(layer, segments)
+        short = _short(components, segments)
     for device, needed_bytes, free_bytes in short:
         count = sum(segment.device == device and not segment.keeps_memory for segment in segments)
         raise OutOfDeviceMemory(needed_bytes, free_bytes, device, segment=counted(count, "sleeping segment"))
 
 
-def _short(layer: Layer, segments: Sequence[_core.Segment]) -> list[tuple[int, int, int]]:
+def _short(components: Components, segments: Sequence[_core.Segment]) -> list[tuple[int, int, int]]:
     """The devices with less free memory than the segments need there: each with what is needed, and what is free."""
-    found = [(device, nbytes, _core.memory_info(device)[0]) for device, nbytes in wanting(layer, segments).items()]
+    found = [(device, nbytes, _core.memory_info(device)[0]) for device, nbytes in wanting(components, segments).items()]
     return [(device, needed, free) for device, needed, free in found if needed > free]
 
 
 def wake(
-    layer: Layer,
-    call: Call,
+    components: Components,
+    vote: Vote,
     meant: SegmentGroup,
     retained: bool | None = None,
     unwanted: SegmentGroup | None = None,
@@ -109,27 +109,31 @@ def wake(
     timer = PhaseTimer()
     sleeping = asleep(meant)
     if not sleeping:
-        call.agree(timer)
+        vote.agree(timer)
         return WakeReport(seconds=timer.seconds, note="nothing to do, no memory of these tags is asleep")
-    catalogue = layer.store.catalogue
+    catalogue = components.store.catalogue
     with _core.HeldSegments(sleeping) as segments:
         loses, to_load = _given_up(unwanted, drop)
-        restored, parts, dropped = _restored(layer, segments, loses)
-        expected = _digests_at_sleep(layer, restored) if layer.settings.verify == "wake" else {}
+        restored, parts, dropped = _restored(components, segments, loses)
+        expected = _digests_at_sleep(components, restored) if components.settings.verify == "wake" else {}
         checked = [segment for segment in restored if segment.id in expected]
-        mapping = _core.Ahead(1, {segment.id: [_core.map_task(segment)] for segment in restored[1:]})
+        mapping = _core.ThreadPool(1, {segment.id: [_core.map_task(segment)] for segment in restored[1:]})
         # Begins when half of the bytes are there, because it costs nothing then. Earlier it could have to wait for the
         # driver to scrub freed memory, and hold a lock of the driver meanwhile that copies need.
-        mapping_dropped = _core.Ahead(1, {segment.id: [_core.map_task(segment)] for segment in dropped})
+        mapping_dropped = _core.ThreadPool(1, {segment.id: [_core.map_task(segment)] for segment in dropped})
         try:
-            with mapping, mapping_dropped, DigestRun(layer.digester, checked, catalogue.tables_of(checked)) as digests:
-                with ExitStack() as leaving, _workspaces(layer, restored, segments) as workspaces:
-                    transfers = leaving.enter_context(layer.store.room.tier.transfers()) if restored else None
+            with (
+                mapping,
+                mapping_dropped,
+                DigestRun(components.digester, checked, catalogue.tables_of(checked)) as digests,
+            ):
+                with ExitStack() as leaving, _workspaces(components, restored, segments) as workspaces:
+                    lane_group = leaving.enter_context(components.store.memory.tier.lane_group()) if restored else None
                     # The first copy waits for this anyway. What fits into one batch is all mapped before its copy
                     # begins: a thread would not get ahead.
                     if restored:
                         restored[0].map()
-                    if workspaces or total_bytes(restored) > layer.tuning.engine_batch_bytes:
+                    if workspaces or total_bytes(restored) > components.tuning.engine_batch_bytes:
                         mapping.start()
                     if not all(workspace.has_memory for workspace in workspaces.values()):
                         # Before anything else can take this memory, if only for page tables.
@@ -138,9 +142,15 @@ def wake(
                     with timer("copy"), ExitStack() as streams:
                         copies = (
                             _copies(
-                                layer, restored, transfers, streams, mapping, digests if checked else None, workspaces
+                                components,
+                                restored,
+                                lane_group,
+                                streams,
+                                mapping,
+                                digests if checked else None,
+                                workspaces,
                             )
-                            if transfers is not None
+                            if lane_group is not None
                             else []
                         )
                         begun, half = 0, catalogue.content_bytes(restored) // 2
@@ -156,12 +166,12 @@ def wake(
                 _wait_for(timer, mapping_dropped, dropped)
                 if checked:
                     with timer("verify"):
-                        digests.verify(checked, expected, catalogue.distrust)
-            _fill(layer, _lost(layer, dropped, parts, restored, to_load))
+                        digests.verify(checked, expected, catalogue.mark_corrupt)
+            _fill(components, _lost(components, dropped, parts, restored, to_load))
             if unwanted is not None:
                 catalogue.kept.give_up("the wake was not to restore")
-            kept_bytes, not_kept = catalogue.kept.bring_back([*dropped, *parts], layer.prover, timer)
-            call.agree(timer)
+            kept_bytes, not_kept = catalogue.kept.bring_back([*dropped, *parts], components.prover, timer)
+            vote.agree(timer)
             _core.finish_wake(segments)
             catalogue.forget(segment.id for segment in dropped if segment.id in loses)
             catalogue.retain(segments, retained=retained)
@@ -180,7 +190,7 @@ def wake(
     )
 
 
-def _wait_for(timer: PhaseTimer, mapping: _core.Ahead, segments: Iterable[_core.Segment]) -> None:
+def _wait_for(timer: PhaseTimer, mapping: _core.ThreadPool, segments: Iterable[_core.Segment]) -> None:
     with timer("map"):
         for segment in segments:
             mapping.wait(segment.id)
@@ -194,10 +204,10 @@ def _given_up(unwanted: SegmentGroup | None, drop: Declared) -> tuple[set[int], 
 
 
 def _restored(
-    layer: Layer, segments: Sequence[_core.Segment], loses: Container[int]
+    components: Components, segments: Sequence[_core.Segment], loses: Container[int]
 ) -> tuple[list[_core.Segment], list[_core.Segment], list[_core.Segment]]:
     """Those that come back from backups, in the order of their copies; of them, those in parts; and the others."""
-    catalogue = layer.store.catalogue
+    catalogue = components.store.catalogue
     whole = [s for s in segments if s.sleep == _Sleep.BACKED_UP and s.id not in loses]
     parts = [s for s in segments if s.sleep == _Sleep.DROPPED and not s.keeps_bytes and catalogue.get(s)]
     restored = sorted([*whole, *parts], key=lambda segment: catalogue.encoding_of(segment) is not None)
@@ -206,14 +216,14 @@ def _restored(
 
 
 def _lost(
-    layer: Layer,
+    components: Components,
     dropped: Sequence[_core.Segment],
     parts: Sequence[_core.Segment],
     restored: Sequence[_core.Segment],
     to_load: Mapping[int, Spans],
 ) -> list[tuple[_core.Segment, Spans]]:
     """What comes back with undefined bytes, or counts as lost because new bytes are to be loaded there (`to_load`)."""
-    catalogue = layer.store.catalogue
+    catalogue = components.store.catalogue
     tables = catalogue.tables_of(parts)
     lost = [(segment, [(0, segment.bytes)]) for segment in dropped if not segment.keeps_bytes]
     lost += [(segment, without([(0, segment.bytes)], spans_of(tables[segment.id]))) for segment in parts]
@@ -223,11 +233,11 @@ def _lost(
 
 
 def _copies(
-    layer: Layer,
+    components: Components,
     restored: Sequence[_core.Segment],
-    transfers: Transfers,
+    lane_group: LaneGroup,
     streams: ExitStack,
-    mapping: _core.Ahead,
+    mapping: _core.ThreadPool,
     digests: DigestRun | None,
     workspaces: Mapping[int, Workspace],
 ) -> list[deque[Transfer | Decoding]]:
@@ -240,40 +250,42 @@ def _copies(
     copies: list[deque[Transfer | Decoding]] = []
     for device, mine in by_device(restored).items():
         queue: deque[Transfer | Decoding] = deque()
-        backups = [layer.store.catalogue.needed(segment) for segment in mine]
+        backups = [components.store.catalogue.get_or_raise(segment) for segment in mine]
         if raw := [backup for backup in backups if backup.encoding is None]:
-            queue.append(_transfer_in(layer, device, raw, transfers, streams, mapping, digests))
+            queue.append(_transfer_in(components, device, raw, lane_group, streams, mapping, digests))
         if encoded := [backup for backup in backups if backup.encoding is not None]:
             runs = [*chain.from_iterable(backup.runs() for backup in encoded)]
             workspace = workspaces[device]
             nbytes = sum(run.bytes for run in runs) if workspace.has_memory else 0
-            pace = layer.paces.of(device, workspace.lanes(transfers), nbytes, layer.tuning.slots_timed_bytes)
+            chooser = components.choosers.of(
+                device, workspace.lanes(lane_group), nbytes, components.tuning.slots_timed_bytes
+            )
             completed = digests.start if digests is not None else _nothing
-            queue.append(Decoding(runs, workspace, transfers, pace, mapping.wait, completed))
+            queue.append(Decoding(runs, workspace, lane_group, chooser, mapping.wait, completed))
         copies.append(queue)
     return copies
 
 
 def _transfer_in(
-    layer: Layer,
+    components: Components,
     device: int,
     backups: Sequence[Backup],
-    transfers: Transfers,
+    lane_group: LaneGroup,
     streams: ExitStack,
-    mapping: _core.Ahead,
+    mapping: _core.ThreadPool,
     digests: DigestRun | None,
 ) -> Transfer:
-    tuning, nbytes = layer.tuning, sum(backup.content_bytes for backup in backups)
-    count = min(transfers.most_lanes, -(-nbytes // tuning.batch_bytes))
-    lanes = [transfers.lane(streams.enter_context(_core.CopyStream(device))) for _ in range(count)]
-    pace = layer.paces.of(device, lanes, nbytes, tuning.timed_bytes)
+    tuning, nbytes = components.tuning, sum(backup.content_bytes for backup in backups)
+    count = min(lane_group.most_lanes, -(-nbytes // tuning.batch_bytes))
+    lanes = [lane_group.lane(streams.enter_context(_core.CopyStream(device))) for _ in range(count)]
+    chooser = components.choosers.of(device, lanes, nbytes, tuning.timed_bytes)
     begin_digests = _nothing if digests is None else Together(digests.start, nbytes, tuning.digest_together_bytes)
 
     def arrived(some: Sequence[_core.Segment]) -> None:
         begin_digests(some)
-        transfers.done_with(segment.address for segment in some)
+        lane_group.done_with(segment.address for segment in some)
 
-    transfer = Transfer(lanes, pace, arrived, tuning, out=False, mapped=mapping.wait)
+    transfer = Transfer(lanes, chooser, arrived, tuning, out=False, mapped=mapping.wait)
     for backup in backups:
         transfer.add(backup.segment, backup.pieces())
     return transfer
@@ -285,34 +297,34 @@ def _nothing(segments: Sequence[_core.Segment]) -> None:
 
 @contextmanager
 def _workspaces(
-    layer: Layer, restored: Sequence[_core.Segment], waking: Sequence[_core.Segment]
+    components: Components, restored: Sequence[_core.Segment], waking: Sequence[_core.Segment]
 ) -> Iterator[dict[int, Workspace]]:
     """A workspace per device with compressed backups, in memory that `waking` does not need."""
     workspaces: dict[int, Workspace] = {}
-    encoded = [segment for segment in restored if layer.store.catalogue.encoding_of(segment) is not None]
-    needed_bytes = wanting(layer, waking)
+    encoded = [segment for segment in restored if components.store.catalogue.encoding_of(segment) is not None]
+    needed_bytes = wanting(components, waking)
     try:
         for device in by_device(encoded):
             spare_bytes = _core.memory_info(device)[0] - needed_bytes.get(device, 0)
-            workspaces[device] = layer.compressor.workspace(device, spare_bytes)
+            workspaces[device] = components.compressor.workspace(device, spare_bytes)
         yield workspaces
     finally:
         close_all(workspaces.values())
 
 
-def _digests_at_sleep(layer: Layer, segments: Sequence[_core.Segment]) -> dict[int, Digest]:
+def _digests_at_sleep(components: Components, segments: Sequence[_core.Segment]) -> dict[int, Digest]:
     """The digests of the segments at sleep, by id; those whose digest was not taken are left out."""
-    backups = [backup for backup in map(layer.store.catalogue.get, segments) if backup is not None]
+    backups = [backup for backup in map(components.store.catalogue.get, segments) if backup is not None]
     return {backup.segment.id: backup.digest for backup in backups if backup.digest is not None}
 
 
-def _fill(layer: Layer, lost: Sequence[tuple[_core.Segment, Spans]]) -> None:
+def _fill(components: Components, lost: Sequence[tuple[_core.Segment, Spans]]) -> None:
     """With poison, or what others want there: these spans come back without their bytes."""
-    for segment, spans in lost if layer.settings.poison else ():
+    for segment, spans in lost if components.settings.poison else ():
         if segment.tag != "kv_cache":
             with _core.CopyStream(segment.device) as stream:
                 for begin, end in aligned_inwards(spans):
                     stream.poison(segment.address + begin, end - begin)
                 stream.synchronize()
-    for fill in layer.fills:
+    for fill in components.fills:
         fill(lost)

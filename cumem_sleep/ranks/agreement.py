@@ -19,10 +19,10 @@ from functools import partial
 
 from .. import _core
 from ..core import log
-from ..core.operation import Call
+from ..core.operation import Vote
 from ..errors import CumemSleepError, InvalidState, RankFailed
 from ..report import PhaseTimer
-from .decisions import GO, Decision, Why
+from .decisions import GO, Decision, Reason
 from .mesh import Mesh, MessageKind, RankMessage
 
 LOOK_S = 0.02  # between looks for a wish to stop
@@ -66,7 +66,7 @@ class Agreement:
         self.round += 1
         while decision := self.decision(self.round):
             was_missing = decision.failed == self.mesh.rank
-            if not was_missing and decision.why is not Why.LATE:  # that was a round of the late rank alone
+            if not was_missing and decision.why is not Reason.LATE:  # that was a round of the late rank alone
                 break
             self.missed |= was_missing
             self.round += 1
@@ -104,9 +104,9 @@ class Agreement:
             if (no := next(votes, None)) is not None:
                 wanted = no
             elif gone := missing & self.mesh.gone:
-                wanted = Decision(min(gone), Why.ENDED)
+                wanted = Decision(min(gone), Reason.ENDED)
             elif time.monotonic() > deadline:
-                wanted = Decision(min(missing), Why.UNFINISHED)
+                wanted = Decision(min(missing), Reason.UNFINISHED)
             else:
                 self.listen(LOOK_S)
         self._told[round_] = wanted
@@ -120,7 +120,7 @@ class Agreement:
         deadline = time.monotonic() + self.timeout_s
         while round_ not in self._told:
             if 0 in self.mesh.gone or time.monotonic() > deadline:
-                return Decision(0, Why.UNDECIDED)
+                return Decision(0, Reason.UNDECIDED)
             self.listen(LOOK_S)
         return self._told[round_]
 
@@ -136,7 +136,7 @@ class Agreement:
             self._told[message.round] = message.decision
 
 
-class RankCall(Call):
+class RankVote(Vote):
     """One operation of one rank of several; `lock` is the allocator's."""
 
     def __init__(self, agreement: Agreement, operation: str, lock: _core.OperationLock) -> None:
@@ -170,7 +170,7 @@ class RankCall(Call):
         if (decision := self._agreement.decision(self._round)) is not None:
             self._conclude(decision)
         elif self._mesh.gone:
-            self._conclude(Decision(min(self._mesh.gone), Why.ENDED))
+            self._conclude(Decision(min(self._mesh.gone), Reason.ENDED))
 
     def agree(self, timer: PhaseTimer) -> None:
         """See `Call.agree`."""
@@ -180,7 +180,7 @@ class RankCall(Call):
                 wanted = self._outcome_of_votes()
             except _core.OperationStopped:
                 with suppress(RankFailed):
-                    self._conclude(Decision(self._mesh.rank, Why.INTERRUPTED))
+                    self._conclude(Decision(self._mesh.rank, Reason.INTERRUPTED))
                     return
                 raise
             self._conclude(wanted)
@@ -193,7 +193,7 @@ class RankCall(Call):
             self._round = self._agreement.next_round()
         is_error = isinstance(error, Exception)
         text = f"{type(error).__name__}: {error}" if is_error else ""
-        refusal = Decision(self._mesh.rank, Why.REFUSED if is_error else Why.INTERRUPTED, text)
+        refusal = Decision(self._mesh.rank, Reason.REFUSED if is_error else Reason.INTERRUPTED, text)
         self._agreement.decide(self._round, refusal)
         self._concluded = True
         if isinstance(error, CumemSleepError):
@@ -217,18 +217,18 @@ class RankCall(Call):
                 if not vote.go:
                     return vote
                 if heard.operations.get(number, self._operation) != self._operation:
-                    return Decision(number, Why.OTHER_OPERATION, heard.operations[number])
+                    return Decision(number, Reason.OTHER_OPERATION, heard.operations[number])
             missing = others - set(heard.votes)
             if not missing:
                 return GO
             if gone := missing & self._mesh.gone:
-                return Decision(min(gone), Why.ENDED)
+                return Decision(min(gone), Reason.ENDED)
             waited_s = time.monotonic() - start
             if agreement.missed and waited_s > min(LATE_S, agreement.timeout_s) and not heard.operations:
-                return Decision(rank, Why.LATE)
+                return Decision(rank, Reason.LATE)
             if waited_s > agreement.timeout_s:
                 silent = missing - set(heard.operations)
-                return Decision(min(silent or missing), Why.SILENT if silent else Why.UNFINISHED)
+                return Decision(min(silent or missing), Reason.SILENT if silent else Reason.UNFINISHED)
             agreement.listen(min(LOOK_S, agreement.timeout_s))
             _core.stop_if_asked()
 
@@ -239,7 +239,7 @@ class RankCall(Call):
             decision.failed,
             self._mesh.size,
             _reason(decision.why, text, self._agreement.timeout_s),
-            undecided=decision.why is Why.UNDECIDED,
+            undecided=decision.why is Reason.UNDECIDED,
         )
 
     def _text_of(self, decision: Decision) -> str:
@@ -249,20 +249,20 @@ class RankCall(Call):
         while True:
             self._agreement.listen(0)
             texts = [vote.text for vote in votes.values() if vote.failed == decision.failed and vote.text]
-            if texts or decision.why is not Why.REFUSED or time.monotonic() > ends_at:
+            if texts or decision.why is not Reason.REFUSED or time.monotonic() > ends_at:
                 return texts[0] if texts else ""
             self._agreement.listen(LOOK_S)
 
 
-def _reason(why: Why, text: str, timeout_s: float) -> str:
+def _reason(why: Reason, text: str, timeout_s: float) -> str:
     in_time = f"within {timeout_s:g} s (CUMEM_SLEEP_AGREEMENT_TIMEOUT_S)"
     return {
-        Why.REFUSED: f"failed: {text}" if text else "failed",
-        Why.INTERRUPTED: "was interrupted",
-        Why.ENDED: "has ended, or its connection is lost: restart the engine",
-        Why.UNFINISHED: f"was not ready {in_time}: it may be hung, or its copies may need a longer timeout",
-        Why.SILENT: f"did not begin {in_time}: it was not called, or is stopped",
-        Why.LATE: "was called when the others had given up on it",
-        Why.OTHER_OPERATION: f"was asked for something else ({text})",
-        Why.UNDECIDED: "had to decide but did not answer: it may have committed",
+        Reason.REFUSED: f"failed: {text}" if text else "failed",
+        Reason.INTERRUPTED: "was interrupted",
+        Reason.ENDED: "has ended, or its connection is lost: restart the engine",
+        Reason.UNFINISHED: f"was not ready {in_time}: it may be hung, or its copies may need a longer timeout",
+        Reason.SILENT: f"did not begin {in_time}: it was not called, or is stopped",
+        Reason.LATE: "was called when the others had given up on it",
+        Reason.OTHER_OPERATION: f"was asked for something else ({text})",
+        Reason.UNDECIDED: "had to decide but did not answer: it may have committed",
     }.get(why, why.name)

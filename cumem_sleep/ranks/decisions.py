@@ -21,7 +21,7 @@ _RECORD = struct.Struct("<QiI")  # round, rank that failed, why
 _NONCE_BYTES = _RECORD.size
 
 
-class Why(IntEnum):
+class Reason(IntEnum):
     """Why a round ended as it did."""
 
     ALL_READY = 0
@@ -46,7 +46,7 @@ class Decision:
     """
 
     failed: int
-    why: Why
+    why: Reason
     text: str = ""
 
     @property
@@ -55,7 +55,7 @@ class Decision:
         return self.failed < 0
 
 
-GO = Decision(-1, Why.ALL_READY)
+GO = Decision(-1, Reason.ALL_READY)
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class Record:
         """The decision, None as long as there is none. Those of earlier rounds are forgotten."""
         while content := os.pread(self._descriptor, 256 * _RECORD.size, self._read_bytes):
             for number, failed, why in _RECORD.iter_unpack(content):
-                self._decisions.setdefault(number, Decision(failed, Why(why)))
+                self._decisions.setdefault(number, Decision(failed, Reason(why)))
             self._read_bytes += len(content)
         self._decisions = {number: each for number, each in self._decisions.items() if number >= round_}
         return self._decisions.get(round_)

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from ..errors import InvalidState
-from .decisions import GO, Decision, Record, RecordPlace, Why
+from .decisions import GO, Decision, Reason, Record, RecordPlace
 from .group import RankGroup
 
 _TOKEN_BYTES = 32
@@ -60,7 +60,7 @@ class RankMessage:
     def decoded(cls, line: bytes) -> RankMessage:
         """Of a line of a rank of the same version."""
         kind, round_, operation, failed, why, text = json.loads(line)
-        return cls(MessageKind(kind), round_, operation, Decision(failed, Why(why), text))
+        return cls(MessageKind(kind), round_, operation, Decision(failed, Reason(why), text))
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@
 - Models that are waited for are served in the order of their oldest waiting request. A model in that queue keeps its
   GPUs from those behind it, so that one with many GPUs is not passed by for ever.
 - Room is made by putting other models to sleep: idle ones first, the least recently used one before the others; then
-  busy ones, the one that has been awake longest first. Nobody is pushed out within `keep` of its wake.
+  busy ones, the one that has been awake longest first. Nobody is evicted within `keep` of its wake.
 - Where somebody else woke a model whose GPUs others hold, models leave in the same order, whatever their `keep`.
 - A busy model is drained: it takes no new requests, and those that run have `drain` to end. Then they are revoked.
 - So a model has at most one turn before a request that came before all of its own. With M models that share GPUs a
@@ -41,10 +41,10 @@ class Spec:
         gpus: that it uses while it is awake.
         share: of the memory of each of them, from 0 to 1.
         keep_s: after a wake nobody pushes it out for so long.
-        drain_s: what running requests have to end when it is pushed out.
+        drain_s: what running requests have to end when it is evicted.
         wait_s: what a request waits for it at most.
         idle: depths, each with the seconds without a request after which it is taken; the shortest time first.
-        levels: the depths that it may be pushed out to, the preferred one first.
+        levels: the depths that it may be evicted to, the preferred one first.
         owned: its server is started and stopped here.
         at_start: whether it is started without a request, and stays awake then: `awake`, `asleep`, or `stopped`.
         host_bytes: what it holds in host memory at levels 1 and 3.
@@ -71,7 +71,7 @@ class Spec:
 
 @dataclass(frozen=True)
 class Use:
-    """What a model did, as far as it matters to whether it may be pushed out.
+    """What a model did, as far as it matters to whether it may be evicted.
 
     Attributes:
         is_idle: no request runs.
@@ -92,11 +92,11 @@ class Use:
 
 
 def leaves_first(use: Use) -> tuple[bool, float]:
-    """The key by which models are sorted that may be pushed out."""
+    """The key by which models are sorted that may be evicted."""
     return (not use.is_idle, use.last_used if use.is_idle else use.awake_since)
 
 
-def to_push_out(wanted: Spec, free: dict[int, float], uses: Sequence[Use]) -> list[str] | None:
+def models_to_evict(wanted: Spec, free: dict[int, float], uses: Sequence[Use]) -> list[str] | None:
     """Who has to leave so that a model fits, given what is free of its GPUs; None if that is not enough."""
     left = {gpu: free[gpu] for gpu in wanted.gpus}
     leaving = []
@@ -113,9 +113,7 @@ def fits(share: float, free: float) -> bool:
     return share <= free + SHARE_ROUNDING
 
 
-def depth_to_push_out(
-    spec: Spec, held_bytes: int, free_bytes: float, refused: Collection[int], first: int
-) -> int | None:
+def eviction_depth(spec: Spec, held_bytes: int, free_bytes: float, refused: Collection[int], first: int) -> int | None:
     """How deep a model sleeps when it leaves its GPUs; None if host memory allows no depth that it may take.
 
     Args:

@@ -409,7 +409,7 @@ class Scheduler:
                 self._begin(model)
                 locked = self._locked()
             else:
-                pushed = self._pushed_out_for(model)
+                pushed = self._evicted_for(model)
                 self._blame(model, "turn" if pushed is None else "room")
                 leaving |= set(pushed or ())
             kept |= gpus
@@ -443,31 +443,31 @@ class Scheduler:
             return locked
         return {gpu for other in self.models.values() if other.phase in CHANGING for gpu in other.spec.gpus}
 
-    def _pushed_out_for(self, model: Model) -> list[str] | None:
-        """Who has to leave, including those already leaving; None if not all of them may be pushed out yet."""
+    def _evicted_for(self, model: Model) -> list[str] | None:
+        """Who has to leave, including those already leaving; None if not all of them may be evicted yet."""
         may_go = (
             other
             for other in self._holders(model.spec.gpus)
             if other.use.protected_until() <= self._now
             and (model.waiting or (not model.failures and not other.running and other.spec.at_start != "awake"))
         )
-        return self._pushed_out(model.spec, may_go)
+        return self._evicted(model.spec, may_go)
 
     def _too_many(self) -> set[str]:
         """Who has to leave GPUs of which models hold more than there is, since somebody else woke one of them."""
         gpus = {gpu for model in self.models.values() for gpu in model.spec.gpus}
         overcommitted = frozenset(gpu for gpu in gpus if not policy.fits(0.0, self.free_share(gpu)))
         nobody = Spec("", overcommitted, share=0.0)
-        return set(self._pushed_out(nobody, self._holders(overcommitted)) or ())
+        return set(self._evicted(nobody, self._holders(overcommitted)) or ())
 
-    def _pushed_out(self, wanted: Spec, may_go: Iterable[Model]) -> list[str] | None:
+    def _evicted(self, wanted: Spec, may_go: Iterable[Model]) -> list[str] | None:
         holders = self._holders(wanted.gpus)
         going = [other for other in holders if other.phase in (Phase.FALLING_ASLEEP, Phase.STOPPING)]
         free = {
             gpu: self.free_share(gpu) + sum(other.spec.share for other in going if gpu in other.spec.gpus)
             for gpu in wanted.gpus
         }
-        return policy.to_push_out(wanted, free, [other.use for other in may_go if other.is_up])
+        return policy.models_to_evict(wanted, free, [other.use for other in may_go if other.is_up])
 
     def _holders(self, gpus: Iterable[int]) -> list[Model]:
         wanted = set(gpus)
@@ -530,7 +530,7 @@ class Scheduler:
 
     def _begin_sleep(self, model: Model, first: int) -> None:
         free = self._free_bytes(model)
-        depth = policy.depth_to_push_out(model.spec, model.held_bytes, free, model.refused, first)
+        depth = policy.eviction_depth(model.spec, model.held_bytes, free, model.refused, first)
         if depth is None:
             self._failed(model, "it does not fit in host memory, and no other sleep level is allowed")
             model.refused.clear()

@@ -10,8 +10,8 @@ from typing import Generic, NamedTuple, TypeVar
 
 from .. import _core
 from ..core import log
+from ..core.copy_chooser import BestRate, CopyChooser
 from ..core.extents import Lane
-from ..core.pace import BestRate, Pace
 from ..core.tuning import Tuning
 
 _STALE_S = 0.05  # without copies: by then the driver may have begun to scrub, or ended
@@ -40,7 +40,8 @@ class CopyTotals(NamedTuple):
 
 
 class Copier(Generic[InFlight]):
-    """Keeps the copies of one link in flight, and times them batch by batch, so that its pace chooses who makes them.
+    """Keeps the copies of one link in flight, and times them batch by batch, so that its chooser chooses who makes
+    them.
 
     Before each copy call `go_on`, for the size of the batch, and then `ready`; after it add to `in_flight`, and call
     `begun`.
@@ -56,14 +57,14 @@ class Copier(Generic[InFlight]):
         choice: how the batch is copied.
     """
 
-    def __init__(self, pace: Pace, tuning: Tuning, finish: Callable[[InFlight], None]) -> None:
+    def __init__(self, chooser: CopyChooser, tuning: Tuning, finish: Callable[[InFlight], None]) -> None:
         self.in_flight: deque[InFlight] = deque()
         self.copied = CopyTotals()
         self.until = -math.inf
-        self._pace = pace
+        self._chooser = chooser
         self._tuning = tuning
         self._finish = finish
-        self.choice = pace.next()
+        self.choice = chooser.next()
         self.batch_bytes, self._began_s = 0, 0.0
 
     @property
@@ -76,7 +77,7 @@ class Copier(Generic[InFlight]):
     def go_on(self) -> None:
         """Start another batch, if this one is full, or is so old that its choice may be wrong by now."""
         if not self.in_flight and time.monotonic() - self.until > _STALE_S:
-            self._pace.restart()
+            self._chooser.restart()
             self.start_batch()
         elif self.batch_bytes >= self.most_bytes:
             self.end_batch()
@@ -97,19 +98,19 @@ class Copier(Generic[InFlight]):
         """So much more of the batch is in flight."""
         self.batch_bytes += nbytes
         if kernel_failed:
-            self._pace.best = None
-            self.choice = self._pace.next()
+            self._chooser.best = None
+            self.choice = self._chooser.next()
 
     def start_batch(self) -> None:
         """What was begun before counts for no rate."""
-        self.choice = self._pace.next()
+        self.choice = self._chooser.next()
         self.batch_bytes, self._began_s = 0, self.copied.seconds
 
     def end_batch(self) -> None:
-        """Wait until another one can begin, and tell the pace how long this one took."""
-        self.wait(0 if self.choice.alone else self._pace.in_flight - 1)
+        """Wait until another one can begin, and tell the chooser how long this one took."""
+        self.wait(0 if self.choice.alone else self._chooser.in_flight - 1)
         self.count()
-        self._pace.record(self.batch_bytes, max(self.copied.seconds - self._began_s, 1e-9))
+        self._chooser.record(self.batch_bytes, max(self.copied.seconds - self._began_s, 1e-9))
         self.start_batch()
 
     def wait(self, in_flight: int = 0) -> None:
@@ -141,8 +142,8 @@ def load_kernel(device: int) -> bool:
     return True
 
 
-class Paces:
-    """The pace of each operation on each device.
+class CopyChoosers:
+    """The chooser of each operation on each device.
 
     Attributes:
         best_rates: the highest rate seen on the link to each device on which the kernel runs.
@@ -157,11 +158,11 @@ class Paces:
         if load_kernel(device):
             self.best_rates.setdefault(device, BestRate())
 
-    def of(self, device: int, lanes: Sequence[Lane], total_bytes: int, timed_bytes: int) -> Pace:
+    def of(self, device: int, lanes: Sequence[Lane], total_bytes: int, timed_bytes: int) -> CopyChooser:
         """For copies to `device` on these lanes; where `total_bytes` are few, the engine makes all of them.
 
         Args:
-            timed_bytes: as for `Pace`.
+            timed_bytes: as for `CopyChooser`.
         """
         is_worth_it = total_bytes >= self._tuning.worth_choosing_bytes and all(lane.kernels_reach for lane in lanes)
-        return Pace(self.best_rates.get(device) if is_worth_it else None, timed_bytes, len(lanes), self._tuning)
+        return CopyChooser(self.best_rates.get(device) if is_worth_it else None, timed_bytes, len(lanes), self._tuning)

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from .. import _core, host_facts
 from ..core import log
-from ..core.extents import Extent, Lane, PieceRows, Transfers, cut
+from ..core.extents import Extent, Lane, LaneGroup, PieceRows, cut
 from ..core.pinned import pinned_table
 from ..errors import CumemSleepError
 
@@ -23,7 +23,7 @@ _PART_BYTES = 64 << 10  # of an extent: one block of the kernel copies no more a
 _HEAP_BYTES = 16 << 10  # more than the driver allocates when it registers a block
 
 
-class HostTransfers(Transfers):
+class HostLaneGroup(LaneGroup):
     """The lanes of one operation. Threads prefault new blocks ahead of the copies.
 
     Args:
@@ -48,7 +48,7 @@ class HostTransfers(Transfers):
         self._prefault_bytes = prefault_bytes
         self._look_again = look_again
         self._all_used = all_used
-        self._prefaulted: _core.Ahead | None = None
+        self._prefaulted: _core.ThreadPool | None = None
         self._heap: _core.HeapReserve | None = None
         self._expected: set[int] = set()  # ids of blocks
         self._stack = ExitStack()
@@ -83,7 +83,7 @@ class HostTransfers(Transfers):
             self._heap = _core.HeapReserve(_HEAP_BYTES * len(tasks))
             # Looked up here, because `prepare` needs none.
             threads = self._threads or host_facts.prefault_threads(_MOST_PREFAULT_THREADS)
-            self._prefaulted = self._stack.enter_context(_core.Ahead(threads))
+            self._prefaulted = self._stack.enter_context(_core.ThreadPool(threads))
         self._prefaulted.add(tasks)
         self._expected.update(tasks)
 
@@ -116,9 +116,9 @@ class HostLane(Lane):
 
     kernels_reach = True
 
-    def __init__(self, stream: _core.CopyStream, transfers: HostTransfers) -> None:
+    def __init__(self, stream: _core.CopyStream, lane_group: HostLaneGroup) -> None:
         super().__init__(stream)
-        self._transfers = transfers
+        self._lane_group = lane_group
         self._table: _core.HostBlock | None = None  # of pieces that a kernel copies
         self._used, self._rows = 0, 0
 
@@ -132,15 +132,15 @@ class HostLane(Lane):
         """Begin to copy."""
         block, stream = cast(_core.HostBlock, extent), self.stream
         if out:
-            self._transfers.have_pinned(block, stream.device)
+            self._lane_group.have_pinned(block, stream.device)
         else:
             self.pin([extent])
-        if by_kernel and self._transfers.has_kernel and _core.device_info(stream.device).host_pointers:
+        if by_kernel and self._lane_group.has_kernel and _core.device_info(stream.device).host_pointers:
             try:
                 self._begin_by_kernel(block, rows, out)
                 return True
             except CumemSleepError as error:
-                self._transfers.has_kernel = False
+                self._lane_group.has_kernel = False
                 log.warning("the copy kernel failed, the copy engine takes over: %s", error)
         for address, offset, nbytes in rows if isinstance(rows, tuple) else rows.tolist():
             if out:
@@ -152,13 +152,13 @@ class HostLane(Lane):
     def _begin_by_kernel(self, block: _core.HostBlock, rows: PieceRows, out: bool) -> None:
         if isinstance(rows, tuple) and not out:
             for address, offset, nbytes in rows:
-                self.stream.to_device_by_kernel(address, block, offset, nbytes, self._transfers.kernel_blocks)
+                self.stream.to_device_by_kernel(address, block, offset, nbytes, self._lane_group.kernel_blocks)
             return
         ends = np.arange(_PART_BYTES, block.bytes + _PART_BYTES, _PART_BYTES)
         _, pieces = cut(np.asarray(rows), ends)
         if self._table is None or self._used + len(pieces) > self._rows:
             self._used, self._rows = 0, max(_LEAST_ROWS, 1 << len(pieces).bit_length())  # a few sizes, not any
-            self._table = self._transfers.table(_ROW_BYTES * self._rows, self.stream.device)
+            self._table = self._lane_group.table(_ROW_BYTES * self._rows, self.stream.device)
         self.stream.copy_pieces(self._table, self._used, block, pieces, to_host=out)
         self._used += len(pieces)
 

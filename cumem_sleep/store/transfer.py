@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from .. import _core
+from ..core.copy_chooser import CopyChooser
 from ..core.extents import Lane, Piece
-from ..core.pace import Pace
 from ..core.segments import total_bytes
 from ..core.tuning import Tuning
 from .copier import Copier
@@ -32,7 +32,7 @@ class Transfer:
     They may be added while others are copied, each segment once. What is added bit by bit fills a batch.
 
     Args:
-        pace: chooses who copies; None: the copy engine.
+        chooser: chooses who copies; None: the copy engine.
         arrived: called with segments that have arrived: all of their pieces were copied.
         out: from the device.
         mapped: waits until the segment with that id is mapped.
@@ -41,7 +41,7 @@ class Transfer:
     def __init__(
         self,
         lanes: Sequence[Lane],
-        pace: Pace | None,
+        chooser: CopyChooser | None,
         arrived: Callable[[Sequence[_core.Segment]], None],
         tuning: Tuning,
         *,
@@ -52,7 +52,7 @@ class Transfer:
         self._arrived = arrived
         self._out = out
         self._mapped = mapped
-        self._copier: Copier[Batch] = Copier(pace or Pace(None, 0, len(lanes), tuning), tuning, self._finish)
+        self._copier: Copier[Batch] = Copier(chooser or CopyChooser(None, 0, len(lanes), tuning), tuning, self._finish)
         self._pieces: deque[tuple[_core.Segment, Piece]] = deque()
         self._missing: dict[int, int] = {}  # bytes that have not arrived, by the id of the segment
 

@@ -1,8 +1,8 @@
 """Who keeps which bytes where in the vault's memory. Facts only: it copies nothing, and waits for nothing.
 
-Memory comes in slabs. An *entry* is a backup: extents of slabs, shared by the *holds* of their owners, one for each
-segment. A hold is needed (its segment sleeps, or is about to) or retained (its segment is awake). What nobody needs may
-be evicted, least recently used first, and before it what is *expendable*: nothing is evicted for that.
+Memory comes in slabs. An *entry* is a backup: extents of slabs, shared by the *shares* of their owners, one for each
+segment. A share is needed (its segment sleeps, or is about to) or retained (its segment is awake). What nobody needs
+may be evicted, least recently used first, and before it what is *expendable*: nothing is evicted for that.
 
 Where there is room in files, sealed entries may lie there, too, or there only. What may be done to an entry:
 
@@ -45,7 +45,7 @@ class Key(NamedTuple):
 
 
 @dataclass(eq=False)
-class Hold:
+class Share:
     """One owner's share in an entry, for one segment.
 
     Attributes:
@@ -83,7 +83,7 @@ class Entry:
     key: Key | None = None
     is_expendable: bool = False
     is_distrusted: bool = False
-    holds: set[Hold] = field(default_factory=set)
+    shares: set[Share] = field(default_factory=set)
     copies: int = 0
     spilled: list[SlabRange] = field(default_factory=list)
     is_in_files: bool = False
@@ -95,12 +95,12 @@ class Entry:
     @property
     def needed(self) -> bool:
         """Whether it has to stay."""
-        return self.copies > 0 or any(hold.needed for hold in self.holds)
+        return self.copies > 0 or any(share.needed for share in self.shares)
 
     @property
     def owners(self) -> set[Hashable]:
         """Who holds it."""
-        return {hold.owner for hold in self.holds}
+        return {share.owner for share in self.shares}
 
     @cached_property
     def in_files(self) -> Entry:
@@ -146,7 +146,7 @@ class HeldBytes(NamedTuple):
 
 
 class Ledger:
-    """The slabs of one vault, its entries and their holds. An owner is any hashable object of the caller's.
+    """The slabs of one vault, its entries and their shares. An owner is any hashable object of the caller's.
 
     Args:
         file_bytes: how much may be spilled.
@@ -160,7 +160,7 @@ class Ledger:
         self._droppable, self._spillable = _Queue(), _Queue()  # likewise; needed
         self._unsealed = _Queue()  # likewise; they may be spilled once they are sealed
         self._evictable_in_files = _Queue()  # and nowhere else
-        self._holds: dict[Hashable, dict[int, Hold]] = {}  # by owner
+        self._shares: dict[Hashable, dict[int, Share]] = {}  # by owner
         self._by_key: dict[Key, Entry] = {}  # but those that are distrusted
         self._last_number = self._clock = 0
         self.claims: Counter[Hashable] = Counter()  # bytes that are set aside for what an owner reserves next
@@ -182,7 +182,7 @@ class Ledger:
 
     def reserve(
         self, owner: Hashable, gpu: str, sizes: Sequence[int], node: int = -1, *, expendable: bool = False
-    ) -> list[Hold]:
+    ) -> list[Share]:
         """Reserve an entry of each size for the owner, which needs them: all of them, or none.
 
         Args:
@@ -203,94 +203,94 @@ class Ledger:
         for entry in entries:
             entry.extents = self.memory.take(entry.taken_bytes, node)
         self._entries.update(entries)
-        return [self._new_hold(entry, owner, gpu) for entry in entries]
+        return [self._new_share(entry, owner, gpu) for entry in entries]
 
-    def find(self, owner: Hashable, gpu: str, key: Key) -> Hold | None:
-        """A new hold on the entry of these bytes, if there is one; the owner needs it."""
+    def find(self, owner: Hashable, gpu: str, key: Key) -> Share | None:
+        """A new share on the entry of these bytes, if there is one; the owner needs it."""
         entry = self._by_key.get(key)
-        return None if entry is None else self._new_hold(entry, owner, gpu)
+        return None if entry is None else self._new_share(entry, owner, gpu)
 
     def distrust(self, owner: Hashable, numbers: Iterable[int]) -> None:
         """These hold other bytes than their keys say: nobody finds them from now on, and who can do without has them
         no more. Those that the owner does not have, or that are not sealed, are passed over.
         """
-        held = [hold.entry for number in numbers if (hold := self.find_hold(owner, number))]
+        held = [share.entry for number in numbers if (share := self.find_share(owner, number))]
         for entry in dict.fromkeys(held):
             if entry.key is None or entry.is_distrusted:
                 continue
             entry.is_distrusted = True
             del self._by_key[entry.key]
-            for hold in [hold for hold in entry.holds if not hold.needed]:
-                self._leave(hold)
+            for share in [share for share in entry.shares if not share.needed]:
+                self._leave(share)
 
-    def seal(self, owner: Hashable, number: int, key: Key) -> Hold:
+    def seal(self, owner: Hashable, number: int, key: Key) -> Share:
         """Note that the entry has the bytes of this key: from now on it may be shared, and nobody writes to it.
 
-        If there is an older entry of the same bytes, the hold moves to that one, and this entry is given back.
+        If there is an older entry of the same bytes, the share moves to that one, and this entry is given back.
 
         Raises:
-            InvalidState: the owner has no such hold, the entry is sealed, or bytes are still being copied there.
+            InvalidState: the owner has no such share, the entry is sealed, or bytes are still being copied there.
         """
-        hold = self.sealable(owner, number)
-        entry, older = hold.entry, self._by_key.get(key)
+        share = self.sealable(owner, number)
+        entry, older = share.entry, self._by_key.get(key)
         if older is None:
             entry.key = key
             self._by_key[key] = entry
             self._settle(entry)
         else:
-            self._leave(hold)
-            self._join(hold, older)
-        return hold
+            self._leave(share)
+            self._join(share, older)
+        return share
 
-    def hold(self, owner: Hashable, number: int) -> Hold:
-        """The hold of that number. Raises InvalidState: the owner has none, or not any more."""
-        hold = self.find_hold(owner, number)
-        if hold is None:
+    def share(self, owner: Hashable, number: int) -> Share:
+        """The share of that number. Raises InvalidState: the owner has none, or not any more."""
+        share = self.find_share(owner, number)
+        if share is None:
             raise InvalidState(f"backup {number} is not held by this process, or not any more")
-        return hold
+        return share
 
-    def find_hold(self, owner: Hashable, number: int) -> Hold | None:
-        """The hold of that number, if the owner has it."""
-        return self._holds.get(owner, {}).get(number)
+    def find_share(self, owner: Hashable, number: int) -> Share | None:
+        """The share of that number, if the owner has it."""
+        return self._shares.get(owner, {}).get(number)
 
-    def writable(self, owner: Hashable, number: int) -> Hold:
-        """As `hold`, for an entry to write to. Raises InvalidState: it is sealed, so others may rely on its bytes."""
-        hold = self.hold(owner, number)
-        if hold.entry.key is not None:
+    def writable(self, owner: Hashable, number: int) -> Share:
+        """As `share`, for an entry to write to. Raises InvalidState: it is sealed, so others may rely on its bytes."""
+        share = self.share(owner, number)
+        if share.entry.key is not None:
             raise InvalidState(f"backup {number} is sealed: reserve another one for other bytes")
-        return hold
+        return share
 
-    def sealable(self, owner: Hashable, number: int) -> Hold:
+    def sealable(self, owner: Hashable, number: int) -> Share:
         """As `writable`, for an entry to seal. Raises InvalidState: bytes are still being copied there."""
-        hold = self.writable(owner, number)
-        if hold.entry.copies:
+        share = self.writable(owner, number)
+        if share.entry.copies:
             raise InvalidState(f"backup {number} is still being written: it cannot be sealed yet")
-        if hold.entry.is_expendable:
+        if share.entry.is_expendable:
             raise InvalidState(f"backup {number} is expendable: nobody shares it")
-        return hold
+        return share
 
     def mark(self, owner: Hashable, numbers: Iterable[int], needed: bool) -> list[int]:
         """Note that the owner needs these, or can do without them. Returns those that have been evicted meanwhile."""
         gone = []
         for number in numbers:
-            hold = self.find_hold(owner, number)
-            if hold is None:
+            share = self.find_share(owner, number)
+            if share is None:
                 gone.append(number)
             else:
-                hold.needed = needed
-                self._settle(hold.entry)
-                self._touch(hold.entry)
-                if hold.entry.is_distrusted and not needed:
-                    self._leave(hold)
+                share.needed = needed
+                self._settle(share.entry)
+                self._touch(share.entry)
+                if share.entry.is_distrusted and not needed:
+                    self._leave(share)
                     gone.append(number)
         return gone
 
     def release(self, owner: Hashable, numbers: Iterable[int]) -> None:
-        """Give these holds back; those that the owner does not have are passed over."""
+        """Give these shares back; those that the owner does not have are passed over."""
         for number in numbers:
-            hold = self.find_hold(owner, number)
-            if hold is not None:
-                self._leave(hold)
+            share = self.find_share(owner, number)
+            if share is not None:
+                self._leave(share)
 
     def drop_owner(self, owner: Hashable) -> None:
         """Give back what the owner has."""
@@ -298,7 +298,7 @@ class Ledger:
         self.release(owner, self.numbers(owner))
 
     def begin_copy(self, entry: Entry) -> None:
-        """Keep the extents of the entry until `end_copy`, even if all its holds are released."""
+        """Keep the extents of the entry until `end_copy`, even if all its shares are released."""
         entry.copies += 1
         self._settle(entry)
 
@@ -357,7 +357,7 @@ class Ledger:
         """
         before = self.files.free_bytes
         while self.files.free_bytes - before < nbytes and (retained := next(self._retained_in_files(), None)):
-            while retained.holds:
+            while retained.shares:
                 self._evict(retained)
         return self.files.free_bytes > before
 
@@ -430,9 +430,9 @@ class Ledger:
         held: defaultdict[_Group, list[int]] = defaultdict(lambda: [0, 0, 0, 0])
         for entry in self._entries:
             needed: dict[_Group, bool] = {(None, None): True} if entry.copies else {}  # a copy is nobody's
-            for hold in entry.holds:
-                for group in ((None, None), (hold.owner, None), (None, hold.gpu), (hold.owner, hold.gpu)):
-                    needed[group] = needed.get(group, False) or hold.needed
+            for share in entry.shares:
+                for group in ((None, None), (share.owner, None), (None, share.gpu), (share.owner, share.gpu)):
+                    needed[group] = needed.get(group, False) or share.needed
             is_shared = len(entry.owners) > 1
             for each, is_needed in needed.items():
                 sums = held[each]
@@ -444,20 +444,20 @@ class Ledger:
     @property
     def saved_bytes(self) -> int:
         """What is not held a second time because it is shared. Takes longer where more is held."""
-        return sum(entry.taken_bytes * (len(entry.holds) - 1) for entry in self._entries if entry.holds)
+        return sum(entry.taken_bytes * (len(entry.shares) - 1) for entry in self._entries if entry.shares)
 
     def owners(self, owner: Hashable, numbers: Iterable[int]) -> list[int]:
-        """How many owners share each of these entries; 0 where the owner has no such hold, or not any more."""
-        holds = [self.find_hold(owner, number) for number in numbers]
-        return [len(hold.entry.owners) if hold else 0 for hold in holds]
+        """How many owners share each of these entries; 0 where the owner has no such share, or not any more."""
+        shares = [self.find_share(owner, number) for number in numbers]
+        return [len(share.entry.owners) if share else 0 for share in shares]
 
-    def holds(self, owner: Hashable) -> list[Hold]:
+    def shares(self, owner: Hashable) -> list[Share]:
         """All that the owner has."""
-        return list(self._holds.get(owner, {}).values())
+        return list(self._shares.get(owner, {}).values())
 
     def numbers(self, owner: Hashable) -> list[int]:
-        """Of all holds that the owner has."""
-        return list(self._holds.get(owner, ()))
+        """Of all shares that the owner has."""
+        return list(self._shares.get(owner, ()))
 
     def who_holds(self, names: Mapping[Hashable, str]) -> str:
         """Which of these owners hold most, and how much, in words."""
@@ -467,31 +467,31 @@ class Ledger:
         said = [f"{name} holds {format_bytes(nbytes)}" for nbytes, name in held[:_HOLDERS_NAMED] if nbytes]
         return ", ".join(said) or "nobody holds anything"
 
-    def _new_hold(self, entry: Entry, owner: Hashable, gpu: str) -> Hold:
+    def _new_share(self, entry: Entry, owner: Hashable, gpu: str) -> Share:
         self._last_number += 1
-        hold = Hold(self._last_number, owner, gpu, entry, needed=not entry.is_expendable)
-        self._join(hold, entry)
-        return hold
+        share = Share(self._last_number, owner, gpu, entry, needed=not entry.is_expendable)
+        self._join(share, entry)
+        return share
 
-    def _join(self, hold: Hold, entry: Entry) -> None:
-        """The hold is one of this entry from here on."""
-        hold.entry = entry
-        self._holds.setdefault(hold.owner, {})[hold.number] = hold
-        entry.holds.add(hold)
+    def _join(self, share: Share, entry: Entry) -> None:
+        """The share is one of this entry from here on."""
+        share.entry = entry
+        self._shares.setdefault(share.owner, {})[share.number] = share
+        entry.shares.add(share)
         self._settle(entry)
 
-    def _leave(self, hold: Hold) -> None:
-        """The hold is none of its entry any more, which goes if it was the last one."""
-        entry, of_owner = hold.entry, self._holds[hold.owner]
-        del of_owner[hold.number]
+    def _leave(self, share: Share) -> None:
+        """The share is none of its entry any more, which goes if it was the last one."""
+        entry, of_owner = share.entry, self._shares[share.owner]
+        del of_owner[share.number]
         if not of_owner:
-            del self._holds[hold.owner]
-        entry.holds.remove(hold)
+            del self._shares[share.owner]
+        entry.shares.remove(share)
         self._settle(entry)
 
     def _settle(self, entry: Entry) -> None:
         """Let it wait where it belongs now: after all others, if that is another queue. If it is nobody's, it goes."""
-        if not entry.holds and not entry.copies:
+        if not entry.shares and not entry.copies:
             self._free(entry)
         queue = self._queue_for(entry)
         if queue is entry.queue:
@@ -507,7 +507,7 @@ class Ledger:
 
     def _queue_for(self, entry: Entry) -> _Queue | None:
         """As the table above says."""
-        if not entry.holds and not entry.copies:
+        if not entry.shares and not entry.copies:
             return None
         if not entry.needed:
             if entry.is_expendable:
@@ -535,8 +535,8 @@ class Ledger:
             entry.extents, entry._ends = [], []
             self._settle(entry)
             return
-        for hold in list(entry.holds):
-            self._leave(hold)
+        for share in list(entry.shares):
+            self._leave(share)
         self.evicted_bytes += entry.taken_bytes
 
     def _free(self, entry: Entry) -> None:

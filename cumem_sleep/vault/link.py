@@ -1,7 +1,7 @@
 """Copies between the vault's memory and GPUs, in one direction: each link serves its own GPU, and then helps others.
 
 Copies to a link's own GPU go by its copy engine, or by a kernel while the engine is slow, because the driver scrubs
-memory that was just freed (`core/pace`). What it carries for others goes as `vault/relay.py` says.
+memory that was just freed (`core/copy_chooser`). What it carries for others goes as `vault/relay.py` says.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import NamedTuple
 import numpy as np
 
 from .. import _core
+from ..core.copy_chooser import BestRate, CopyChooser
 from ..core.extents import PieceRows
-from ..core.pace import BestRate, Pace
 from ..core.tuning import Tuning
 from ..errors import VaultError
 from ..store.copier import Copier, CopyTotals, load_kernel
-from ..store.lanes import HostLane, HostTransfers
+from ..store.lanes import HostLane, HostLaneGroup
 from .jobs import RELAYED_BYTES, Job, JobQueue, LinkPiece
 from .relay import SLOTS, Relay
 
@@ -63,24 +63,24 @@ class VaultLink:
     """A thread that copies for all clients between host memory and one GPU, in one direction.
 
     Attributes:
-        turns: what is to be copied for this GPU, by this link and those that help it.
+        queue: what is to be copied for this GPU, by this link and those that help it.
     """
 
     def __init__(self, device: int, group: LinkGroup) -> None:
         self.device = device
-        self.turns = JobQueue()
+        self.queue = JobQueue()
         self._group = group
         self._changed = threading.Condition(group.lock)  # notified when it may have something to do
         self._to_host = group.to_host
         tuning = Tuning(engine_batch_bytes=PIECE_BYTES)
-        self._pace = Pace(None, tuning.timed_bytes, _IN_FLIGHT, tuning)
-        self._own = Copier(self._pace, tuning, self._finish)  # for its own GPU
-        self._for_others = Copier(Pace(None, 0, _IN_FLIGHT, tuning), tuning, self._finish)
+        self._chooser = CopyChooser(None, tuning.timed_bytes, _IN_FLIGHT, tuning)
+        self._own = Copier(self._chooser, tuning, self._finish)  # for its own GPU
+        self._for_others = Copier(CopyChooser(None, 0, _IN_FLIGHT, tuning), tuning, self._finish)
         self._before_pause = CopyTotals()
         self._home = self  # the link that it copies for
         self._relay = Relay(device, self._to_host)
         self._stopping = False
-        self._transfers = HostTransfers(1, 0, kernel_blocks=_KERNEL_BLOCKS)
+        self._transfers = HostLaneGroup(1, 0, kernel_blocks=_KERNEL_BLOCKS)
         self._streams = ExitStack()
         self._idle: dict[int, list[HostLane]] = {}  # by GPU
         name = f"vault-{'out' if self._to_host else 'in'}-{device}"
@@ -107,19 +107,19 @@ class VaultLink:
     def submit(self, job: Job) -> None:
         """Copy its pieces when it is its client's turn. Jobs of one client are done in order."""
         with self._group.lock:
-            self.turns.add(job)
+            self.queue.add(job)
             self._notify()
 
     def cancel(self, client: Hashable, why: str = "the client has gone") -> None:
         """Start no more copies of this client (None: of any). Its jobs end as soon as what is in flight has ended."""
         with self._group.lock:
-            self.turns.cancel(client, VaultError(why))
+            self.queue.cancel(client, VaultError(why))
             self._changed.notify()
 
     def _notify(self) -> None:
         """There is more to copy for this GPU: for its own link, and with much of it for those that may help."""
         self._changed.notify()
-        if self.turns.waiting_bytes >= WORTH_RELAYING_BYTES:
+        if self.queue.waiting_bytes >= WORTH_RELAYING_BYTES:
             for each in self._group.links:
                 if each is not self and each._may_help(self):
                     each._changed.notify()
@@ -140,7 +140,7 @@ class VaultLink:
 
     def _run(self) -> None:
         if not self._to_host and load_kernel(self.device):
-            self._pace.best = BestRate()
+            self._chooser.best = BestRate()
         with self._transfers, self._streams:
             self._streams.callback(self._relay.close)
             while True:
@@ -172,7 +172,7 @@ class VaultLink:
         with self._group.lock:
             while True:
                 now = time.monotonic()
-                if self.turns:
+                if self.queue:
                     return self
                 if self._stopping:
                     return None
@@ -189,7 +189,7 @@ class VaultLink:
 
     def _is_over(self) -> bool:
         with self._group.lock:  # what came since the look for work ends with an error, as all that waits
-            return self._stopping and not self.turns
+            return self._stopping and not self.queue
 
     def _in_need(self) -> VaultLink | None:
         """Of the links that this one may help: the one that it helps already, or the one with most to copy."""
@@ -197,11 +197,11 @@ class VaultLink:
             each
             for each in self._group.links
             if each is not self
-            and each.turns.waiting_bytes >= WORTH_RELAYING_BYTES
+            and each.queue.waiting_bytes >= WORTH_RELAYING_BYTES
             and self._may_help(each)
-            and each.turns.may_be_relayed
+            and each.queue.may_be_relayed
         ]
-        return max(others, key=lambda each: (each is self._home, each.turns.waiting_bytes), default=None)
+        return max(others, key=lambda each: (each is self._home, each.queue.waiting_bytes), default=None)
 
     def _is_helped(self) -> bool:
         return any(each is not self and each._may_help(self) for each in list(self._group.links))
@@ -215,10 +215,10 @@ class VaultLink:
             self._before_pause = self._own.copied
         self._own.go_on()
         most_bytes = self._own.most_bytes
-        if self.turns.waiting_bytes < SMALL_PIECES_BYTES and self._is_helped():
+        if self.queue.waiting_bytes < SMALL_PIECES_BYTES and self._is_helped():
             most_bytes = min(most_bytes, RELAYED_BYTES)  # what this link holds on to, others wait for at the end
         with self._group.lock:
-            taken = self.turns.take(most_bytes)
+            taken = self.queue.take(most_bytes)
         if taken is None:
             return
         job, piece = taken
@@ -256,7 +256,7 @@ class VaultLink:
         if self._relay.is_on_trial(home.device):
             self._for_others.wait()
         with self._group.lock:
-            taken = home.turns.take_to_relay()
+            taken = home.queue.take_to_relay()
         if taken is None:
             return
         job, piece = taken
@@ -282,13 +282,13 @@ class VaultLink:
     def _fail(self, home: VaultLink, job: Job, error: Exception) -> None:
         """A piece of it was taken, and is not copied; nor are those that follow."""
         with self._group.lock:
-            home.turns.fail(job, error)
+            home.queue.fail(job, error)
             job.in_flight -= 1
         self._end_if_over(home, job)
 
     def _give_back(self, home: VaultLink, job: Job, piece: LinkPiece) -> None:
         with self._group.lock:
-            home.turns.give_back(job, piece)
+            home.queue.give_back(job, piece)
             home._notify()
         self._end_if_over(home, job)
 
@@ -317,7 +317,7 @@ class VaultLink:
 
     def _end_if_over(self, home: VaultLink, job: Job) -> None:
         with self._group.lock:
-            if not home.turns.end_if_over(job):
+            if not home.queue.end_if_over(job):
                 return
         job.done(job.error)
 

@@ -26,7 +26,7 @@ from ..store.copier import CopyTotals
 from . import memory, protocol
 from .files import SpillFile
 from .jobs import BorrowedMemory, Job, LinkPiece, PieceSource
-from .ledger import Entry, HeldBytes, Hold, Key, needed_bytes
+from .ledger import Entry, HeldBytes, Key, Share, needed_bytes
 from .link import PIECE_BYTES, LinkGroup, VaultLink
 from .moves import Move, MoveLog, encoded
 from .pool import VaultPool
@@ -318,10 +318,10 @@ class Service:
 
     def _reserved(self, each: _Reservation) -> _Answer:
         session, gpu, ledger = each.asked.session, each.gpu, self._pool.ledger
-        holds = ledger.reserve(session.owner, gpu.uuid, each.sizes, gpu.node, expendable=each.expendable)
+        shares = ledger.reserve(session.owner, gpu.uuid, each.sizes, gpu.node, expendable=each.expendable)
         ledger.claims[session.owner] = each.more_bytes
         try:
-            return self._handed_out(session, holds)
+            return self._handed_out(session, shares)
         except CumemSleepError:
             ledger.claims[session.owner] = 0  # the client hears of no backup, so it will not ask for more
             raise
@@ -329,18 +329,18 @@ class Service:
     def _find(self, asked: _Request) -> _Answer:
         gpu, owner = self._gpu(asked.body), asked.session.owner
         keys = [_key(each) for each in objects(asked.body, "keys", protocol.MAX_BACKUPS)]
-        holds = [self._pool.ledger.find(owner, gpu.uuid, key) for key in keys]
-        return self._handed_out(asked.session, holds)
+        shares = [self._pool.ledger.find(owner, gpu.uuid, key) for key in keys]
+        return self._handed_out(asked.session, shares)
 
     def _seal(self, asked: _Request) -> _Answer:
         ledger, owner = self._pool.ledger, asked.session.owner
         backups = objects(asked.body, "backups", protocol.MAX_BACKUPS)
-        holds = [ledger.sealable(owner, integer(each, "number")) for each in backups]
+        shares = [ledger.sealable(owner, integer(each, "number")) for each in backups]
         keys = [_key(each) for each in backups]
-        for hold, key in zip(holds, keys, strict=True):
-            ledger.seal(owner, hold.number, key)
+        for share, key in zip(shares, keys, strict=True):
+            ledger.seal(owner, share.number, key)
         self.serve_waiting()
-        return self._handed_out(asked.session, holds)
+        return self._handed_out(asked.session, shares)
 
     def _mark(self, asked: _Request) -> _Answer:
         numbers = integers(asked.body, "numbers", protocol.MAX_BACKUPS)
@@ -375,7 +375,7 @@ class Service:
         """Between a client's memory and one of its backups."""
         gpu, to_host, ranges = self._gpu(asked.body), boolean(asked.body, "out"), table(asked.body, "ranges", 3)
         lent, ledger, number = self._lent(asked, gpu), self._pool.ledger, integer(asked.body, "number")
-        entry = (ledger.writable if to_host else ledger.hold)(asked.session.owner, number).entry
+        entry = (ledger.writable if to_host else ledger.share)(asked.session.owner, number).entry
         if lent.device != gpu.ordinal:
             raise InvalidArgument("this memory is on another GPU")
         check_table(ranges, lent.nbytes, entry.nbytes)
@@ -522,7 +522,7 @@ class Service:
     def _look(self, asked: _Request) -> _Answer:
         """Where backups are that the client holds."""
         numbers = integers(asked.body, "numbers", protocol.MAX_BACKUPS)
-        return self._said(asked.session, [self._pool.ledger.find_hold(asked.session.owner, each) for each in numbers])
+        return self._said(asked.session, [self._pool.ledger.find_share(asked.session.owner, each) for each in numbers])
 
     def _read_ahead(self, asked: _Request) -> _Answer:
         """What these processes have in files, they are about to need; none: the client itself."""
@@ -530,7 +530,7 @@ class Service:
         if self._spiller is None:
             return {"bytes": 0}
         named = [session for session in self._sessions if session.pid in pids] if pids else [asked.session]
-        entries = [hold.entry for session in named for hold in self._pool.ledger.holds(session.owner)]
+        entries = [share.entry for session in named for share in self._pool.ledger.shares(session.owner)]
         return {"bytes": self._spiller.read_ahead(entries)}
 
     # What requests share
@@ -555,30 +555,33 @@ class Service:
                 self._link(gpu, False)
         return self._links[gpu.uuid, to_host]
 
-    def _handed_out(self, session: Session, holds: Sequence[Hold | None]) -> _Answer:
+    def _handed_out(self, session: Session, shares: Sequence[Share | None]) -> _Answer:
         """The answer that gives these to the client. If that cannot be said, they go back."""
         try:
-            return self._said(session, holds)
+            return self._said(session, shares)
         except CumemSleepError:
-            self._pool.ledger.release(session.owner, [hold.number for hold in holds if hold is not None])
+            self._pool.ledger.release(session.owner, [share.number for share in shares if share is not None])
             self.serve_waiting()
             raise
 
-    def _said(self, session: Session, holds: Sequence[Hold | None]) -> _Answer:
+    def _said(self, session: Session, shares: Sequence[Share | None]) -> _Answer:
         """Where they are, after descriptors of the slabs that the client has none of."""
-        there = [hold for hold in holds if hold is not None]
-        if sum(_EXTENT_CHARACTERS * len(hold.entry.extents) for hold in there) > _MAX_SAID:
+        there = [share for share in shares if share is not None]
+        if sum(_EXTENT_CHARACTERS * len(share.entry.extents) for share in there) > _MAX_SAID:
             raise InvalidArgument(f"the answer has over {_MAX_SAID} bytes: ask for less at once")
-        slabs = {extent.slab for hold in there for extent in hold.entry.extents}
+        slabs = {extent.slab for share in there for extent in share.entry.extents}
         for number in sorted(slabs - session.known_slabs):
             self._send_slab(session, number)
         moves_end = session.moves.end if session.moves else 0
-        return {"backups": [None if hold is None else self._described(hold) for hold in holds], "moves_end": moves_end}
-
-    def _described(self, hold: Hold) -> _Answer:
-        entry = hold.entry
         return {
-            "number": hold.number,
+            "backups": [None if share is None else self._described(share) for share in shares],
+            "moves_end": moves_end,
+        }
+
+    def _described(self, share: Share) -> _Answer:
+        entry = share.entry
+        return {
+            "number": share.number,
             "bytes": entry.nbytes,
             "extents": self._known_place(entry),
         }
@@ -607,7 +610,7 @@ class Service:
             if session.moves is None or session.channel.unsent_bytes:
                 raise VaultError(f"{session} takes no messages")
             moves = [
-                Move([hold.number for hold in entry.holds if hold.owner is session.owner], entry.spilled)
+                Move([share.number for share in entry.shares if share.owner is session.owner], entry.spilled)
                 for entry in mine
             ]
             told.append((session.moves, encoded(moves)))

@@ -370,7 +370,7 @@ class Spiller:
         if self._is_closed:  # the ledger is left as it is
             return
         batch, self._batch = self._batch, None
-        held = [entry for entry in batch.entries if entry.holds and self._may_tell(entry)]
+        held = [entry for entry in batch.entries if entry.shares and self._may_tell(entry)]
         error = future.exception()
         if error is None:
             self.written = self.written.plus(batch.nbytes, time.monotonic() - batch.began)

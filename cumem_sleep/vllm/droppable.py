@@ -20,7 +20,7 @@ from ..allocator import CuMemAllocator
 from ..backups.ranges import Spans, covers
 from ..core.levels import DEFERRABLE_TAGS, in_pools
 from ..errors import OutOfHostMemory, format_bytes
-from ..for_plugin import call_of_ranks
+from ..for_plugin import vote_of_ranks
 from . import loaded
 from .allocator_calls import AllocatorCall, wrapped
 
@@ -191,7 +191,7 @@ def declared(worker: Any, level: int) -> Iterator[None]:
     if CuMemAllocator.instance is None or not _core.segments():
         yield
         return
-    with call_of_ranks(CuMemAllocator.get_instance(), "sleep"):  # if this fails, the other ranks hear of it
+    with vote_of_ranks(CuMemAllocator.get_instance(), "sleep"):  # if this fails, the other ranks hear of it
         drop = at_level(worker, level)
 
     def sleeping(own: AllocatorCall) -> AllocatorCall:
@@ -215,7 +215,7 @@ def declared(worker: Any, level: int) -> Iterator[None]:
 def forget(worker: Any, tags: Any = None) -> int:
     """`CuMemAllocator.release_backups`, which checks `tags`; None: of `weights` and `kv_cache`."""
     allocator = CuMemAllocator.get_instance()
-    with call_of_ranks(allocator, "release_backups"):
+    with vote_of_ranks(allocator, "release_backups"):
         drop = by_forgetting(worker)
     return allocator.release_backups(DEFERRABLE_TAGS if tags is None else tags, drop=drop)
 

@@ -17,7 +17,7 @@ def two_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CuMemAllocator.tuning, "slab_bytes", MIB)
     ample_host_memory(monkeypatch)
     if SIMULATED:
-        monkeypatch.setattr("cumem_sleep.digest.device.sums_of", quick_sums)
+        monkeypatch.setattr("cumem_sleep.digest.digester.sums_of", quick_sums)
 
 
 def fill(allocator: CuMemAllocator, memory: Memory, pages: Sequence[int], tag: str = "weights") -> dict[int, bytes]:

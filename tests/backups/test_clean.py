@@ -91,7 +91,7 @@ class TestClean:
         allocator.wake_up()
         assert memory.read(filled["weights"][0], PAGE) == filled["weights"][1]
         allocator.close()
-        assert allocator._store.room.bytes == 0
+        assert allocator._store.memory.bytes == 0
         assert allocator.sleep().copied_bytes == 2 * PAGE
         allocator.wake_up()
         assert memory.read(filled["default"][0], PAGE) == filled["default"][1]
@@ -142,7 +142,7 @@ class TestHostMemory:
         filled["default"] = fill(allocator, memory, "default")["default"]
         report = allocator.sleep(offload_tags=["default", "lora"])  # weights' backup makes room
         assert (report.copied_bytes, report.clean_bytes) == (PAGE, PAGE)
-        assert allocator._store.room.bytes == 2 * PAGE
+        assert allocator._store.memory.bytes == 2 * PAGE
         allocator.wake_up()
         for tag in ("default", "lora"):
             assert memory.read(filled[tag][0], PAGE) == filled[tag][1]
@@ -156,13 +156,13 @@ class TestHostMemory:
         allocator.wake_up()
         fill(allocator, memory, "default")
         held = []
-        take = allocator._store.room.take
+        take = allocator._store.memory.reserve
 
         def watched_take(segments: list[_core.Segment], *more: object, **named: object) -> None:
             take(segments, *more, **named)  # type: ignore[arg-type]
-            held.append(allocator._store.room.bytes)
+            held.append(allocator._store.memory.bytes)
 
-        monkeypatch.setattr(allocator._store.room, "take", watched_take)
+        monkeypatch.setattr(allocator._store.memory, "reserve", watched_take)
         allocator.sleep(offload_tags="default")
         assert held == [2 * PAGE]
 

@@ -33,8 +33,8 @@ from cumem_sleep import (
     _core,
     sim,
 )
-from cumem_sleep.core.operation import Call
-from cumem_sleep.digest.device import DigestRun
+from cumem_sleep.core.operation import Vote
+from cumem_sleep.digest.digester import DigestRun
 from cumem_sleep.digest.reference import CHUNK_BYTES, digests_from, sums_of
 from cumem_sleep.for_plugin import drop_kept
 from cumem_sleep.store.lanes import HostLane
@@ -73,7 +73,7 @@ def by_kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 @pytest.fixture
 def quick_facts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where they are not the question: most of a sweep would be digests, and a look into hundreds of files."""
-    monkeypatch.setattr("cumem_sleep.digest.device.sums_of", quick_sums)
+    monkeypatch.setattr("cumem_sleep.digest.digester.sums_of", quick_sums)
     ample_host_memory(monkeypatch)
 
 
@@ -379,7 +379,7 @@ class TestOtherCalls:
             cache.wake()
         for address in cache.addresses:
             cache.allocator.free(address)
-        assert cache.allocator._store.room.bytes == PAGE
+        assert cache.allocator._store.memory.bytes == PAGE
 
     def test_discard_leaves_what_sleeps(self, cache: Cache) -> None:
         cache.sleep()
@@ -423,19 +423,19 @@ class TestFailures:
         def refuse(*_: object) -> None:
             raise DriverError("agree", "CUDA_ERROR_UNKNOWN")
 
-        agree = Call.agree
-        monkeypatch.setattr(Call, "agree", refuse)
+        agree = Vote.agree
+        monkeypatch.setattr(Vote, "agree", refuse)
         with pytest.raises(DriverError):
             cache.sleep()
         assert cache.is_all_there()
         assert cache.kept_bytes == 0
-        monkeypatch.setattr(Call, "agree", agree)
+        monkeypatch.setattr(Vote, "agree", agree)
         cache.check_kept(cache.sleep())
-        monkeypatch.setattr(Call, "agree", refuse)
+        monkeypatch.setattr(Vote, "agree", refuse)
         with pytest.raises(DriverError):
             cache.allocator.wake_up()
         assert cache.kept_bytes == cache.bytes
-        monkeypatch.setattr(Call, "agree", agree)
+        monkeypatch.setattr(Vote, "agree", agree)
         cache.check_back()
 
     def calls_of(self, work: Callable[[], object], error_name: str, by_kernel: bool) -> list[tuple[str, int]]:

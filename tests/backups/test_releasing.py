@@ -54,7 +54,7 @@ def test_freed_while_another_free_gives_a_backup_back(
 
     monkeypatch.setattr(allocator._store.catalogue, "forget", slow_forget)
     allocator.free(first)
-    assert allocator._store.room.bytes == 0
+    assert allocator._store.memory.bytes == 0
 
 
 class Gate:
@@ -96,16 +96,16 @@ def threads_giving_back() -> list[str]:
 
 def wait_for_the_end(allocator: CuMemAllocator, host_bytes: int = 0) -> None:
     """Until only so much is held, and the thread has ended."""
-    until(lambda: not allocator._store.room.tier._releasing.bytes and not threads_giving_back())
-    assert allocator._store.room.bytes == host_bytes
-    assert allocator._store.room.tier._releasing._worker is None
+    until(lambda: not allocator._store.memory.tier._releasing.bytes and not threads_giving_back())
+    assert allocator._store.memory.bytes == host_bytes
+    assert allocator._store.memory.tier._releasing._worker is None
 
 
 def available_bytes(allocator: CuMemAllocator) -> int:
     """Of a system that is taken to have as much at any time."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(host_facts, "mem_available_bytes", lambda **_: 64 * PAGE)
-        limits = {limit.name: limit.available_bytes for limit in allocator._store.room.tier.limits()}
+        limits = {limit.name: limit.available_bytes for limit in allocator._store.memory.tier.limits()}
     available = limits["MemAvailable"]
     assert available is not None
     return available
@@ -180,13 +180,13 @@ class TestGivingBack:
         fill(allocator, memory, [1] * 4)
         allocator.sleep()
         allocator.wake_up()
-        allocator._store.room.unpin()
+        allocator._store.memory.unpin()
         before = available_bytes(allocator)
         with monkeypatch.context() as patch:
             Gate(patch)
             allocator.sleep(2)
             assert closed_by == []
-            assert allocator._store.room.bytes == 4 * PAGE
+            assert allocator._store.memory.bytes == 4 * PAGE
             assert available_bytes(allocator) == before + 4 * PAGE
             assert Gate.latest is not None
             Gate.latest.is_open = True
@@ -199,7 +199,7 @@ class TestGivingBack:
     ) -> None:
         Gate(monkeypatch)
         self.going(unretained, memory, pages=2)
-        assert unretained._store.room.bytes == 0
+        assert unretained._store.memory.bytes == 0
         assert closed_by == [OPERATION] * 4
         assert threads_giving_back() == []
 
@@ -214,7 +214,7 @@ class TestGivingBack:
                 gate.is_open = True
                 gate.wait()
                 assert closed_by == []
-                assert store.room.bytes == 4 * PAGE
+                assert store.memory.bytes == 4 * PAGE
             wait_for_the_end(unretained)
 
     @pytest.mark.parametrize("through_hook", [False, True])
@@ -268,16 +268,16 @@ class TestGivingBack:
             memory.write(address, contents[address])
         memory.close()
         gate.wait()
-        budget = allocator._store.room.tier.limits()[0]
+        budget = allocator._store.memory.tier.limits()[0]
         assert (budget.name, budget.available_bytes) == ("budget", (4 + spare_pages) * PAGE)
         most = [0]
-        take = allocator._store.room.take
+        take = allocator._store.memory.reserve
 
         def noted(*arguments: Any, **options: Any) -> None:
             take(*arguments, **options)
-            most[0] = max(most[0], allocator._store.room.bytes)
+            most[0] = max(most[0], allocator._store.memory.bytes)
 
-        monkeypatch.setattr(allocator._store.room, "take", noted)
+        monkeypatch.setattr(allocator._store.memory, "reserve", noted)
         if operation == "prepare":
             assert allocator.prepare().wait(30)
         report = allocator.sleep()
@@ -309,10 +309,10 @@ class TestGivingBack:
 
         monkeypatch.setattr(_core.HostBlock, "pin", noted)
         assert unretained.sleep().copied_bytes == 4 * PAGE
-        assert (closed_by, pinned, unretained._store.room.bytes) == ([], [], 4 * PAGE)
+        assert (closed_by, pinned, unretained._store.memory.bytes) == ([], [], 4 * PAGE)
         unretained.wake_up()
         check_bytes(memory, contents)
-        assert (closed_by, pinned, unretained._store.room.bytes) == ([], [], 4 * PAGE)
+        assert (closed_by, pinned, unretained._store.memory.bytes) == ([], [], 4 * PAGE)
         memory.close()
         gate.is_open = True
         wait_for_the_end(unretained)
@@ -337,13 +337,13 @@ class TestGivingBack:
         with pytest.raises(OutOfHostMemory) as refused:
             allocator.sleep()
         assert (refused.value.available_bytes, refused.value.limit) == (6 * PAGE, "budget")
-        assert (closed_by, allocator._store.room.bytes) == ([], 4 * PAGE)
+        assert (closed_by, allocator._store.memory.bytes) == ([], 4 * PAGE)
         allocator.free(contents.popitem()[0])
         most = [0]
         prefault = _core.HostBlock.prefault
 
         def noted(block: _core.HostBlock, offset: int, nbytes: int) -> None:
-            most[0] = max(most[0], allocator._store.room.bytes)
+            most[0] = max(most[0], allocator._store.memory.bytes)
             prefault(block, offset, nbytes)
 
         patch_prefault(monkeypatch, noted)
@@ -363,9 +363,9 @@ class TestGivingBack:
         gate = Gate(monkeypatch)
         contents = self.going(unretained, memory)
         gate.wait()
-        assert unretained._store.room.bytes == 4 * PAGE
+        assert unretained._store.memory.bytes == 4 * PAGE
         assert getattr(unretained, call)() == (4 * PAGE if call == "release_backups" else None)
-        assert unretained._store.room.bytes == 0
+        assert unretained._store.memory.bytes == 0
         if SIMULATED:
             assert sim.stats().registered_bytes == 0
         gate.is_open = True
@@ -381,7 +381,7 @@ class TestGivingBack:
         with monkeypatch.context() as patch:
             patch.setattr(_core.Worker, "start", refuse)
             contents = self.going(unretained, memory)
-            assert unretained._store.room.bytes == 0
+            assert unretained._store.memory.bytes == 0
         assert closed_by == [OPERATION] * 8
         unretained.sleep()
         unretained.wake_up()
@@ -434,10 +434,10 @@ class TestGivingBack:
         self.going(unretained, memory)
         gate.wait()
         for _ in range(2):
-            unretained._store.room.stop()
+            unretained._store.memory.stop()
             assert_no_threads(GIVING_BACK)
         unretained.release_backups()
-        assert unretained._store.room.bytes == 0
+        assert unretained._store.memory.bytes == 0
 
 
 GOING = """
@@ -455,7 +455,7 @@ GOING = """
     memory.close()
     allocator.sleep()
     allocator.wake_up()
-    going = allocator._store.room.tier._releasing
+    going = allocator._store.memory.tier._releasing
     """
 
 
@@ -485,7 +485,7 @@ class TestProcess:
             tuning.between_releases_s = 0
             while going._worker is not None:
                 time.sleep(0.001)
-            assert allocator._store.room.bytes == 0
+            assert allocator._store.memory.bytes == 0
             for address, content in contents.items():
                 assert memory.read(address, 4 * PAGE) == content
             memory.close()

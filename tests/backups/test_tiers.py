@@ -19,11 +19,11 @@ from running import RunningVault, eventually
 from cumem_sleep import CuMemAllocator, DriverError, OutOfHostMemory, Settings, _core, host_facts, sim
 from cumem_sleep.backups.backup import Backup, extent_sizes
 from cumem_sleep.backups.catalogue import Catalogue
-from cumem_sleep.backups.host import HostTier
+from cumem_sleep.backups.host_tier import HostTier
 from cumem_sleep.backups.tier import Content, NotYet, Tier
-from cumem_sleep.backups.vault import VaultTier
+from cumem_sleep.backups.vault_tier import VaultTier
 from cumem_sleep.core.extents import Extent, Lane
-from cumem_sleep.digest.device import DeviceDigester, DigestRun
+from cumem_sleep.digest.digester import DeviceDigester, DigestRun
 from cumem_sleep.digest.reference import Digest
 from cumem_sleep.store.transfer import Transfer
 from cumem_sleep.vault.files import filesystem_of
@@ -111,8 +111,8 @@ def reserve(tier: Tier, *sizes: int) -> tuple[Extent, ...]:
 
 @contextmanager
 def lane_of(tier: Tier) -> Iterator[Lane]:
-    with tier.transfers() as transfers, _core.CopyStream(0) as stream:
-        yield transfers.lane(stream)
+    with tier.lane_group() as lane_group, _core.CopyStream(0) as stream:
+        yield lane_group.lane(stream)
 
 
 def write(tier: Tier, extent: Extent, address: int, nbytes: int) -> None:
@@ -190,9 +190,9 @@ class TestCopies:
     ) -> None:
         address, content = segment
         extents = reserve(tier, PAGE, 3 * PAGE)
-        with tier.transfers() as transfers, _core.CopyStream(0) as stream:
-            transfers.expect(extents)
-            lane = transfers.lane(stream)
+        with tier.lane_group() as lane_group, _core.CopyStream(0) as stream:
+            lane_group.expect(extents)
+            lane = lane_group.lane(stream)
             lane.begin(extents[0], ((address, 0, PAGE),), out=True)
             for start in range(0, 3 * PAGE, PAGE // 2):
                 lane.begin(extents[1], ((address + PAGE + start, start, PAGE // 2),), out=True)
@@ -213,11 +213,11 @@ class TestCopies:
         address, content = segment
         extents = reserve(tier, *[PAGE] * 4)
         with (
-            tier.transfers() as transfers,
+            tier.lane_group() as lane_group,
             _core.CopyStream(0) as first,
             _core.CopyStream(0) as second,
         ):
-            lanes = [transfers.lane(first), transfers.lane(second)]
+            lanes = [lane_group.lane(first), lane_group.lane(second)]
             for number, extent in enumerate(extents):
                 lanes[number % 2].begin(extent, ((address + number * PAGE, 0, PAGE),), out=True)
             for lane in lanes:
@@ -409,7 +409,7 @@ class TestSharing:
         with lane_of(tier) as lane:
             self.copy(backup, lane, out=True)
         assert digest() == self.content(chosen).digest
-        catalogue.prove([segment], {segment.id: digest()})
+        catalogue.mark_proven([segment], {segment.id: digest()})
         assert catalogue.get(segment) is backup
         assert backup.read(5 * PAGE + 16, PAGE).tobytes() == before[5 * PAGE + 16 : 6 * PAGE + 16]
         if (found := tier.find(0, [self.content(chosen)])[0]) is not None:

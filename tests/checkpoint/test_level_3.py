@@ -317,7 +317,7 @@ class TestSleepAndWake:
     ) -> None:
         """It waits until the process is at level 3, and brings it back."""
         goes_down, woken = threading.Event(), threading.Event()
-        ask, unpin = process._Helper.ask, allocator._store.room.unpin
+        ask, unpin = process._Helper.ask, allocator._store.memory.unpin
 
         def until_a_wake_waits() -> None:
             goes_down.set()
@@ -341,7 +341,7 @@ class TestSleepAndWake:
             assert "restore" in report.phases
 
         monkeypatch.setattr(process._Helper, "ask", ask_late)
-        monkeypatch.setattr(allocator._store.room, "unpin", unpin_late)
+        monkeypatch.setattr(allocator._store.memory, "unpin", unpin_late)
         run_together(lambda: allocator.sleep(level=3), wake)
         assert allocator.checkpoint is None
         assert memory.read(weights, PAGE) == BYTES
@@ -596,7 +596,7 @@ class TestByItself:
         monkeypatch.setattr(allocator._cuda, "_deep_after_s", 0.0)
         monkeypatch.setattr(allocator._cuda, "_checkpoint", lambda: (began.set(), checkpoint(allocator)))
         with allocator._lock.hold():
-            allocator._cuda.count()
+            allocator._cuda.start_timer()
             began.wait()
             allocator._cuda.stop()
         assert_no_threads("cumem-level-3")

@@ -29,11 +29,11 @@ from compression import (
 from support import AWAKE, PAGE
 
 from cumem_sleep import CuMemAllocator, InvalidState, OutOfHostMemory, _core
-from cumem_sleep.backups.filling import Filling
+from cumem_sleep.backups.writer import BackupWriter
 from cumem_sleep.codec.kernels import SimulatedKernels
 from cumem_sleep.codec.plan import Planner
 from cumem_sleep.codec.workspace import Workspace
-from cumem_sleep.digest.device import DigestRun
+from cumem_sleep.digest.digester import DigestRun
 
 pytestmark = pytest.mark.sim
 
@@ -175,7 +175,7 @@ class TestChanges:
             raise InvalidState("not now")
 
         with monkeypatch.context() as patch:
-            patch.setattr(Filling, "add", refuse)
+            patch.setattr(BackupWriter, "add", refuse)
             with pytest.raises(InvalidState, match="not now"):
                 allocator.sleep()
         write(address, contents[address])
@@ -197,4 +197,4 @@ class TestChanges:
         with pytest.raises(InvalidState, match=f"0x{address:x}.* written to"):
             allocator.sleep()
         assert states() == {AWAKE}
-        assert allocator._store.room.bytes == 0
+        assert allocator._store.memory.bytes == 0

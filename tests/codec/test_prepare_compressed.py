@@ -26,7 +26,7 @@ from compression import (
     write,
     zeros,
 )
-from preparing import Turns, finished
+from preparing import Steps, finished
 from support import (
     PAGE,
     Cuda,
@@ -39,7 +39,7 @@ from support import (
 from cumem_sleep import CuMemAllocator, DriverError, _core, sim
 from cumem_sleep.codec.chunks import EncodedRun
 from cumem_sleep.codec.workspace import Workspace
-from cumem_sleep.core.extents import Transfers
+from cumem_sleep.core.extents import LaneGroup
 
 pytestmark = pytest.mark.sim
 
@@ -103,10 +103,10 @@ class TestPrepare:
         largest = 0
         decode_again = Workspace.decode_again
 
-        def noted(workspace: Workspace, run: EncodedRun, transfers: Transfers) -> int:
+        def noted(workspace: Workspace, run: EncodedRun, lane_group: LaneGroup) -> int:
             nonlocal largest
             largest = max(largest, run.bytes)
-            return decode_again(workspace, run, transfers)
+            return decode_again(workspace, run, lane_group)
 
         with monkeypatch.context() as patch:
             patch.setattr(Workspace, "decode_again", noted)
@@ -126,9 +126,9 @@ class TestPrepare:
         cuda = Cuda()
         cuda.enter()
         stream = cuda.stream()
-        turns = Turns(monkeypatch)
+        steps = Steps(monkeypatch)
         if ends == "free":
-            turns._act, turns._at = (lambda: allocator.free(next(iter(contents)))), 1
+            steps._act, steps._at = (lambda: allocator.free(next(iter(contents)))), 1
         elif ends == "failing":
             failing("count", monkeypatch, after=1)
         plan = Workspace.plan
@@ -142,7 +142,7 @@ class TestPrepare:
         monkeypatch.setattr(Workspace, "plan", look_and_plan)
         cuda.call("cuStreamBeginCapture_v2", stream, Cuda.GLOBAL)
         try:
-            preparation = in_thread(lambda: turns.prepare(allocator))
+            preparation = in_thread(lambda: steps.prepare(allocator))
             assert cuda.capture_is_valid(stream)
         finally:
             result = cuda.end_capture(stream)
@@ -159,7 +159,7 @@ class TestPrepare:
         monkeypatch.setattr(CuMemAllocator.tuning, "few_rows", 1)
         failing("count", monkeypatch, after=1)
         handles: list[int] = []
-        Turns(monkeypatch, lambda: handles.append(sim.stats().live_handles)).prepare(allocator)
+        Steps(monkeypatch, lambda: handles.append(sim.stats().live_handles)).prepare(allocator)
         assert handles == [len(contents)] * len(handles)
         assert encodings(allocator, contents) == [None, None]
 
@@ -181,7 +181,7 @@ class TestPrepare:
             sim.reset()
             _core.synchronize(0)  # fails if work on the device found its memory gone
             ready = [s for s in _core.segments() if allocator._store.catalogue.get(s) is not None]
-            if allocator._store.room.bytes != sum(host_bytes_of(allocator, segment) for segment in ready):
+            if allocator._store.memory.bytes != sum(host_bytes_of(allocator, segment) for segment in ready):
                 problems.append(f"{call} number {position + 1}: half a backup is left")
             if allocator.sleep().clean_bytes != 2 * PAGE * len(ready):
                 problems.append(f"{call} number {position + 1}: a backup is not of the segment's bytes")
@@ -196,7 +196,7 @@ class TestPrepare:
     @pytest.mark.slow
     @pytest.mark.parametrize("act", ["noise", "flip", "free", "sleep", "sleep and wake", "release", "close"])
     def test_beside(self, make_allocator: MakeAllocator, monkeypatch: pytest.MonkeyPatch, act: str) -> None:
-        """Before each of its turns, the first of which plans."""
+        """Before each of its steps, the first of which plans."""
         for turn in range(1 if act in ("release", "close") else 6):
             free_everything()
             allocator = make_allocator(compress="auto")
@@ -225,9 +225,9 @@ class TestPrepare:
                     preparation = allocator.prepare()
                     allocator.release_backups() if act == "release" else allocator.close()
                     assert not preparation.running
-                    assert allocator._store.room.bytes == 0
+                    assert allocator._store.memory.bytes == 0
                 else:
-                    preparation = Turns(patch, change, turn).prepare(allocator)
+                    preparation = Steps(patch, change, turn).prepare(allocator)
             assert preparation.error is None
             assert sim.stats().live_handles in (0, len(contents)), "its workspace is left"
             allocator.sleep()

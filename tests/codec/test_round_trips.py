@@ -33,7 +33,7 @@ from cumem_sleep import CuMemAllocator, DriverError, _core, sim
 from cumem_sleep.codec.decoding import Decoding
 from cumem_sleep.codec.exponent import ExponentLayout
 from cumem_sleep.codec.kernels import SimulatedKernels
-from cumem_sleep.core.pace import BestRate, CopyChoice, Pace
+from cumem_sleep.core.copy_chooser import BestRate, CopyChoice, CopyChooser
 
 pytestmark = pytest.mark.sim
 
@@ -80,7 +80,7 @@ class TestRoundTrips:
             check_host_bytes(allocator)
             allocator.wake_up()
             check_bytes(contents)
-            assert (allocator._store.room.bytes > 0) is retained
+            assert (allocator._store.memory.bytes > 0) is retained
 
     def test_in_parts(self, allocator: CuMemAllocator) -> None:
         contents = fill(allocator, bf16, noise) | fill(allocator, some_noise, tag="lora")
@@ -120,25 +120,25 @@ class TestRoundTrips:
             copy(stream, *arguments)
 
         took: list[tuple[int, float]] = []
-        recorded: Counter[Pace] = Counter()
+        recorded: Counter[CopyChooser] = Counter()
 
-        def next_choice(pace: Pace) -> CopyChoice:
+        def next_choice(pace: CopyChooser) -> CopyChoice:
             number = recorded[pace]
             return CopyChoice(by_engine=number % 3 == 0, alone=number % 2 == 0)
 
-        def record(pace: Pace, nbytes: int, seconds: float) -> None:
+        def record(pace: CopyChooser, nbytes: int, seconds: float) -> None:
             recorded[pace] += 1
             took.append((nbytes, seconds))
 
         monkeypatch.setattr(_core.CopyStream, "to_device_by_kernel", by_kernel)
-        monkeypatch.setattr(Pace, "next", next_choice)
-        monkeypatch.setattr(Pace, "record", record)
+        monkeypatch.setattr(CopyChooser, "next", next_choice)
+        monkeypatch.setattr(CopyChooser, "record", record)
         allocator._paces.best_rates[0] = BestRate()
         contents = fill(allocator, *KINDS, nbytes=12 * PAGE)
         contents |= fill(allocator, bf16, fp16, nbytes=PAGE)
         allocator.sleep()
         if is_unpinned:
-            allocator._store.room.unpin()
+            allocator._store.memory.unpin()
         if tight:
             leave_free(sum(map(len, contents.values())) + BENCH_BYTES[0])
         allocator.wake_up()
@@ -180,8 +180,8 @@ class TestRoundTrips:
         monkeypatch.setattr(_core.CopyStream, "synchronize", waited)
         monkeypatch.setattr(_core.CopyStream, "__exit__", left)
         monkeypatch.setattr(_core.Scratch, "close", freed)
-        monkeypatch.setattr(Pace, "next", lambda _: CopyChoice(by_engine=False, alone=False))
-        monkeypatch.setattr(Pace, "record", lambda *_: None)
+        monkeypatch.setattr(CopyChooser, "next", lambda _: CopyChoice(by_engine=False, alone=False))
+        monkeypatch.setattr(CopyChooser, "record", lambda *_: None)
         allocator._paces.best_rates[0] = BestRate()
         contents = fill(allocator, *[bf16] * 6, nbytes=4 * PAGE)
         allocator.sleep()

@@ -71,9 +71,9 @@ class TestFullDevice:
         contents = self.fill(allocator)
         allocator.sleep()
         registered = sim.stats().registered_bytes
-        allocator._store.room.unpin()
+        allocator._store.memory.unpin()
         assert sim.stats().registered_bytes < registered
-        tables_bytes = allocator._store.room.device_bytes_to_pin(_core.segments())
+        tables_bytes = allocator._store.memory.device_bytes_to_pin(_core.segments())
         assert tables_bytes > 0
         sim.configure(device_bytes=sum(segment.bytes for segment in _core.segments()) + tables_bytes)
         allocator.wake_up()

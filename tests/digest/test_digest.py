@@ -19,8 +19,8 @@ from support import (
 
 from cumem_sleep import CuMemAllocator, DriverError, _core, sim
 from cumem_sleep.core.tuning import Tuning
-from cumem_sleep.digest import device as digest
-from cumem_sleep.digest.device import DeviceDigester
+from cumem_sleep.digest import digester as digest
+from cumem_sleep.digest.digester import DeviceDigester
 from cumem_sleep.digest.reference import CHUNK_BYTES, LANES, ROWS, Digest, sums_of
 
 Bytes = npt.NDArray[np.uint8]

@@ -14,8 +14,8 @@ from snippets import snippet_at
 from support import Memory, digest_of
 
 from cumem_sleep import CuMemAllocator, InvalidState, OutOfDeviceMemory, _core
-from cumem_sleep.core.pace import CopyChoice, Pace
-from cumem_sleep.digest.device import DeviceDigester
+from cumem_sleep.core.copy_chooser import CopyChoice, CopyChooser
+from cumem_sleep.digest.digester import DeviceDigester
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("clean_pools")]
 torch = pytest.importorskip("torch")
@@ -246,13 +246,13 @@ def test_a_wake_by_the_copy_kernel(
         weights = [random_tensor(nbytes) for nbytes in (2 * MIB, 64 * MIB, 22 * MIB, 150 * MIB)]
     assert 0 in allocator._paces.best_rates
     ways = itertools.cycle(by_engine)
-    monkeypatch.setattr(Pace, "record", lambda pace, *_: setattr(pace, "way", next(ways)))
-    monkeypatch.setattr(Pace, "next", lambda pace: CopyChoice(getattr(pace, "way", by_engine[0]), alone=False))
+    monkeypatch.setattr(CopyChooser, "record", lambda pace, *_: setattr(pace, "way", next(ways)))
+    monkeypatch.setattr(CopyChooser, "next", lambda pace: CopyChoice(getattr(pace, "way", by_engine[0]), alone=False))
     expected = [tensor.cpu() for tensor in weights]
     for is_unpinned in (False, True, False):  # as after level 3
         allocator.sleep()
         if is_unpinned:
-            allocator._store.room.unpin()
+            allocator._store.memory.unpin()
         assert allocator.wake_up().verified_bytes >= 238 * MIB
         for tensor, before in zip(weights, expected, strict=True):
             assert torch.equal(tensor.cpu(), before)

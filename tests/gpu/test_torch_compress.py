@@ -19,7 +19,7 @@ from cumem_sleep.codec import exponent as codec
 from cumem_sleep.codec.codec import CHUNK_BYTES, Bytes, Code, parameters_of, rows
 from cumem_sleep.codec.exponent import ExponentLayout
 from cumem_sleep.codec.memory import workspace_bytes
-from cumem_sleep.core.pace import CopyChoice, Pace
+from cumem_sleep.core.copy_chooser import CopyChoice, CopyChooser
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("clean_pools")]
 torch = pytest.importorskip("torch")
@@ -388,9 +388,9 @@ def test_of_all_kinds_at_once(allocator: CuMemAllocator, monkeypatch: pytest.Mon
         assert host_bytes_of(allocator, raw) == raw.bytes == 32 * MIB
         assert host_bytes_of(allocator, segment_of(weights[0])) <= EXACT * WORTHWHILE * 32 * MIB
         if by_kernel:
-            monkeypatch.setattr(Pace, "next", lambda _: CopyChoice(by_engine=False, alone=False))
-            monkeypatch.setattr(Pace, "record", lambda *_: None)
-            allocator._store.room.unpin()
+            monkeypatch.setattr(CopyChooser, "next", lambda _: CopyChoice(by_engine=False, alone=False))
+            monkeypatch.setattr(CopyChooser, "record", lambda *_: None)
+            allocator._store.memory.unpin()
         woke = allocator.wake_up()
         assert woke.verified_bytes == slept.copied_bytes + slept.clean_bytes == allocator.get_current_usage()
         assert woke.stored_bytes <= host_bytes(allocator) <= EXACT * woke.stored_bytes
@@ -578,7 +578,7 @@ def test_wake_with_room_for_the_weights_alone(allocator: CuMemAllocator) -> None
     expected = bytes_of(weights)
     allocator.sleep()
     assert layouts(allocator, weights) == ["bf16", None, "fp16"]
-    allocator._store.room.unpin()  # as for level 3
+    allocator._store.memory.unpin()  # as for level 3
     taken = fill_device(leave_bytes=total_bytes(*weights) + 8 * MIB)
     assert free_bytes() < total_bytes(*weights) + BENCH_BYTES
     assert allocator.wake_up().verified_bytes == total_bytes(*weights)

@@ -302,7 +302,7 @@ class TestRetention:
         saver.pause()
         saver.resume(restore=False)
         assert allocator.totals()["wake"].bytes["restored"] == 0
-        assert allocator._store.room.bytes == 0
+        assert allocator._store.memory.bytes == 0
 
     def test_is_asked_for_at_the_resume(self, saver: TorchMemorySaver) -> None:
         """Switched off, it concerns what is resumed after that."""
@@ -313,10 +313,10 @@ class TestRetention:
         saver.resume()
         saver.retain_cpu_backup = False
         allocator.usage()
-        assert allocator._store.room.bytes == PAGE
+        assert allocator._store.memory.bytes == PAGE
         saver.pause()
         saver.resume()
-        assert allocator._store.room.bytes == 0
+        assert allocator._store.memory.bytes == 0
 
     def test_the_variable_switches_it_on(self, saver: TorchMemorySaver, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("TMS_RETAIN_CPU_BACKUP", "1")
@@ -436,14 +436,14 @@ class TestTheRestOfTheInterface:
         try:
             for tag, goes in (("other", False), ("x", at_once)):
                 saver.pause(tag)
-                assert allocator._store.room.bytes >= PAGE
+                assert allocator._store.memory.bytes >= PAGE
                 saver.resume(tag)
-                assert (allocator._store.room.bytes == 0) is goes, tag
+                assert (allocator._store.memory.bytes == 0) is goes, tag
             saver.pause()
             saver.resume()
-            assert (allocator._store.room.bytes == 0) is at_once
+            assert (allocator._store.memory.bytes == 0) is at_once
         finally:  # or later tests would wait for that thread
-            allocator._store.room.stop()
+            allocator._store.memory.stop()
         assert_no_threads("cumem-give-back")
 
     def test_what_is_retained_stays_with_mmap_too(self, saver: TorchMemorySaver, allocator: CuMemAllocator) -> None:
@@ -451,7 +451,7 @@ class TestTheRestOfTheInterface:
         malloc(saver, enable_cpu_backup=True, cpu_backup_backend="mmap")
         saver.pause()
         saver.resume()
-        assert allocator._store.room.bytes == PAGE
+        assert allocator._store.memory.bytes == PAGE
 
     def test_other_backends_are_refused(self, saver: TorchMemorySaver, monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(ValueError, match="enable_cpu_backup"), saver.region(cpu_backup_backend="mmap"):

@@ -16,7 +16,8 @@ from cumem_sleep import CuMemAllocator
 def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     reset_simulation()
     monkeypatch.setattr(CuMemAllocator.tuning, "slab_bytes", MIB)  # two blocks for each segment
-    monkeypatch.setattr("cumem_sleep.digest.device.sums_of", quick_sums)  # what it tells apart is not the question here
+    # What it tells apart is not the question here
+    monkeypatch.setattr("cumem_sleep.digest.digester.sums_of", quick_sums)
     ample_host_memory(monkeypatch)
     current = World()
     yield current
@@ -31,7 +32,7 @@ def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CuMemAllocator.tuning, "engine_batch_bytes", MIB // 2)
     monkeypatch.setattr(CuMemAllocator.tuning, "slab_bytes", MIB)
     if SIMULATED:
-        monkeypatch.setattr("cumem_sleep.digest.device.sums_of", quick_sums)
+        monkeypatch.setattr("cumem_sleep.digest.digester.sums_of", quick_sums)
     ample_host_memory(monkeypatch)
 
 

@@ -19,7 +19,7 @@ from typing import Any
 from support import PAGE, fresh_allocator, holds, quick_sums
 
 from cumem_sleep import CuMemAllocator, CumemSleepError, RankFailed, _core, host_facts, sim
-from cumem_sleep.digest import device as digest_device
+from cumem_sleep.digest import digester as digest_device
 from cumem_sleep.ranks import mesh as mesh_module
 from cumem_sleep.ranks.decisions import Record
 from cumem_sleep.ranks.mesh import Mesh

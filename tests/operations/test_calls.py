@@ -64,7 +64,7 @@ def test_all_backups_are_looked_through_once_unless_some_were_freed(monkeypatch:
     prune = Catalogue.prune
 
     def noted(catalogue: Catalogue) -> None:
-        looked_at.append(region.allocator._store.room.bytes)
+        looked_at.append(region.allocator._store.memory.bytes)
         prune(catalogue)
 
     monkeypatch.setattr(Catalogue, "prune", noted)

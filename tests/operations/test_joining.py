@@ -13,8 +13,8 @@ from support import HANGS_S, PAGE, run_script
 
 from cumem_sleep import CuMemAllocator, InvalidArgument, InvalidState, OutOfDeviceMemory, _core
 from cumem_sleep.for_plugin import agreement as agreement_of
-from cumem_sleep.for_plugin import call_of_ranks
-from cumem_sleep.ranks.agreement import Agreement, RankCall
+from cumem_sleep.for_plugin import vote_of_ranks
+from cumem_sleep.ranks.agreement import Agreement, RankVote
 from cumem_sleep.ranks.decisions import Record, RecordPlace
 from cumem_sleep.ranks.mesh import Mesh, connect
 from cumem_sleep.report import PhaseTimer
@@ -130,7 +130,7 @@ class TestAnAllocatorThatCannotBeMade:
 
 
 def sleep_as_rank_1(mesh: Mesh) -> None:
-    call = RankCall(Agreement(mesh, HANGS_S), "sleep", _core.OperationLock())
+    call = RankVote(Agreement(mesh, HANGS_S), "sleep", _core.OperationLock())
     call.begin()
     call.agree(PhaseTimer())
 
@@ -176,7 +176,7 @@ def test_another_group_is_joined_when_the_sleep_at_work_has_ended(
 def test_a_sleep_that_waited_while_the_group_was_left(joined: CuMemAllocator) -> None:
     other = beside_another(joined.join)
     joined.malloc(PAGE, "weights")
-    with call_of_ranks(joined, "sleep") as call:
+    with vote_of_ranks(joined, "sleep") as call:
         joined._leave()
         with pytest.raises(InvalidState, match="sleep: this process has left the group"):
             call.begin()

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 from preparing import (
+    STEPS,
     TAGS,
-    TURNS,
     Gate,
     Opened,
-    Turns,
+    Steps,
     backed_up_bytes,
     changed,
     check_bytes,
@@ -109,9 +109,9 @@ class TestAlone:
             usage = allocator.usage().values()
             seen.append((sum(u.backed_up_bytes for u in usage), sum(u.host_bytes for u in usage)))
 
-        turns = Turns(monkeypatch, look)
-        assert turns.prepare(allocator).error is None
-        assert turns.count == TURNS
+        steps = Steps(monkeypatch, look)
+        assert steps.prepare(allocator).error is None
+        assert steps.count == STEPS
         done = [0] * 4 + [PAGE] * 4 + [2 * PAGE]
         assert [backed_up for backed_up, _ in seen] == done
         assert [host for _, host in seen] == [0] + [PAGE] * 4 + [2 * PAGE] * 4, "memory is taken as it is needed"
@@ -139,7 +139,7 @@ class TestAlone:
                 return self._worker.asked_to_stop
 
         polling = False
-        turn = Preparation._turn
+        turn = Preparation._step
 
         def turn_that_polls(*arguments: object) -> object:
             nonlocal polling
@@ -199,11 +199,11 @@ class TestAlone:
             synchronize(stream)
             in_flight[:] = [handle for handle in in_flight if handle != stream.handle]
 
-        turns = Turns(monkeypatch, lambda: seen.append(list(in_flight)))
+        steps = Steps(monkeypatch, lambda: seen.append(list(in_flight)))
         monkeypatch.setattr(_core.CopyStream, "to_host", noted_copy)
         monkeypatch.setattr(_core.CopyStream, "synchronize", noted_wait)
-        turns.prepare(allocator)
-        assert seen == [[]] * TURNS
+        steps.prepare(allocator)
+        assert seen == [[]] * STEPS
 
 
 @pytest.mark.parametrize("timeout", ["x", True, [1], float("nan")])
@@ -223,7 +223,7 @@ class TestRefused:
         with pytest.raises(InvalidState, match="retain_backups"):
             allocator.prepare()
         assert allocator._preparation is None
-        assert allocator._store.room.bytes == 0
+        assert allocator._store.memory.bytes == 0
 
     def test_while_this_thread_captures(self, allocator: CuMemAllocator, memory: Memory) -> None:
         """As PyTorch tells it."""
@@ -249,7 +249,7 @@ class TestRefused:
             with pytest.raises(InvalidState, match="no thread can be started"):
                 allocator.prepare()
             allocator.release_backups()  # has nothing to wait for
-        assert allocator._store.room.bytes == 0
+        assert allocator._store.memory.bytes == 0
         assert finished(allocator.prepare()).error is None
         assert allocator.sleep().copied_bytes == 0
         allocator.wake_up()
@@ -292,4 +292,4 @@ class TestSetting:
         assert len(caplog.records) == 1
         assert "prepare did not begin" in caplog.text
         assert words in caplog.text
-        assert allocator._store.room.bytes == 0
+        assert allocator._store.memory.bytes == 0

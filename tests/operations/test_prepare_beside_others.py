@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import pytest
 from preparing import (
     COPYING,
+    STEPS,
     TAGS,
-    TURNS,
     Gate,
-    Turns,
+    Steps,
     backed_up_bytes,
     changed,
     check_bytes,
@@ -98,15 +98,15 @@ class Other:
 
 class TestBesideOthers:
     @pytest.mark.slow
-    @pytest.mark.parametrize("at", range(TURNS))
+    @pytest.mark.parametrize("at", range(STEPS))
     @pytest.mark.parametrize("act", [name for name in vars(Other) if name[0] != "_" and name not in ("first", "last")])
     def test_at_every_stage(
         self, allocator: CuMemAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch, act: str, at: int
     ) -> None:
         contents = fill(allocator, memory, *TAGS)
         other = Other(allocator, memory, contents)
-        turns = Turns(monkeypatch, getattr(other, act), at)
-        preparation = turns.prepare(allocator)
+        steps = Steps(monkeypatch, getattr(other, act), at)
+        preparation = steps.prepare(allocator)
         assert preparation.error is None
         for segment in _core.segments():
             backup = allocator._store.catalogue.get(segment)
@@ -136,7 +136,7 @@ class TestBesideOthers:
             if act == "sleep_and_wake":
                 allocator.wake_up()
 
-        Turns(monkeypatch, sleep, TURNS // 2).prepare(allocator)
+        Steps(monkeypatch, sleep, STEPS // 2).prepare(allocator)
         assert copied == [PAGE]
         allocator.sleep()
         allocator.wake_up()
@@ -148,7 +148,7 @@ class TestBesideOthers:
     ) -> None:
         """To what was copied already (after turn 1): the backup is true, of the bytes before. Else it is void."""
         contents = fill(allocator, memory, *TAGS)
-        Turns(monkeypatch, Other(allocator, memory, contents).write_first, at).prepare(allocator)
+        Steps(monkeypatch, Other(allocator, memory, contents).write_first, at).prepare(allocator)
         assert [usage.backed_up_bytes for usage in allocator.usage().values()] == [PAGE if at > 1 else 0, PAGE]
         report = allocator.sleep()
         assert (report.copied_bytes, report.clean_bytes) == (PAGE, PAGE)
@@ -164,11 +164,11 @@ class TestBesideOthers:
         writes = {1: changed(content), 2: content}
 
         def write() -> None:
-            if turns.count - 1 in writes:
-                memory.write(address, writes[turns.count - 1])
+            if steps.count - 1 in writes:
+                memory.write(address, writes[steps.count - 1])
 
-        turns = Turns(monkeypatch, write)
-        turns.prepare(allocator)
+        steps = Steps(monkeypatch, write)
+        steps.prepare(allocator)
         allocator.sleep()
         allocator.wake_up()
         check_bytes(memory, contents)
@@ -193,7 +193,7 @@ class TestBesideOthers:
         _core.synchronize(0)
         if SIMULATED:
             assert sim.stats().reserved_bytes == PAGE
-        assert allocator._store.room.bytes == PAGE
+        assert allocator._store.memory.bytes == PAGE
         del contents[address]
         assert allocator.sleep().copied_bytes == 0
         allocator.wake_up()
@@ -213,10 +213,10 @@ class TestBesideOthers:
         preparation = allocator.prepare()
         gate.wait()
         in_thread(lambda: hooks().cumem_sleep_free(freed, PAGE, 0, None) if through_hook else allocator.free(freed))
-        assert allocator._store.room.bytes == 2 * PAGE
+        assert allocator._store.memory.bytes == 2 * PAGE
         gate.open()
         deadline = time.monotonic() + 30
-        while allocator._store.room.bytes != PAGE:
+        while allocator._store.memory.bytes != PAGE:
             assert time.monotonic() < deadline
             time.sleep(0.001)
         assert preparation.running
@@ -248,7 +248,7 @@ class TestBesideOthers:
         finished(preparation)
         assert preparation.error is None
         if operation in ("release_backups", "close"):
-            assert allocator._store.room.bytes == 0
+            assert allocator._store.memory.bytes == 0
         allocator.wake_up()
         if operation == "discard":
             del contents[next(iter(contents))]
@@ -257,7 +257,7 @@ class TestBesideOthers:
         check_bytes(memory, contents)
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("at", range(TURNS))
+    @pytest.mark.parametrize("at", range(STEPS))
     @pytest.mark.parametrize("operation", ["release_backups", "close", "prepare"])
     def test_what_ends_it_at_every_stage(
         self, allocator: CuMemAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch, operation: str, at: int
@@ -267,13 +267,13 @@ class TestBesideOthers:
         results: list[object] = []
 
         def end() -> None:
-            assert turns.preparation is not None
+            assert steps.preparation is not None
             helpers.append(threading.Thread(target=lambda: results.append(getattr(allocator, operation)())))
             helpers[0].start()
-            until_asked_to_stop(turns.preparation)
+            until_asked_to_stop(steps.preparation)
 
-        turns = Turns(monkeypatch, end, at)
-        first = turns.prepare(allocator)
+        steps = Steps(monkeypatch, end, at)
+        first = steps.prepare(allocator)
         helpers[0].join(30)
         assert first.error is None
         if operation == "prepare":
@@ -282,28 +282,28 @@ class TestBesideOthers:
             assert finished(second).error is None
             assert backed_up_bytes(allocator) == 2 * PAGE
         else:
-            assert allocator._store.room.bytes == 0
+            assert allocator._store.memory.bytes == 0
         assert allocator.sleep().copied_bytes == (0 if operation == "prepare" else 2 * PAGE)
         allocator.wake_up()
         check_bytes(memory, contents)
 
-    @pytest.mark.parametrize("at", range(TURNS))
+    @pytest.mark.parametrize("at", range(STEPS))
     def test_stop_at_every_stage(
         self, allocator: CuMemAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch, at: int
     ) -> None:
         """What is complete stays, and half a backup goes."""
         contents = fill(allocator, memory, *TAGS)
-        turns = Turns(monkeypatch)
+        steps = Steps(monkeypatch)
 
         def stop() -> None:
-            assert turns.preparation is not None
-            turns.preparation._worker.ask_to_stop()
+            assert steps.preparation is not None
+            steps.preparation._worker.ask_to_stop()
 
-        turns._act, turns._at = stop, at
-        preparation = turns.prepare(allocator)
+        steps._act, steps._at = stop, at
+        preparation = steps.prepare(allocator)
         assert preparation.error is None
         complete = sum(at >= last for last in (3, 7))
-        assert backed_up_bytes(allocator) == allocator._store.room.bytes == complete * PAGE
+        assert backed_up_bytes(allocator) == allocator._store.memory.bytes == complete * PAGE
         preparation.stop()
         preparation.stop()
         assert allocator.sleep().clean_bytes == complete * PAGE
@@ -322,7 +322,7 @@ class TestBesideOthers:
         gate.open()
         assert finished(preparation).error is None
         assert preparation.wait(0)
-        assert allocator._store.room.bytes == 0
+        assert allocator._store.memory.bytes == 0
 
     @pytest.mark.slow
     def test_through_many_sleeps(self, allocator: CuMemAllocator, memory: Memory) -> None:
@@ -357,7 +357,7 @@ class TestBesideOthers:
         make_allocator()
         assert not preparation.running
         assert preparation.error is None
-        assert allocator._store.room.bytes == 0
+        assert allocator._store.memory.bytes == 0
 
     def test_a_sleep_takes_the_backup_over(
         self, allocator: CuMemAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch
@@ -367,15 +367,15 @@ class TestBesideOthers:
         address, content = next(iter(contents.items()))
 
         def act() -> None:
-            if turns.count == 3:
+            if steps.count == 3:
                 allocator.sleep()
                 allocator.wake_up()
                 memory.write(address, changed(content, -1))
-            elif turns.count == 4:
+            elif steps.count == 4:
                 memory.write(address, content)
 
-        turns = Turns(monkeypatch, act)
-        turns.prepare(allocator)
+        steps = Steps(monkeypatch, act)
+        steps.prepare(allocator)
         allocator.sleep()
         allocator.wake_up()
         check_bytes(memory, contents)
@@ -391,12 +391,12 @@ class TestBesideOthers:
         memory.write(address, changed(content))
 
         def act() -> None:
-            assert turns.preparation is not None
-            turns.preparation._worker.ask_to_stop()
+            assert steps.preparation is not None
+            steps.preparation._worker.ask_to_stop()
             memory.write(address, content)
 
-        turns = Turns(monkeypatch, act, at=2)
-        turns.prepare(allocator)
+        steps = Steps(monkeypatch, act, at=2)
+        steps.prepare(allocator)
         allocator.sleep()
         allocator.wake_up()
         check_bytes(memory, contents)
@@ -420,21 +420,21 @@ class TestBesideCaptures:
         cuda = Cuda()
         cuda.enter()
         stream = cuda.stream()
-        turns = Turns(monkeypatch)
+        steps = Steps(monkeypatch)
 
         def act() -> None:
             if ends == "stop":
-                turns.preparation._worker.ask_to_stop()  # type: ignore[union-attr]
+                steps.preparation._worker.ask_to_stop()  # type: ignore[union-attr]
             elif ends == "free":
                 allocator.free(next(iter(contents)))
 
         if ends:
-            turns._act, turns._at = act, COPYING[1]
+            steps._act, steps._at = act, COPYING[1]
         if ends == "short":
             refuse_prefault(monkeypatch, after=3)
         cuda.call("cuStreamBeginCapture_v2", stream, mode)
         try:
-            preparation = in_thread(lambda: turns.prepare(allocator))
+            preparation = in_thread(lambda: steps.prepare(allocator))
             assert cuda.capture_is_valid(stream)
         finally:
             result = cuda.end_capture(stream)
@@ -443,4 +443,4 @@ class TestBesideCaptures:
         assert result == 0
         assert (preparation.error is not None) == (ends == "short")
         expected = {"": 2, "stop": 0, "free": 1, "short": 1}[ends] * PAGE
-        assert allocator._store.room.bytes == sim.stats().registered_bytes == expected
+        assert allocator._store.memory.bytes == sim.stats().registered_bytes == expected

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 from preparing import (
     TAGS,
-    Turns,
+    Steps,
     backed_up_bytes,
     check_bytes,
     fill,
@@ -83,7 +83,7 @@ class TestHostMemoryIsShort:
         error = raised.value
         assert (error.needed_bytes, error.available_bytes, error.limit) == (2 * PAGE, short, limit)
         assert allocator._preparation is None
-        assert allocator._store.room.bytes == 0
+        assert allocator._store.memory.bytes == 0
         check_bytes(memory, contents)
 
     def test_what_is_backed_up_already_is_not_counted(self, make_allocator: MakeAllocator, memory: Memory) -> None:
@@ -91,7 +91,7 @@ class TestHostMemoryIsShort:
         fill(allocator, memory, *TAGS)
         for _ in range(2):
             assert finished(allocator.prepare()).error is None
-        assert allocator._store.room.bytes == 2 * PAGE
+        assert allocator._store.memory.bytes == 2 * PAGE
 
     def test_backups_that_no_sleep_would_use_give_way(self, make_allocator: MakeAllocator, memory: Memory) -> None:
         allocator = make_allocator(host_budget_bytes=2 * PAGE)
@@ -122,7 +122,7 @@ class TestHostMemoryIsShort:
         allocator = make_allocator()
         contents = fill(allocator, memory, *TAGS)
         with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, "cumem_sleep"):
-            turns = Turns(patch)
+            steps = Steps(patch)
             if stage in ("cgroup", "budget"):
 
                 def shrink() -> None:
@@ -130,13 +130,13 @@ class TestHostMemoryIsShort:
                         patch.setattr(host_facts, "cgroup_available_bytes", lambda **_: PAGE - 1)
                     else:  # of another sort: settings do not change, but other backups may fill the budget
                         limit = HostLimit("budget", PAGE - 1)
-                        patch.setattr(allocator._store.room.tier, "limits", lambda needed=None: [limit])
+                        patch.setattr(allocator._store.memory.tier, "limits", lambda needed=None: [limit])
 
-                turns._act, turns._at = shrink, 4 * complete
+                steps._act, steps._at = shrink, 4 * complete
             else:
                 refuse = {"mmap": refuse_mmap, "prefault": refuse_prefault, "register": refuse_register}[stage]
                 refuse(patch, after=2 * complete + 1)  # in the middle of a segment
-            preparation = turns.prepare(allocator)
+            preparation = steps.prepare(allocator)
         limit = {"prefault": "madvise", "register": "cuMemHostRegister"}.get(stage, stage)
         assert isinstance(preparation.error, OutOfHostMemory)
         assert preparation.error.limit == limit
@@ -144,7 +144,7 @@ class TestHostMemoryIsShort:
         assert "prepare ended early" in caplog.text
         assert limit in caplog.text
         assert all(segment.sleep == AWAKE for segment in _core.segments())
-        assert backed_up_bytes(allocator) == allocator._store.room.bytes == complete * PAGE
+        assert backed_up_bytes(allocator) == allocator._store.memory.bytes == complete * PAGE
         report = allocator.sleep()
         assert (report.clean_bytes, report.copied_bytes) == (complete * PAGE, (2 - complete) * PAGE)
         allocator.wake_up()
@@ -168,7 +168,7 @@ class TestDriverErrors:
         assert reached
         assert all(segment.sleep == AWAKE for segment in _core.segments())
         ready_bytes = backed_up_bytes(allocator)
-        assert allocator._store.room.bytes == ready_bytes
+        assert allocator._store.memory.bytes == ready_bytes
         report = allocator.sleep()
         assert (report.clean_bytes, report.copied_bytes) == (ready_bytes, 2 * PAGE - ready_bytes)
         allocator.wake_up()
@@ -219,11 +219,11 @@ class TestForeignErrorsAndPromisedMemory:
             raise MemoryError("no more")
 
         with monkeypatch.context() as patch:
-            patch.setattr("cumem_sleep.digest.device.DigestRun.add_copy", fails)
+            patch.setattr("cumem_sleep.digest.digester.DigestRun.add_copy", fails)
             preparation = finished(allocator.prepare())
         assert isinstance(preparation.error, InvalidState)
         assert "no more" in str(preparation.error)
-        assert allocator._store.room.bytes == 0
+        assert allocator._store.memory.bytes == 0
         allocator.sleep()
         allocator.wake_up()
         check_bytes(memory, contents)
@@ -234,9 +234,9 @@ class TestForeignErrorsAndPromisedMemory:
         contents = fill(allocator, memory, *TAGS)
         first, second = _core.segments()
         monkeypatch.setattr(host_facts, "mem_available_bytes", lambda enough=None: 2 * PAGE - 1)
-        allocator._store.room.take([first], [first, second], {})
+        allocator._store.memory.reserve([first], [first, second], {})
         with pytest.raises(OutOfHostMemory, match="MemAvailable"):
-            allocator._store.room.take([second], [first, second], {})
-        allocator._store.room.clear()
+            allocator._store.memory.reserve([second], [first, second], {})
+        allocator._store.memory.clear()
         monkeypatch.undo()
         check_bytes(memory, contents)

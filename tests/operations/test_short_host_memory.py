@@ -10,7 +10,7 @@ from support import MIB, PAGE, assert_clean_exit, patch_prefault, run_script
 from world import World, awake_with_backups
 
 from cumem_sleep import OutOfHostMemory, _core, host_facts, sim
-from cumem_sleep.digest.device import DigestRun
+from cumem_sleep.digest.digester import DigestRun
 
 pytestmark = pytest.mark.sim
 
@@ -110,7 +110,7 @@ class TestHostMemoryIsShort:
             with raises(OutOfHostMemory, "needed 16.00 MiB", "limit: mmap"):
                 allocator.sleep()
             assert {{segment.sleep for segment in _core.segments()}} == {{AWAKE}}
-            assert allocator._store.room.bytes == 0
+            assert allocator._store.memory.bytes == 0
             resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
             allocator.sleep()
             allocator.wake_up()

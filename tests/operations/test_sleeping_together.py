@@ -22,7 +22,7 @@ from support import HANGS_S, MIB, PAGE, PREAMBLE, package_path
 from world import World, awake_with_backups
 
 from cumem_sleep import CuMemAllocator, OutOfHostMemory, _core, host_facts
-from cumem_sleep.backups import host
+from cumem_sleep.backups import host_tier
 from cumem_sleep.backups.tier import NotYet
 from cumem_sleep.core import commitment
 from cumem_sleep.core.commitment import Commitment
@@ -36,8 +36,8 @@ pytestmark = [pytest.mark.sim, pytest.mark.slow]
 
 SLEEPER = """
 import json, sys
-import cumem_sleep.digest.device
-cumem_sleep.digest.device.sums_of = quick_sums
+import cumem_sleep.digest.digester
+cumem_sleep.digest.digester.sums_of = quick_sums
 
 def say(**what):
     sys.stdout.write(json.dumps(what) + chr(10))
@@ -251,7 +251,7 @@ def test_a_sleep_waits_until_others_have_touched_theirs_or_failed(
         seen.append(set(other.others().values()))
         other.set(0)
 
-    monkeypatch.setattr(host.time, "sleep", pause)
+    monkeypatch.setattr(host_tier.time, "sleep", pause)
     assert world.allocator.sleep().copied_bytes == 2 * PAGE
     assert seen == [{0}]  # it commits nothing while it waits
     assert set(other.others().values()) == {0}
@@ -277,7 +277,7 @@ def test_a_sleep_that_waits_for_others_can_be_interrupted(
 ) -> None:
     other.set(PAGE)
     before = world.state()
-    monkeypatch.setattr(host.time, "sleep", lambda _: os.kill(os.getpid(), signal.SIGINT))
+    monkeypatch.setattr(host_tier.time, "sleep", lambda _: os.kill(os.getpid(), signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
         world.allocator.sleep()
     assert world.state() == before
@@ -287,17 +287,17 @@ def test_a_sleep_that_waits_for_others_can_be_interrupted(
 
 def test_others_see_what_is_yet_to_be_touched(world: World, other: Commitment, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
-    monkeypatch.setattr(host, "_BETWEEN_LOOKS_S", 0.0)
-    have_pinned = lanes.HostTransfers.have_pinned
+    monkeypatch.setattr(host_tier, "_BETWEEN_LOOKS_S", 0.0)
+    have_pinned = lanes.HostLaneGroup.have_pinned
 
-    def look(transfers: lanes.HostTransfers, block: _core.HostBlock, device: int) -> None:
+    def look(lane_group: lanes.HostLaneGroup, block: _core.HostBlock, device: int) -> None:
         seen.append(max(other.others().values()))
-        have_pinned(transfers, block, device)
-        transfers._look_again()
+        have_pinned(lane_group, block, device)
+        lane_group._look_again()
         seen.append(max(other.others().values()))
 
-    monkeypatch.setattr(lanes.HostTransfers, "have_pinned", look)
-    monkeypatch.setattr(lanes.HostTransfers, "expect", lambda *_: None)  # nothing is prefaulted ahead
+    monkeypatch.setattr(lanes.HostLaneGroup, "have_pinned", look)
+    monkeypatch.setattr(lanes.HostLaneGroup, "expect", lambda *_: None)  # nothing is prefaulted ahead
     world.allocator.sleep()
     steps = [*range(2 * PAGE, -1, -CuMemAllocator.tuning.slab_bytes)]
     assert seen == [each for step in itertools.pairwise(steps) for each in step]
@@ -310,7 +310,7 @@ def test_memory_that_is_taken_while_pages_are_prefaulted_is_missed_before_they_a
 ) -> None:
     """By somebody who commits nothing."""
     before = world.state()
-    monkeypatch.setattr(lanes.HostTransfers, "expect", lambda *_: None)
+    monkeypatch.setattr(lanes.HostLaneGroup, "expect", lambda *_: None)
     prefault = _core.HostBlock.prefault
 
     def take(block: _core.HostBlock, offset: int, nbytes: int) -> None:
@@ -318,7 +318,7 @@ def test_memory_that_is_taken_while_pages_are_prefaulted_is_missed_before_they_a
         if block.bytes == CuMemAllocator.tuning.slab_bytes:
             monkeypatch.setattr(host_facts, "cgroup_available_bytes", lambda **_: PAGE // 2)
 
-    monkeypatch.setattr(host, "_BETWEEN_LOOKS_S", 0.0)
+    monkeypatch.setattr(host_tier, "_BETWEEN_LOOKS_S", 0.0)
     monkeypatch.setattr(_core.HostBlock, "prefault", take)
     with pytest.raises(OutOfHostMemory, match=r"limit: cgroup\): other processes took it meanwhile"):
         world.allocator.sleep()
@@ -336,7 +336,7 @@ def test_prepare_waits_beside_the_model(world: World, other: Commitment, monkeyp
         def __init__(self) -> None:
             refused.set()
 
-    monkeypatch.setattr(host, "NotYet", Noted)
+    monkeypatch.setattr(host_tier, "NotYet", Noted)
     preparation = world.allocator.prepare()
     assert refused.wait(HANGS_S)
     assert preparation.running

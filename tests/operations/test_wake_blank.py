@@ -12,7 +12,7 @@ from support import MIB, PAGE, Memory, patch_map, threads_refused
 from waking import assert_all_asleep, check_bytes, fill
 
 from cumem_sleep import BackupMismatch, CuMemAllocator, DriverError, _core, sim
-from cumem_sleep._core import Ahead
+from cumem_sleep._core import ThreadPool
 
 
 @pytest.mark.usefixtures("small_batches")
@@ -90,13 +90,13 @@ class TestBlankSegments:
         allocator.sleep()
         begun.clear()
         begun_at_start: list[int] = []
-        start = Ahead.start
+        start = ThreadPool.start
 
-        def noted(ahead: Ahead) -> None:
+        def noted(pool: ThreadPool) -> None:
             begun_at_start.append(sum(begun))
-            start(ahead)
+            start(pool)
 
-        monkeypatch.setattr(Ahead, "start", noted)
+        monkeypatch.setattr(ThreadPool, "start", noted)
         allocator.wake_up()
         half = sum(sizes) * PAGE // 2
         (at,) = (nbytes for nbytes in begun_at_start if nbytes)  # the other thread maps what has bytes, from the start
@@ -147,7 +147,7 @@ class TestBlankSegments:
         allocator.sleep(1 if restored else 2)
         before = [segment.sleep for segment in _core.segments()]
         chosen = [segment for segment in _core.segments() if segment.tag == "kv_cache"][place]
-        map_segment, wait = _core.Segment.map, Ahead.wait
+        map_segment, wait = _core.Segment.map, ThreadPool.wait
 
         def fail() -> None:
             raise error("cuMemCreate", "CUDA_ERROR_UNKNOWN", "", "") if error is DriverError else error
@@ -157,16 +157,16 @@ class TestBlankSegments:
                 fail()
             map_segment(segment)
 
-        def fail_to_wait(ahead: Ahead, key: int) -> None:
+        def fail_to_wait(pool: ThreadPool, key: int) -> None:
             if key == chosen.id:
                 fail()
-            wait(ahead, key)
+            wait(pool, key)
 
         with monkeypatch.context() as patch:
             if error is DriverError or not restored:
                 patch_map(patch, fail_to_map)
             else:
-                patch.setattr(Ahead, "wait", fail_to_wait)
+                patch.setattr(ThreadPool, "wait", fail_to_wait)
             for _ in range(2):
                 with pytest.raises(error):
                     allocator.wake_up()

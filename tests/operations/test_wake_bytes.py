@@ -11,7 +11,7 @@ from support import AWAKE, MIB, PAGE, Memory, patch_map
 from waking import assert_all_asleep, check_bytes, fill
 
 from cumem_sleep import BackupMismatch, CuMemAllocator, OutOfHostMemory, _core, sim
-from cumem_sleep._core import Ahead
+from cumem_sleep._core import ThreadPool
 
 
 @pytest.mark.usefixtures("small_batches")
@@ -128,7 +128,7 @@ class TestWake:
         in_map, go = threading.Event(), threading.Event()
         at_undo: list[bool] = []
         map_segment, undo_wake = _core.Segment.map, _core.undo_wake
-        wait, leave, to_device = Ahead.wait, Ahead.__exit__, _core.CopyStream.to_device
+        wait, leave, to_device = ThreadPool.wait, ThreadPool.__exit__, _core.CopyStream.to_device
 
         def slow_map(segment: _core.Segment) -> None:
             if segment.address == last.address:
@@ -140,23 +140,23 @@ class TestWake:
             assert in_map.wait(30)
             raise OutOfHostMemory(1, 0, "here")
 
-        def fail_to_wait(ahead: Ahead, key: int) -> None:
+        def fail_to_wait(pool: ThreadPool, key: int) -> None:
             if key == last.id:
                 fail()
-            wait(ahead, key)
+            wait(pool, key)
 
         def fail_to_copy(stream: _core.CopyStream, address: int, *more: Any) -> None:
             if what == "weights" or address == last_copied:
                 fail()
             to_device(stream, address, *more)
 
-        fails: Any = (Ahead, "wait", fail_to_wait)
+        fails: Any = (ThreadPool, "wait", fail_to_wait)
         if where != "mapping":
             fails = (_core.CopyStream, "to_device", fail_to_copy)
 
-        def stop(ahead: Ahead, *error: object) -> None:
+        def stop(pool: ThreadPool, *error: object) -> None:
             threading.Timer(0.02, go.set).start()  # after this has begun to wait, most likely; else nothing is shown
-            leave(ahead, *error)
+            leave(pool, *error)
 
         def undo(segments: list[_core.Segment]) -> None:
             at_undo.append(all(segment.has_memory for segment in segments))
@@ -165,7 +165,7 @@ class TestWake:
         with monkeypatch.context() as patch:
             patch_map(patch, slow_map)
             patch.setattr(_core, "undo_wake", undo)
-            patch.setattr(Ahead, "__exit__", stop)
+            patch.setattr(ThreadPool, "__exit__", stop)
             patch.setattr(*fails)
             with pytest.raises(OutOfHostMemory):
                 allocator.wake_up()

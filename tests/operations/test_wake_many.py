@@ -21,7 +21,7 @@ class TestManySegments:
         count = 300
         if SIMULATED:
             sim.configure(device_bytes=(count + 8) * PAGE)
-            monkeypatch.setattr("cumem_sleep.digest.device.sums_of", quick_sums)
+            monkeypatch.setattr("cumem_sleep.digest.digester.sums_of", quick_sums)
         allocator = make_allocator()
         addresses = [allocator.malloc(PAGE, "weights") for _ in range(count)]
         marks = [number.to_bytes(8, "little") * 512 for number in range(1, count + 1)]
@@ -35,7 +35,7 @@ class TestManySegments:
         for left in reversed(range(count)):
             address = addresses.pop(left // 2)
             allocator.free(address)
-            assert allocator._store.room.bytes == left * PAGE
+            assert allocator._store.memory.bytes == left * PAGE
             if SIMULATED:
                 assert sim.stats().registered_bytes == left * PAGE
 
@@ -50,7 +50,7 @@ class TestManySegments:
         del contents[addresses[1]]
         assert allocator.sleep().copied_bytes == 0
         allocator.free(addresses[2])
-        assert allocator._store.room.bytes == PAGE
+        assert allocator._store.memory.bytes == PAGE
         del contents[addresses[2]]
         allocator.wake_up()
         check_bytes(memory, contents)

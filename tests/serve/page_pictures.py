@@ -25,7 +25,7 @@ def model(name: str, gpus: tuple[int, ...], phase: Phase, switch: Switch, **more
 
 
 def status(_: StubFleet) -> FleetStatus:
-    """A moment of some work: one model is being pushed out for another."""
+    """A moment of some work: one model is being evicted for another."""
     models = (
         model("qwen-14b", (0,), Phase.FALLING_ASLEEP, Switch("wake", 1, 0.31, AT - 340), aliases=("gpt-4o-mini",)),
         model("qwen-8b", (0,), Phase.ASLEEP, Switch("sleep", 1, 0.19, AT - 341), **ASLEEP_1, **WAITED_FOR),

@@ -323,7 +323,7 @@ HISTORIES = {
         spec("b"),
         history="awake b a, ask a, ask b, +4.9, #1 runs, +0.2, #1 revoked, a draining, end #1, a falling asleep",
     ),
-    "nobody is pushed out within keep, and serves meanwhile": case(
+    "nobody is evicted within keep, and serves meanwhile": case(
         spec("a", keep_s=30.0),
         spec("b"),
         history="awake b a, ask b, +29.9, a awake, ask a, #2 runs, end #2, +0.2, a falling asleep",

@@ -11,7 +11,7 @@ import pytest
 from support import PAGE, Memory
 
 from cumem_sleep import CuMemAllocator, InvalidState, _core
-from cumem_sleep.store.lanes import HostTransfers
+from cumem_sleep.store.lanes import HostLaneGroup
 
 
 def rows(*pieces: tuple[int, int, int]) -> npt.NDArray[np.int64]:
@@ -93,8 +93,8 @@ def test_no_table_is_overwritten_while_a_kernel_may_read_it(
         copy(stream, table, begin, *rest, to_host=to_host)
 
     monkeypatch.setattr(_core.CopyStream, "copy_pieces", note)
-    with HostTransfers(1, 0) as transfers, _core.CopyStream(0) as stream:
-        lane = transfers.lane(stream)
+    with HostLaneGroup(1, 0) as lane_group, _core.CopyStream(0) as stream:
+        lane = lane_group.lane(stream)
         for count in (3, 4, 600):
             lane.begin(block, rows(*[(address, 0, 16)] * count), out=True, by_kernel=True)
         lane.synchronize()

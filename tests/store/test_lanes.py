@@ -9,8 +9,8 @@ from stand_ins import FakeStream, Log, Part, Store, parts_of
 from ways import BATCHES_TIMED, ENGINE_FOR_A_WHILE
 
 from cumem_sleep import CuMemAllocator, DriverError
-from cumem_sleep.core.extents import Transfers
-from cumem_sleep.core.pace import BestRate, Pace
+from cumem_sleep.core.copy_chooser import BestRate, CopyChooser
+from cumem_sleep.core.extents import LaneGroup
 from cumem_sleep.store import copier
 from cumem_sleep.store.transfer import Together, Transfer
 
@@ -43,9 +43,9 @@ def test_together_in_parts_that_become_smaller_at_the_end() -> None:
     assert [number for some in begun for number in some] == [part.id for part in parts]
 
 
-def pace(has_kernel: bool, in_flight: int = 2) -> Pace:
+def chooser(has_kernel: bool, in_flight: int = 2) -> CopyChooser:
     tuning = CuMemAllocator.tuning
-    return Pace(BestRate() if has_kernel else None, tuning.timed_bytes, in_flight, tuning)
+    return CopyChooser(BestRate() if has_kernel else None, tuning.timed_bytes, in_flight, tuning)
 
 
 @pytest.mark.usefixtures("one_segment_each")
@@ -59,7 +59,7 @@ class TestTransferIn:
         streams = [FakeStream(number, log) for number in range(lanes)]
         tuning = CuMemAllocator.tuning
         arrived = FakeDigests(log).start
-        mine = pace(kernels, lanes)
+        mine = chooser(kernels, lanes)
         transfer = Transfer(streams, mine, arrived, tuning, out=False, mapped=mapped)  # type: ignore[arg-type]
         parts = parts_of(*[4] * count)
         return Store(parts, 4).add_all(transfer, parts), streams
@@ -144,7 +144,7 @@ class TestTransferIn:
             return spent[0] + next(ticks) * 1e-9
 
         monkeypatch.setattr(copier.time, "monotonic", clock)
-        transfer, _ = self.transfer(log, kernels=True, lanes=Transfers.most_lanes, count=count)
+        transfer, _ = self.transfer(log, kernels=True, lanes=LaneGroup.most_lanes, count=count)
         return self.run(transfer)
 
     def test_a_later_trial_waits_for_what_flies(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,7 +172,7 @@ class TestTransferIn:
         ways = [event for event, _ in log.events if event in ("engine", "kernel")]
         assert ways == [
             "kernel",
-            *["engine"] * (2 + len(ENGINE_FOR_A_WHILE) + Transfers.most_lanes + 1),  # the last says enough
+            *["engine"] * (2 + len(ENGINE_FOR_A_WHILE) + LaneGroup.most_lanes + 1),  # the last says enough
             *["kernel", "kernel", "kernel", "engine"] * 4,  # of these trials the fourth finds it free
             *["engine"] * (50 - 1 - 15 - 16),
         ]

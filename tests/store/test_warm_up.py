@@ -10,15 +10,15 @@ from support import DRIVER, PAGE
 
 from cumem_sleep import CuMemAllocator, DriverError, OutOfHostMemory, _core
 from cumem_sleep.core.driver import open_driver
-from cumem_sleep.store.copier import Paces
+from cumem_sleep.store.copier import CopyChoosers
 
 
 class TestWarmUp:
-    def warm_up(self, monkeypatch: pytest.MonkeyPatch, load: Callable[[int], None] | None = None) -> Paces:
+    def warm_up(self, monkeypatch: pytest.MonkeyPatch, load: Callable[[int], None] | None = None) -> CopyChoosers:
         open_driver(DRIVER)
         if load is not None:
             monkeypatch.setattr(_core, "load_copy_kernel", load)
-        made = Paces(CuMemAllocator.tuning)
+        made = CopyChoosers(CuMemAllocator.tuning)
         made.warm_up(0)
         return made
 
@@ -57,7 +57,7 @@ def test_what_is_refused_after_a_pool_is_made_ready_after_the_next(
             raise errors.pop()
         warmed.append(device)
 
-    monkeypatch.setattr(allocator._layer.digester, "warm_up", warm_up)
+    monkeypatch.setattr(allocator._components.digester, "warm_up", warm_up)
     allocator._left_pool()
     assert "were not made ready" in caplog.text
     assert "cuMemHostRegister" in caplog.text

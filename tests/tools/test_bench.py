@@ -17,7 +17,7 @@ from support import MIB, SIMULATED, quick_sums
 
 from cumem_sleep import CuMemAllocator, InvalidArgument, InvalidState, Settings, SleepReport, _core, sim
 from cumem_sleep.checkpoint.process import THIS_PROCESS
-from cumem_sleep.digest import device as digest
+from cumem_sleep.digest import digester as digest
 from cumem_sleep.operations.prepare import Preparation
 from cumem_sleep.tools import cli
 from cumem_sleep.tools.bench import Room, link, memory, plan, workload

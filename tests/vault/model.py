@@ -17,7 +17,7 @@ import numpy as np
 from support import AWAKE, PAGE, Memory, bf16_weights, free_everything
 
 from cumem_sleep import CuMemAllocator, CumemSleepError, Settings, _core
-from cumem_sleep.backups import vault as tiers
+from cumem_sleep.backups import vault_tier as tiers
 
 PAGES = (1, 2, 1)  # of its segments
 
@@ -69,7 +69,7 @@ class SwitchedModel:
     def leave(self) -> None:
         self.memory.close()
         free_everything()
-        self.allocator._store.room.tier.stop()
+        self.allocator._store.memory.tier.stop()
 
 
 def run(vault: str, test: str, seed: int) -> None:

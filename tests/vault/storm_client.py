@@ -22,8 +22,8 @@ from running import eventually
 from support import AWAKE, DROPPED, PAGE, Memory, bf16_weights, free_everything
 
 from cumem_sleep import CuMemAllocator, DriverError, InvalidState, OutOfHostMemory, Settings, VaultError, _core, sim
-from cumem_sleep.backups import vault as tiers
-from cumem_sleep.backups.vault import VaultTier
+from cumem_sleep.backups import vault_tier as tiers
+from cumem_sleep.backups.vault_tier import VaultTier
 from cumem_sleep.vault.client import VaultClient
 from cumem_sleep.vault.slabs import UNIT_BYTES
 
@@ -181,7 +181,7 @@ class Storm:
             self.fragments.close()
         self.memory.close()
         free_everything()
-        tier = self.allocator._store.room.tier
+        tier = self.allocator._store.memory.tier
         assert isinstance(tier, VaultTier)
         eventually(lambda: succeeds(lambda: tier.client().release([])) and not tier.client().lost, "a vault is there")
         tier.release([])

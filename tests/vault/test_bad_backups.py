@@ -87,7 +87,7 @@ def test_a_silent_vault_hears_of_it_when_it_goes_on(
     (backup,) = allocator._store.catalogue
     (extent,) = backup.extents
     assert isinstance(extent, VaultBackup)
-    tier_of(allocator).distrust([backup.extents])
+    tier_of(allocator).mark_corrupt([backup.extents])
     speak(vault, allocator)
     once_it_goes_on(tier_of(allocator).client)
     other = vault.client("other")

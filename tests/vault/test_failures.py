@@ -33,7 +33,7 @@ class VaultWorld(World):
 
     def forget_devices(self) -> None:
         super().forget_devices()
-        self.allocator._store.room.tier._gpus.clear()  # type: ignore[attr-defined]
+        self.allocator._store.memory.tier._gpus.clear()  # type: ignore[attr-defined]
 
 
 THROUGH_IT = ("first sleep", "sleep of changed", "sleep of parts", "wake of all", "wake of parts", "release backups")
@@ -42,7 +42,7 @@ THROUGH_IT = ("first sleep", "sleep of changed", "sleep of parts", "wake of all"
 @pytest.mark.parametrize("phase", phases(*THROUGH_IT), ids=str)
 def test_every_driver_call_may_fail_once(vault: RunningVault, phase: Phase) -> None:
     world = VaultWorld(vault=str(vault.socket))
-    world.allocator._store.room.tier.client()  # type: ignore[attr-defined]  # whose calls are not the phase's
+    world.allocator._store.memory.tier.client()  # type: ignore[attr-defined]  # whose calls are not the phase's
     try:
         check_every_call(world, phase, "CUDA_ERROR_UNKNOWN", False)
         world.wake()
@@ -97,7 +97,7 @@ def test_no_more_files_can_be_opened(through: MakeAllocator, memory: Memory, vau
     allocator = through()
     contents = fill(allocator, memory, "weights", "default", "weights")
     memory.close()
-    allocator._store.room.tier.client()  # type: ignore[attr-defined]
+    allocator._store.memory.tier.client()  # type: ignore[attr-defined]
     pid = os.getpid() if whose == "client" else vault.process.pid
     refused = {"sleep": 0, "wake": 0}
     for operation, count in ((operation, count) for operation in refused for count in range(12)):

@@ -12,7 +12,7 @@ from running import RunningVault
 from support import MIB, PAGE, bf16_weights, holds
 
 from cumem_sleep import CuMemAllocator, OutOfHostMemory, _core, sim
-from cumem_sleep.backups.vault import VaultTier
+from cumem_sleep.backups.vault_tier import VaultTier
 from cumem_sleep.codec.kernels import SimulatedKernels
 
 pytestmark = pytest.mark.sim
@@ -27,7 +27,7 @@ def through(vault: RunningVault, make_allocator: MakeAllocator) -> Iterator[CuMe
     yield allocator
     for segment in _core.segments():
         allocator.free(segment.address)
-    tier = allocator._store.room.tier
+    tier = allocator._store.memory.tier
     assert isinstance(tier, VaultTier)
     if tier._client is not None:
         tier._client.close()

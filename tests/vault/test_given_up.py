@@ -14,7 +14,7 @@ from test_recovery import fall_silent, once_it_goes_on, speak, tier_of
 from test_sleeping import MakeAllocator, check, fill, leave
 
 from cumem_sleep import CuMemAllocator, OutOfDeviceMemory, _core, sim
-from cumem_sleep.backups.vault import VaultTransfers
+from cumem_sleep.backups.vault_tier import VaultLaneGroup
 from cumem_sleep.errors import DriverError, VaultLost
 
 pytestmark = [pytest.mark.sim, pytest.mark.slow]
@@ -49,14 +49,14 @@ def goes_on(vault: RunningVault, allocator: CuMemAllocator, copied_before: int, 
 
 def sleep_is_given_up(allocator: CuMemAllocator, vault: RunningVault, monkeypatch: pytest.MonkeyPatch) -> None:
     """When the vault was asked for its first copy; it is stopped."""
-    begin = VaultTransfers.begin
+    begin = VaultLaneGroup.begin
 
     def stopped(*arguments: Any) -> None:
         fall_silent(vault, allocator)
         begin(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(VaultTransfers, "begin", stopped)
+        patch.setattr(VaultLaneGroup, "begin", stopped)
         with pytest.raises(VaultLost):
             allocator.sleep()
 
@@ -118,7 +118,7 @@ def test_memory_that_a_stopped_vault_has_is_had_back_when_it_goes_on(
     contents = fill(allocator, memory, "weights")
     allocator.sleep()
     maps = pathlib.Path(f"/proc/{vault.process.pid}/maps")
-    begun = VaultTransfers.begun
+    begun = VaultLaneGroup.begun
 
     def stopped(*arguments: Any) -> None:
         begun(*arguments)
@@ -127,7 +127,7 @@ def test_memory_that_a_stopped_vault_has_is_had_back_when_it_goes_on(
 
     client = tier_of(allocator).client()
     with monkeypatch.context() as patch:
-        patch.setattr(VaultTransfers, "begun", stopped)
+        patch.setattr(VaultLaneGroup, "begun", stopped)
         with pytest.raises(VaultLost):
             allocator.wake_up()
     client.deadline_s = SECONDS

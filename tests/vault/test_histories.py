@@ -20,8 +20,8 @@ from test_sleeping import leave
 from test_storm import Vaults
 
 from cumem_sleep import CumemSleepError, _core, sim
-from cumem_sleep.backups import vault as tiers
-from cumem_sleep.backups.vault import VaultTransfers
+from cumem_sleep.backups import vault_tier as tiers
+from cumem_sleep.backups.vault_tier import VaultLaneGroup
 from cumem_sleep.errors import VaultError
 from cumem_sleep.vault import files, protocol
 
@@ -79,7 +79,7 @@ def vault(number: int, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) 
     folder.mkdir(mode=0o700)
     late = LateVault(folder, spills=number % 2 == 1 and files.filesystem_of(folder) not in files._IN_MEMORY)
     for name in ("begin", "begun"):
-        monkeypatch.setattr(VaultTransfers, name, after_a_step(late, getattr(VaultTransfers, name)))
+        monkeypatch.setattr(VaultLaneGroup, name, after_a_step(late, getattr(VaultLaneGroup, name)))
     monkeypatch.setattr(tiers, "DEADLINE_S", DEADLINE_S)
     monkeypatch.setattr(protocol, "MAX_DESCRIPTORS", FEW_DESCRIPTORS)
     yield late

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from cumem_sleep import InvalidState, OutOfHostMemory
 from cumem_sleep.vault import ledger as ledger_module
-from cumem_sleep.vault.ledger import Entry, HeldBytes, Hold, Key, Ledger
+from cumem_sleep.vault.ledger import Entry, HeldBytes, Key, Ledger, Share
 from cumem_sleep.vault.slabs import UNIT_BYTES, SlabRange, Slabs
 
 GPU = "GPU-0"
@@ -39,9 +39,9 @@ def free_in(slabs: Slabs) -> list[SlabRange]:
     return [SlabRange(*at, nbytes) for runs in slabs._runs.values() for at, nbytes in runs._sizes_at.items()]
 
 
-def holds_of(books: Ledger) -> dict[int, Hold]:
-    """All holds, by their numbers."""
-    return {number: hold for holds in books._holds.values() for number, hold in holds.items()}
+def shares_of(books: Ledger) -> dict[int, Share]:
+    """All shares, by their numbers."""
+    return {number: share for shares in books._shares.values() for number, share in shares.items()}
 
 
 def check(books: Ledger, coming: Mapping[Entry, Sequence[SlabRange]] = MappingProxyType({})) -> None:
@@ -50,12 +50,12 @@ def check(books: Ledger, coming: Mapping[Entry, Sequence[SlabRange]] = MappingPr
     covered: dict[int, list[tuple[int, int]]] = {slab: [] for slab in books.memory._nodes}
     for extent in free:
         covered[extent.slab].append((extent.offset, extent.nbytes))
-    assert holds_of(books) == {hold.number: hold for entry in books._entries for hold in entry.holds}
+    assert shares_of(books) == {share.number: share for entry in books._entries for share in entry.shares}
     for entry in books._entries:
-        assert entry.holds or entry.copies, "an entry that nobody holds"
-        assert all(hold.entry is entry for hold in entry.holds)
+        assert entry.shares or entry.copies, "an entry that nobody holds"
+        assert all(share.entry is entry for share in entry.shares)
         assert entry.key is None or entry.is_distrusted or books._by_key[entry.key] is entry, "two of the same bytes"
-        assert not entry.is_distrusted or all(hold.needed for hold in entry.holds)
+        assert not entry.is_distrusted or all(share.needed for share in entry.shares)
         assert entry.nbytes <= entry.taken_bytes
         check_queue(books, entry)
         for extent in (*entry.extents, *coming.get(entry, ())):
@@ -115,16 +115,16 @@ def check_what_is_held(books: Ledger) -> None:
     for owner, gpu in itertools.product((None, "a", "b", "c", "d"), (None, "GPU-0", "GPU-1")):
         needed = retained = shared = spilled = 0
         for entry in books._entries:
-            meant = [hold for hold in entry.holds if owner in (None, hold.owner) and gpu in (None, hold.gpu)]
+            meant = [share for share in entry.shares if owner in (None, share.owner) and gpu in (None, share.gpu)]
             copies = entry.copies if owner is gpu is None else 0
             if meant or copies:
-                is_needed = copies > 0 or any(hold.needed for hold in meant)
+                is_needed = copies > 0 or any(share.needed for share in meant)
                 needed += entry.taken_bytes * is_needed
                 retained += entry.taken_bytes * (not is_needed)
-                shared += entry.taken_bytes * (len({hold.owner for hold in entry.holds}) > 1)
+                shared += entry.taken_bytes * (len({share.owner for share in entry.shares}) > 1)
                 spilled += entry.taken_bytes * (not entry.extents)
         assert held[owner, gpu] == HeldBytes(needed, retained, shared, spilled)
-    saved = [entry.taken_bytes * (len(entry.holds) - 1) for entry in books._entries if entry.holds]
+    saved = [entry.taken_bytes * (len(entry.shares) - 1) for entry in books._entries if entry.shares]
     assert books.saved_bytes == sum(saved)
 
 
@@ -144,14 +144,14 @@ def test_a_reservation_that_does_not_fit_changes_nothing_and_says_who_holds_what
         books.reserve("b", GPU, [UNIT_BYTES, SLAB])
     assert books.who_holds({"a": "pid 1 (vllm)", "b": "pid 2"}) == "pid 1 (vllm) holds 512.00 KiB"
     assert (failure.value.needed_bytes, failure.value.available_bytes) == (SLAB + UNIT_BYTES, SLAB)
-    assert books.hold("b", kept.number) is kept
+    assert books.share("b", kept.number) is kept
     assert books.memory.free_bytes == SLAB - UNIT_BYTES
 
 
 def test_ranges_of_a_backup_cross_its_extents() -> None:
     books = ledger(1)
-    holds = books.reserve("a", GPU, [UNIT_BYTES] * 8)
-    books.release("a", [holds[0].number, holds[4].number])
+    shares = books.reserve("a", GPU, [UNIT_BYTES] * 8)
+    books.release("a", [shares[0].number, shares[4].number])
     (large,) = books.reserve("a", GPU, [2 * UNIT_BYTES])
     first, second = large.entry.extents
     assert list(large.entry.ranges(10, 5)) == [SlabRange(0, first.offset + 10, 5)]
@@ -179,33 +179,33 @@ def test_equal_bytes_are_found_by_another_owner_and_held_once() -> None:
 
 def test_a_sealed_entry_is_written_by_nobody() -> None:
     books = ledger()
-    (hold,) = books.reserve("a", GPU, [UNIT_BYTES])
-    assert books.writable("a", hold.number) is hold
-    books.seal("a", hold.number, key("x"))
+    (share,) = books.reserve("a", GPU, [UNIT_BYTES])
+    assert books.writable("a", share.number) is share
+    books.seal("a", share.number, key("x"))
     for refused in (books.writable, lambda *given: books.seal(*given, key("y"))):
         with pytest.raises(InvalidState, match="sealed"):
-            refused("a", hold.number)
+            refused("a", share.number)
 
 
 def test_retained_backups_go_least_recently_used_first_whoever_has_them() -> None:
     books = ledger(1)
-    holds = [books.reserve(owner, GPU, [SLAB // 4])[0] for owner in "abcd"]
+    shares = [books.reserve(owner, GPU, [SLAB // 4])[0] for owner in "abcd"]
     for at in (2, 0, 3, 1):
-        books.mark("abcd"[at], [holds[at].number], needed=False)
-    books.mark("a", [holds[0].number], needed=True)
+        books.mark("abcd"[at], [shares[at].number], needed=False)
+    books.mark("a", [shares[0].number], needed=True)
     books.reserve("e", GPU, [SLAB // 2])
-    gone = [owner for owner, hold in zip("abcd", holds, strict=True) if books.mark(owner, [hold.number], True)]
+    gone = [owner for owner, share in zip("abcd", shares, strict=True) if books.mark(owner, [share.number], True)]
     assert gone == ["c", "d"]
     assert books.evicted_bytes == SLAB // 2
 
 
 def test_nobody_gets_extents_that_are_being_copied() -> None:
     books = ledger(1)
-    (hold,) = books.reserve("a", GPU, [SLAB])
-    entry = hold.entry
+    (share,) = books.reserve("a", GPU, [SLAB])
+    entry = share.entry
     books.begin_copy(entry)
     with pytest.raises(InvalidState, match="still being written"):
-        books.seal("a", hold.number, key("x"))
+        books.seal("a", share.number, key("x"))
     books.drop_owner("a")
     check(books)
     with pytest.raises(OutOfHostMemory):
@@ -222,8 +222,8 @@ def test_what_is_distrusted_is_found_by_nobody_and_stays_with_who_needs_it() -> 
     assert needed is not None
     assert retained is not None
     books.mark("c", [retained.number], needed=False)
-    for owner, hold in (("a", bad), ("b", needed)):
-        books.distrust(owner, [hold.number])
+    for owner, share in (("a", bad), ("b", needed)):
+        books.distrust(owner, [share.number])
     check(books)
     assert books.mark("c", [retained.number], needed=True) == [retained.number]
     assert books.find("d", GPU, key("x")) is None
@@ -268,22 +268,22 @@ class TestExpendable:
         assert books.available_bytes("b", expendable=True) == SLAB // 4
         with pytest.raises(OutOfHostMemory):
             books.reserve("b", GPU, [SLAB // 2], expendable=True)
-        assert books.find_hold("a", retained.number) is not None
+        assert books.find_share("a", retained.number) is not None
 
     @pytest.mark.parametrize("how", ["released", "evicted", "its owner goes"])
     def test_others_get_its_memory_once_no_copy_uses_it(self, books: Ledger, how: str) -> None:
-        (hold,) = books.reserve("a", GPU, [2 * SLAB], expendable=True)
-        books.mark("a", [hold.number], needed=False)
-        books.begin_copy(hold.entry)
+        (share,) = books.reserve("a", GPU, [2 * SLAB], expendable=True)
+        books.mark("a", [share.number], needed=False)
+        books.begin_copy(share.entry)
         if how != "evicted":
-            books.release("a", [hold.number]) if how == "released" else books.drop_owner("a")
+            books.release("a", [share.number]) if how == "released" else books.drop_owner("a")
         check(books)
         with pytest.raises(OutOfHostMemory):
             books.reserve("b", GPU, [UNIT_BYTES])
-        books.end_copy(hold.entry)
+        books.end_copy(share.entry)
         check(books)
         books.reserve("b", GPU, [2 * SLAB])
-        assert books.find_hold("a", hold.number) is None
+        assert books.find_share("a", share.number) is None
         check(books)
 
 
@@ -291,8 +291,8 @@ def test_memory_of_the_gpu_s_own_numa_node_comes_first() -> None:
     books = Ledger()
     for number in range(4):
         books.memory.add(number, SLAB, node=number % 2)
-    holds = books.reserve("a", GPU, [SLAB] * 3, node=1)
-    assert [extent.slab % 2 for hold in holds for extent in hold.entry.extents] == [1, 1, 0]
+    shares = books.reserve("a", GPU, [SLAB] * 3, node=1)
+    assert [extent.slab % 2 for share in shares for extent in share.entry.extents] == [1, 1, 0]
 
 
 def lines_run(work: Callable[[], object]) -> int:
@@ -313,15 +313,15 @@ def lines_run(work: Callable[[], object]) -> int:
     return count
 
 
-def in_fragments(count: int) -> tuple[Ledger, list[Hold], list[Hold]]:
+def in_fragments(count: int) -> tuple[Ledger, list[Share], list[Share]]:
     """So many backups with as many gaps between them; some of the others are retained."""
     books = ledger(2 * count // 4)
-    holds = books.reserve("a", GPU, [UNIT_BYTES] * 2 * count)
+    shares = books.reserve("a", GPU, [UNIT_BYTES] * 2 * count)
     retained = books.reserve("b", GPU, [UNIT_BYTES] * count)
-    books.mark("b", [hold.number for hold in retained], needed=False)
-    books.release("a", [hold.number for hold in holds[::2]])
+    books.mark("b", [share.number for share in retained], needed=False)
+    books.release("a", [share.number for share in shares[::2]])
     books.reserve("c", GPU, [UNIT_BYTES])  # what was given back is among the free runs now
-    return books, holds[1::2], retained
+    return books, shares[1::2], retained
 
 
 FEW, MANY = 32, 256
@@ -343,14 +343,14 @@ FEW, MANY = 32, 256
     ids=["reserve", "find", "seal", "mark", "release", "need", "distrust", "owners", "what is left"],
 )
 def test_what_one_backup_costs_does_not_depend_on_others(
-    call: Callable[[Ledger, list[Hold], list[Hold]], object],
+    call: Callable[[Ledger, list[Share], list[Share]], object],
 ) -> None:
     few, many = (lines_run(partial(call, *in_fragments(count))) for count in (FEW, MANY))
     assert 0 < few == many
 
 
 class LedgerMachine(stateful.RuleBasedStateMachine):
-    """Beside a model that knows only which hold is whose, and of which bytes."""
+    """Beside a model that knows only which share is whose, and of which bytes."""
 
     owners = st.sampled_from("abc")
 
@@ -370,12 +370,12 @@ class LedgerMachine(stateful.RuleBasedStateMachine):
 
     @stateful.rule(units=st.integers(1, 24))
     def spill(self, units: int) -> None:
-        retained = {number for number, hold in holds_of(self.books).items() if not hold.entry.needed}
+        retained = {number for number, share in shares_of(self.books).items() if not share.entry.needed}
         for entry in self.books.to_spill(units * UNIT_BYTES, lambda _: True):
             if not entry.copies:
                 self.books.begin_spill(entry)
                 self.writing.append(entry)
-        assert self.mine.keys() - holds_of(self.books).keys() <= retained, "something needed was evicted"
+        assert self.mine.keys() - shares_of(self.books).keys() <= retained, "something needed was evicted"
         self.forget_evicted()
 
     @stateful.precondition(lambda self: self.writing)
@@ -386,10 +386,10 @@ class LedgerMachine(stateful.RuleBasedStateMachine):
     @stateful.rule()
     def read_ahead(self) -> None:
         before = self.mine.keys()
-        for entry in {hold.entry for hold in holds_of(self.books).values() if not hold.entry.extents}:
+        for entry in {share.entry for share in shares_of(self.books).values() if not share.entry.extents}:
             if extents := self.books.begin_read_ahead(entry, sys.maxsize):
                 self.reading[entry] = extents
-        assert holds_of(self.books).keys() == before, "something was evicted for what nobody waits for"
+        assert shares_of(self.books).keys() == before, "something was evicted for what nobody waits for"
 
     @stateful.precondition(lambda self: self.reading)
     @stateful.rule(is_read=st.booleans())
@@ -406,12 +406,12 @@ class LedgerMachine(stateful.RuleBasedStateMachine):
         """Many small ones, of which some go at once."""
         if units * UNIT_BYTES > self.books.available_bytes(owner):
             return
-        holds = self.books.reserve(owner, GPU, [UNIT_BYTES] * units)
+        shares = self.books.reserve(owner, GPU, [UNIT_BYTES] * units)
         self.forget_evicted()
-        self.mine.update((hold.number, owner) for hold in holds)
-        for hold in holds[::gap]:
-            self.books.release(owner, [hold.number])
-            del self.mine[hold.number]
+        self.mine.update((share.number, owner) for share in shares)
+        for share in shares[::gap]:
+            self.books.release(owner, [share.number])
+            del self.mine[share.number]
 
     @stateful.rule(owner=owners, units=st.integers(0, 10))
     def claim(self, owner: str, units: int) -> None:
@@ -422,7 +422,7 @@ class LedgerMachine(stateful.RuleBasedStateMachine):
             assert self.books.available_bytes(owner) >= units * UNIT_BYTES
 
     def forget_evicted(self) -> None:
-        for number in self.mine.keys() - holds_of(self.books).keys():
+        for number in self.mine.keys() - shares_of(self.books).keys():
             del self.mine[number]
 
     @stateful.rule(
@@ -435,9 +435,9 @@ class LedgerMachine(stateful.RuleBasedStateMachine):
         sizes = [count * UNIT_BYTES - odd for count in units]
         before = set(self.mine)
         fits = sum(units) * UNIT_BYTES <= self.books.available_bytes(owner, expendable=expendable)
-        needed = {hold.number for hold in holds_of(self.books).values() if hold.entry.needed}
+        needed = {share.number for share in shares_of(self.books).values() if share.entry.needed}
         try:
-            holds = self.books.reserve(owner, GPU, sizes, expendable=expendable)
+            shares = self.books.reserve(owner, GPU, sizes, expendable=expendable)
         except OutOfHostMemory:
             assert not fits
             self.forget_evicted()
@@ -447,23 +447,23 @@ class LedgerMachine(stateful.RuleBasedStateMachine):
         self.forget_evicted()
         assert set(self.mine) == before or not expendable
         assert needed <= set(self.mine), "something needed was evicted"
-        for hold, size in zip(holds, sizes, strict=True):
-            assert hold.entry.nbytes == size
-            self.mine[hold.number] = owner
+        for share, size in zip(shares, sizes, strict=True):
+            assert share.entry.nbytes == size
+            self.mine[share.number] = owner
 
     @stateful.precondition(lambda self: self.mine)
     @stateful.rule(data=st.data(), name=st.sampled_from("xyz"))
     def seal(self, data: st.DataObject, name: str) -> None:
         owner, number = self.some(data)
-        hold = self.books.hold(owner, number)
-        may = hold.entry.key is None and not hold.entry.copies and not hold.entry.is_expendable
+        share = self.books.share(owner, number)
+        may = share.entry.key is None and not share.entry.copies and not share.entry.is_expendable
         try:
-            assert self.books.seal(owner, number, key(name, hold.entry.nbytes)) is hold
+            assert self.books.seal(owner, number, key(name, share.entry.nbytes)) is share
         except InvalidState:
             assert not may
         else:
             assert may
-            assert hold.entry.key == key(name, hold.entry.nbytes)
+            assert share.entry.key == key(name, share.entry.nbytes)
 
     @stateful.rule(owner=owners, name=st.sampled_from("xyz"), units=st.integers(1, 10))
     def find(self, owner: str, name: str, units: int) -> None:
@@ -479,7 +479,7 @@ class LedgerMachine(stateful.RuleBasedStateMachine):
     @stateful.rule(data=st.data(), needed=st.booleans())
     def mark(self, data: st.DataObject, needed: bool) -> None:
         owner, number = self.some(data)
-        goes = self.books.hold(owner, number).entry.is_distrusted and not needed
+        goes = self.books.share(owner, number).entry.is_distrusted and not needed
         assert self.books.mark(owner, [number], needed) == [number] * goes
         self.forget_evicted()
 
@@ -487,12 +487,12 @@ class LedgerMachine(stateful.RuleBasedStateMachine):
     @stateful.rule(data=st.data())
     def distrust(self, data: st.DataObject) -> None:
         owner, number = self.some(data)
-        entry = self.books.hold(owner, number).entry
-        needed = {hold for hold in entry.holds if hold.needed}
+        entry = self.books.share(owner, number).entry
+        needed = {share for share in entry.shares if share.needed}
         self.books.distrust(owner, [number, number, 0])
         assert entry.is_distrusted is (entry.key is not None)
         self.forget_evicted()
-        assert needed <= entry.holds
+        assert needed <= entry.shares
 
     @stateful.precondition(lambda self: self.mine)
     @stateful.rule(data=st.data())
@@ -509,7 +509,7 @@ class LedgerMachine(stateful.RuleBasedStateMachine):
     @stateful.precondition(lambda self: self.mine)
     @stateful.rule(data=st.data())
     def begin_copy(self, data: st.DataObject) -> None:
-        entry = self.books.hold(*self.some(data)).entry
+        entry = self.books.share(*self.some(data)).entry
         self.books.begin_copy(entry)
         self.copies.append((id(entry), entry))
 
@@ -519,9 +519,9 @@ class LedgerMachine(stateful.RuleBasedStateMachine):
         self.books.end_copy(self.copies.pop()[1])  # type: ignore[arg-type]
 
     @stateful.invariant()
-    def holds(self) -> None:
+    def shares(self) -> None:
         check(self.books, self.reading)
-        assert {hold.number: hold.owner for hold in holds_of(self.books).values()} == self.mine
+        assert {share.number: share.owner for share in shares_of(self.books).values()} == self.mine
         held = self.books.held()[None, None]
         coming = sum(extent.nbytes for extents in self.reading.values() for extent in extents)
         in_memory = held.asleep_bytes + held.awake_bytes - held.spilled_bytes + coming

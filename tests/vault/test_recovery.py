@@ -17,7 +17,7 @@ from support import AWAKE, BACKED_UP, PAGE, Memory, bf16_weights
 from test_sleeping import MakeAllocator, check, fill, leave
 
 from cumem_sleep import CuMemAllocator, _core
-from cumem_sleep.backups.vault import VaultTier
+from cumem_sleep.backups.vault_tier import VaultTier
 from cumem_sleep.errors import OutOfHostMemory, VaultError, VaultLost
 from cumem_sleep.vault import protocol
 from cumem_sleep.vault.address import VaultAddress
@@ -45,7 +45,7 @@ def through(make_allocator: MakeAllocator, vault: RunningVault) -> Iterator[Make
 
 
 def tier_of(allocator: CuMemAllocator) -> VaultTier:
-    tier = allocator._store.room.tier
+    tier = allocator._store.memory.tier
     assert isinstance(tier, VaultTier)
     return tier
 

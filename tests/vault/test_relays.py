@@ -460,7 +460,7 @@ def test_a_relay_is_judged_by_its_rate(
     driver.peer_s = 0.00004
     may_copy.clear()
     ended = ask(home, 40)
-    eventually(lambda: home.turns.waiting_bytes < PAGE, "it carries all that is worth it")
+    eventually(lambda: home.queue.waiting_bytes < PAGE, "it carries all that is worth it")
     may_copy.set()
     eventually(lambda: ended == [None], "all is copied")
 

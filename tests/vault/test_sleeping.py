@@ -23,7 +23,7 @@ from support import (
 )
 
 from cumem_sleep import CuMemAllocator, _core, sim
-from cumem_sleep.backups.vault import VaultTier, VaultTransfers, _process_name
+from cumem_sleep.backups.vault_tier import VaultLaneGroup, VaultTier, _process_name
 from cumem_sleep.errors import VaultError, VaultLost, VaultUnavailable
 from cumem_sleep.vault.client import VaultClient
 
@@ -113,7 +113,7 @@ def test_regions_sleep_and_their_backups_are_read(through: MakeAllocator, memory
     allocator.regions.wake(retain_backups=False)
     assert memory.read(address, 2 * PAGE) == content
     assert allocator.read_backup(address, 1) is None
-    assert allocator._store.room.bytes == 0
+    assert allocator._store.memory.bytes == 0
 
 
 class TestCycles:
@@ -195,13 +195,13 @@ class TestGivingBackToTheVault:
         contents: dict[int, bytes] = {}
         for pages in (1, 3, 1, 1, 7, 1, 2, 1, 1, 1):  # some in one lane, some in all
             contents |= fill(allocator, memory, "weights", pages=pages)
-        most_lent, lend, done_with, copy = 0, VaultTransfers.lend, VaultTransfers.done_with, VaultClient.copy
+        most_lent, lend, done_with, copy = 0, VaultLaneGroup.lend, VaultLaneGroup.done_with, VaultClient.copy
         requests: dict[int, list[int]] = {}  # by number of lent memory
 
-        def noted(transfers: VaultTransfers, client: VaultClient, address: int, device: int) -> Any:
+        def noted(lane_group: VaultLaneGroup, client: VaultClient, address: int, device: int) -> Any:
             nonlocal most_lent
-            lent = lend(transfers, client, address, device)
-            most_lent = max(most_lent, sum(each.nbytes for each in transfers._lent.values()))
+            lent = lend(lane_group, client, address, device)
+            most_lent = max(most_lent, sum(each.nbytes for each in lane_group._lent.values()))
             return lent
 
         def noted_copy(client: VaultClient, lent: Any, *arguments: Any, to_host: bool) -> int:
@@ -209,15 +209,15 @@ class TestGivingBackToTheVault:
             requests.setdefault(lent.number, []).append(request)
             return request
 
-        def looked_at(transfers: VaultTransfers, addresses: Iterable[int]) -> None:
+        def looked_at(lane_group: VaultLaneGroup, addresses: Iterable[int]) -> None:
             some = [*addresses]
-            for lent in (transfers._lent[address] for address in some if address in transfers._lent):
-                assert transfers._client is not None
-                assert not set(requests[lent.number]) & set(transfers._client._answers), "it may be in flight"
-            done_with(transfers, some)
+            for lent in (lane_group._lent[address] for address in some if address in lane_group._lent):
+                assert lane_group._client is not None
+                assert not set(requests[lent.number]) & set(lane_group._client._answers), "it may be in flight"
+            done_with(lane_group, some)
 
-        monkeypatch.setattr(VaultTransfers, "lend", noted)
-        monkeypatch.setattr(VaultTransfers, "done_with", looked_at)
+        monkeypatch.setattr(VaultLaneGroup, "lend", noted)
+        monkeypatch.setattr(VaultLaneGroup, "done_with", looked_at)
         monkeypatch.setattr(VaultClient, "copy", noted_copy)
         for call in (allocator.sleep, allocator.wake_up):
             most_lent = 0
@@ -244,7 +244,7 @@ class TestVaultIsGone:
         vault.kill()
         assert allocator.wake_up().verified_bytes == 4 * PAGE
         check(memory, contents)
-        assert not allocator._store.room.tier._client.slabs.by_number, "its memory is had back"  # type: ignore[attr-defined]
+        assert not allocator._store.memory.tier._client.slabs.by_number, "its memory is had back"  # type: ignore[attr-defined]
         assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
             message for message in caplog.messages if "read by this process itself" in message
         ]
@@ -266,7 +266,7 @@ class TestVaultIsGone:
         allocator = through(compress=compress)
         contents = fill(allocator, memory, "weights", "kv_cache", pages=8)
         allocator.sleep(offload_tags=TAGS)
-        before = allocator._store.room.tier._client.slabs.by_number  # type: ignore[attr-defined]
+        before = allocator._store.memory.tier._client.slabs.by_number  # type: ignore[attr-defined]
         vault.kill()
         another = start_vault("64MiB", "--slab-size", "16MiB")
         another.wait_until_ready()
@@ -359,7 +359,7 @@ class TestNoVault:
         allocator = make_allocator(vault="auto")
         contents = fill(allocator, memory, "weights")
         allocator.sleep()
-        assert not isinstance(allocator._store.room.tier, VaultTier)
+        assert not isinstance(allocator._store.memory.tier, VaultTier)
         allocator.wake_up()
         check(memory, contents)
 
@@ -426,7 +426,7 @@ class TestWhatOnceBroke:
             with pytest.raises(VaultLost):
                 allocator.sleep()
         assert {segment.sleep for segment in _core.segments()} == {AWAKE}
-        assert allocator._store.room.bytes == 0
+        assert allocator._store.memory.bytes == 0
         assert allocator.sleep().copied_bytes == 2 * PAGE
         allocator.wake_up()
         check(memory, contents)

@@ -24,7 +24,7 @@ from test_storm import Vaults
 
 import cumem_sleep
 from cumem_sleep import CuMemAllocator, OutOfHostMemory, _core
-from cumem_sleep.backups import vault as tiers
+from cumem_sleep.backups import vault_tier as tiers
 from cumem_sleep.errors import VaultError, VaultLost
 from cumem_sleep.tools import cli
 from cumem_sleep.vault import files

@@ -73,9 +73,9 @@ class VaultWorker:
     def place(self) -> tuple[int, int, int]:
         """Where the backup of the weights begins: the device and inode of the slab or file, and the offset there."""
         (segment,) = (each for each in _core.segments() if each.address == self._weights)
-        tier = self._allocator._store.room.tier
+        tier = self._allocator._store.memory.tier
         tier.hear()  # type: ignore[attr-defined]
-        extent: Any = self._allocator._store.catalogue.needed(segment).extents[0]
+        extent: Any = self._allocator._store.catalogue.get_or_raise(segment).extents[0]
         slab, offset, _ = extent.extents[0]
         facts = os.fstat(extent.descriptor(slab))
         return facts.st_dev, facts.st_ino, offset

@@ -21,7 +21,7 @@ def poison_what_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     allocator = CuMemAllocator.get_instance()
     settings = dataclasses.replace(allocator.settings, poison=True)
     monkeypatch.setattr(allocator, "settings", settings)
-    object.__setattr__(allocator._layer, "settings", settings)
+    object.__setattr__(allocator._components, "settings", settings)
 
 
 @backends

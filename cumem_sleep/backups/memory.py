@@ -1,4 +1,4 @@
-"""The room for backups: the limits on host memory, what is reserved, and who has to give way."""
+"""Memory for backups: the limits on host memory, what is reserved, and who has to give way."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from ..report import BackupPlace
 from ..settings import Settings
 from .backup import Backup, extent_sizes
 from .catalogue import Catalogue
+from .pruning import PruningLock
 from .tier import Content, Tier
 from .tiers import open_tier
-from .turns import Turns
 
 _Sleep = _core.Segment.Sleep
 
 
-class BackupRoom:
+class BackupMemory:
     """Memory for backups. Not thread safe: the allocator's lock guards it."""
 
-    def __init__(self, settings: Settings, tuning: Tuning, turns: Turns, catalogue: Catalogue) -> None:
+    def __init__(self, settings: Settings, tuning: Tuning, lock: PruningLock, catalogue: Catalogue) -> None:
         self._settings = settings
         self._tuning = tuning
-        self._turns = turns
+        self._lock = lock
         self._catalogue = catalogue
 
     @property
     def tier(self) -> Tier:
         """Where backups go. Opened at the first use: making a store takes no memory and contacts no vault."""
         if self._catalogue.tier is None:
-            self._catalogue.tier = open_tier(self._settings, self._tuning, self._turns.if_free)
+            self._catalogue.tier = open_tier(self._settings, self._tuning, self._lock.if_free)
         return self._catalogue.tier
 
     @property
@@ -49,11 +49,11 @@ class BackupRoom:
         return self.tier.place()
 
     def needed_bytes(self, segments: Iterable[_core.Segment], *, compressed: bool) -> int:
-        """The least that `take` would need for those of `segments` that have no backup yet."""
+        """The least that `reserve` would need for those of `segments` that have no backup yet."""
         nbytes = self._catalogue.content_bytes(s for s in segments if self._catalogue.of(s) is None)
         return least_bytes(nbytes) if compressed else nbytes
 
-    def check(self, needed: int, keep: Iterable[_core.Segment]) -> None:
+    def make_room(self, needed: int, keep: Iterable[_core.Segment]) -> None:
         """Raise if a limit leaves too little room, or evict as many retained backups as needed, oldest first.
 
         What is kept of dropped segments gives way before them.
@@ -79,7 +79,7 @@ class BackupRoom:
                 missing -= backup.bytes
                 self._catalogue.forget([backup.segment.id])
 
-    def take(
+    def reserve(
         self,
         segments: Sequence[_core.Segment],
         keep: Iterable[_core.Segment],
@@ -118,7 +118,7 @@ class BackupRoom:
         }
         nbytes, is_taken = sum(map(sum, sizes.values())), False
         while not is_taken:
-            self.check(nbytes, keep)
+            self.make_room(nbytes, keep)
             with tier.commit(nbytes, beside_work=beside_work) as is_taken:
                 if is_taken:
                     self._reserve(new, sizes, encodings, beside_work)
@@ -156,7 +156,7 @@ class BackupRoom:
                     ranges = self._catalogue.ranges_of(segment)
                     self._catalogue.forget([segment.id])
                     backup = Backup(segment, tier, extents, ranges=ranges)
-                    backup.prove(digests[segment.id])
+                    backup.mark_proven(digests[segment.id])
                     self._catalogue.add(backup)
                     adopted.append(segment)
         return adopted

@@ -9,30 +9,30 @@ import pytest
 from support import PAGE, Memory, assert_no_threads, threads_refused
 
 from cumem_sleep import CuMemAllocator, OutOfHostMemory, _core
-from cumem_sleep._core import Ahead
+from cumem_sleep._core import ThreadPool
 
 
-def ahead_of(threads: int, tasks: dict[int, list[Callable[[], object]]]) -> Ahead:
-    return Ahead(threads, as_tasks(tasks))
+def pool_of(threads: int, tasks: dict[int, list[Callable[[], object]]]) -> ThreadPool:
+    return ThreadPool(threads, as_tasks(tasks))
 
 
 def as_tasks(tasks: dict[int, list[Callable[[], object]]]) -> dict[int, list[_core.Task]]:
     return {key: [_core.Task(task) for task in mine] for key, mine in tasks.items()}
 
 
-class TestAhead:
-    def run_all(self, ahead: Ahead, keys: range) -> None:
-        with ahead:
-            ahead.start()
+class TestThreadPool:
+    def run_all(self, pool: ThreadPool, keys: range) -> None:
+        with pool:
+            pool.start()
             for key in keys:
-                ahead.wait(key)
-                ahead.wait(key)
+                pool.wait(key)
+                pool.wait(key)
 
     @pytest.mark.parametrize("threads", [1, 4])
     def test_each_task_runs_once(self, threads: int) -> None:
         ran: list[tuple[int, int]] = []
         self.run_all(
-            ahead_of(
+            pool_of(
                 threads, {key: [lambda key=key: ran.append((key, threading.get_ident()))] * 3 for key in range(20)}
             ),
             range(20),
@@ -42,7 +42,7 @@ class TestAhead:
 
     def test_one_thread_keeps_the_order(self) -> None:
         ran: list[int] = []
-        self.run_all(ahead_of(1, {key: [lambda key=key: ran.append(key)] for key in (3, 1, 2)}), range(4))
+        self.run_all(pool_of(1, {key: [lambda key=key: ran.append(key)] for key in (3, 1, 2)}), range(4))
         assert ran == [3, 1, 2]
 
     @pytest.mark.parametrize("threads_to_be_had", [True, False])
@@ -52,15 +52,15 @@ class TestAhead:
         def tasks(*keys: int) -> dict[int, list[Callable[[], object]]]:
             return {key: [lambda key=key: ran.append((key, threading.get_ident()))] for key in keys}  # type: ignore[misc]
 
-        with ahead_of(1, tasks(1)) as ahead:
-            ahead.start()
-            ahead.wait(1)
+        with pool_of(1, tasks(1)) as pool:
+            pool.start()
+            pool.wait(1)
             if not threads_to_be_had:
-                ahead.stop()
-            ahead.add(as_tasks(tasks(4, 2)))
-            ahead.add(as_tasks(tasks(3)))
+                pool.stop()
+            pool.add(as_tasks(tasks(4, 2)))
+            pool.add(as_tasks(tasks(3)))
             for key in (2, 3, 4):
-                ahead.wait(key)
+                pool.wait(key)
         keys = [key for key, _ in ran]
         assert keys == ([1, 4, 2, 3] if threads_to_be_had else [1, 2, 3, 4])
         by_threads = {thread != threading.get_ident() for _, thread in ran[1:]}
@@ -73,12 +73,12 @@ class TestAhead:
         def fail() -> None:
             raise error
 
-        with ahead_of(1, {1: [lambda: None], 2: [lambda: None, fail], 3: [lambda: None]}) as ahead:
-            ahead.start()
-            ahead.wait(1)
+        with pool_of(1, {1: [lambda: None], 2: [lambda: None, fail], 3: [lambda: None]}) as pool:
+            pool.start()
+            pool.wait(1)
             with pytest.raises(type(error)):
-                ahead.wait(2)
-            ahead.wait(3)
+                pool.wait(2)
+            pool.wait(3)
 
     def test_stop_waits_for_what_runs_and_drops_the_rest(self) -> None:
         begun, go, ran = threading.Event(), threading.Event(), []
@@ -88,17 +88,17 @@ class TestAhead:
             assert go.wait(30)
             ran.append(1)
 
-        ahead = ahead_of(1, {1: [first], 2: [lambda: ran.append(2)]})
-        ahead.start()
+        pool = pool_of(1, {1: [first], 2: [lambda: ran.append(2)]})
+        pool.start()
         assert begun.wait(30)
         stopped = threading.Event()
-        stopper = threading.Thread(target=lambda: (ahead.stop(), stopped.set()), daemon=True)
+        stopper = threading.Thread(target=lambda: (pool.stop(), stopped.set()), daemon=True)
         stopper.start()
         assert not stopped.wait(0.02)
         go.set()
         assert stopped.wait(30)
         assert ran == [1]
-        ahead.stop()
+        pool.stop()
         assert_no_threads()
 
     @pytest.mark.parametrize("started", [0, 1, 2])
@@ -109,10 +109,10 @@ class TestAhead:
         """
         ran: list[tuple[int, int]] = []
         tasks = {key: [lambda key=key: ran.append((key, threading.get_ident()))] for key in range(6)}
-        with threads_refused(after=started), ahead_of(3, tasks) as ahead:  # type: ignore[arg-type]
-            ahead.start()
+        with threads_refused(after=started), pool_of(3, tasks) as pool:  # type: ignore[arg-type]
+            pool.start()
             for key in range(6):
-                ahead.wait(key)
+                pool.wait(key)
         assert ran == [(key, threading.get_ident()) for key in range(6)]
         assert_no_threads()
 

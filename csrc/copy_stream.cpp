@@ -1,13 +1,13 @@
-#include "transfer.h"
+#include "copy_stream.h"
 
 #include <algorithm>
 #include <stdexcept>
 #include <utility>
 
 #include "copy_kernel.h"
+#include "device_cache.h"
 #include "digest_kernel.h"
 #include "driver.h"
-#include "idle.h"
 #include "segment_counts.h"
 #include "waiting.h"
 
@@ -16,7 +16,7 @@ namespace cumem_sleep {
 namespace {
 
 // An operation has four to copy, and some to digest or encode. Never destroyed: at exit other threads may still copy.
-auto* const idle_streams = new Idle<CUstream>(8);
+auto* const cached_streams = new DeviceCache<CUstream>(8);
 
 void wait_for(int device, CUstream stream) {
     ContextScope context(device);
@@ -35,12 +35,12 @@ void destroy(int device, CUstream stream) noexcept {
 }  // namespace
 
 void release_idle_streams(int device) noexcept {
-    for (const CUstream stream : idle_streams->take_all(device)) destroy(device, stream);
+    for (const CUstream stream : cached_streams->take_all(device)) destroy(device, stream);
 }
 
 CopyStream::CopyStream(int device) : device_(device) {
     ContextScope context(device_);  // where no call may be made, none is taken either
-    stream_ = idle_streams->take(device_).value_or(nullptr);
+    stream_ = cached_streams->take(device_).value_or(nullptr);
     if (!stream_) Driver::get().stream_create(&stream_, CU_STREAM_NON_BLOCKING);
 }
 
@@ -60,7 +60,7 @@ void CopyStream::close() noexcept {
     if (!is_idle && !waited([this] { wait_for_running_work(device_); }) &&
         !waited([this] { cumem_sleep::synchronize(device_); }))
         note_work_left(device_);
-    if (!is_idle || !idle_streams->keep(device_, stream))
+    if (!is_idle || !cached_streams->keep(device_, stream))
         destroy(device_, stream);
     else if (!has_segments(device_))
         release_idle_streams(device_);

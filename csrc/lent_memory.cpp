@@ -1,4 +1,4 @@
-#include "loans.h"
+#include "lent_memory.h"
 
 #include <mutex>
 #include <set>

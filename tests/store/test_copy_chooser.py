@@ -23,9 +23,9 @@ from ways import (
 )
 
 from cumem_sleep import CuMemAllocator
-from cumem_sleep.core.extents import Transfers
-from cumem_sleep.core.pace import BestRate, CopyChoice, Pace
-from cumem_sleep.store.copier import Paces
+from cumem_sleep.core.copy_chooser import BestRate, CopyChoice, CopyChooser
+from cumem_sleep.core.extents import LaneGroup
+from cumem_sleep.store.copier import CopyChoosers
 
 
 class TestChoices:
@@ -39,19 +39,19 @@ class TestChoices:
         engine: Callable[[int], float],
         kernel: float = FAST_KERNEL,
         best: BestRate | None = None,
-        in_flight: int = Transfers.most_lanes,
+        in_flight: int = LaneGroup.most_lanes,
     ) -> list[CopyChoice]:
         """What is chosen for so many batches; `engine` is its rate by the number of the batch.
 
         What says nothing of a rate gets a time that would spoil all if it counted.
         """
-        pace = Pace(best or BestRate(), 100 * BATCHES_TIMED, in_flight, CuMemAllocator.tuning)
-        chosen = [pace.next()]
+        chooser = CopyChooser(best or BestRate(), 100 * BATCHES_TIMED, in_flight, CuMemAllocator.tuning)
+        chosen = [chooser.next()]
         while len(chosen) < count:
             choice = chosen[-1]
             rate = engine(len(chosen) - 1) if choice.by_engine else kernel if choice.alone else 1e-3
-            pace.record(100, 100 / rate)
-            chosen.append(pace.next())
+            chooser.record(100, 100 / rate)
+            chosen.append(chooser.next())
         return chosen
 
     def test_both_are_tried_alone(self) -> None:
@@ -103,14 +103,14 @@ class TestChoices:
 
         def engine(number: int) -> float:
             place = (number - 3) % len(ENGINE_FOR_A_WHILE)
-            return rate if number >= 3 and place < Transfers.most_lanes else FREE
+            return rate if number >= 3 and place < LaneGroup.most_lanes else FREE
 
         assert self.choose(100, engine)[3:] == [ENGINE] * 97
 
     @pytest.mark.parametrize(("slow_batches", "is_busy"), [(1, False), (2, True)])
     def test_all_timed_batches_count_together(self, slow_batches: int, is_busy: bool) -> None:
         """Of four, one at 35 and three at 55 GB/s make 48; two at 25 make 34. The least that is enough is 38.5."""
-        slow = range(3 + Transfers.most_lanes, 3 + Transfers.most_lanes + slow_batches)
+        slow = range(3 + LaneGroup.most_lanes, 3 + LaneGroup.most_lanes + slow_batches)
         rate = {1: 35.0, 2: 25.0}[slow_batches]
         chosen = self.choose(4 + len(ENGINE_FOR_A_WHILE), lambda number: rate if number in slow else FREE)
         assert chosen[-1] == (KERNEL if is_busy else ENGINE)
@@ -120,14 +120,14 @@ class TestChoices:
         """A batch takes as long as the one whose slot it waits for, which may be much larger."""
         monkeypatch.setattr(CuMemAllocator.tuning, "least_timed_bytes", 100)
         tuning = CuMemAllocator.tuning
-        pace = Pace(BestRate(), 100 * BATCHES_TIMED, Transfers.most_lanes, tuning)
+        chooser = CopyChooser(BestRate(), 100 * BATCHES_TIMED, LaneGroup.most_lanes, tuning)
         chosen = []
         for number in range(300):
             nbytes = small if number % 5 == 0 else 100
-            choice = pace.next()
+            choice = chooser.next()
             chosen.append(choice)
             latency = 5.0 if choice.alone else 0.0
-            pace.record(nbytes, latency + (100 if number % 5 == 1 else nbytes) / FREE)
+            chooser.record(nbytes, latency + (100 if number % 5 == 1 else nbytes) / FREE)
         assert chosen[:5] == [KERNEL_ALONE, KERNEL_ALONE, *TRIALS, ENGINE], "the first is too small to tell"
         assert chosen[5:] == [ENGINE] * 295
 
@@ -152,25 +152,25 @@ class TestChoices:
         assert self.choose(3, lambda _: BUSY, kernel=BUSY, best=best)[-1] == KERNEL
 
     def test_without_a_kernel_there_is_no_choice(self) -> None:
-        pace = Pace(None, 100, 2, CuMemAllocator.tuning)
+        chooser = CopyChooser(None, 100, 2, CuMemAllocator.tuning)
         for nbytes in (1, 100, 1000):
-            assert pace.next() == ENGINE
-            pace.record(nbytes, 1e9)
-        assert pace.next() == ENGINE
+            assert chooser.next() == ENGINE
+            chooser.record(nbytes, 1e9)
+        assert chooser.next() == ENGINE
 
 
 @pytest.mark.parametrize("lanes", [1, CuMemAllocator.tuning.most_slots])
 def test_each_lane_has_one_batch_in_flight(lanes: int) -> None:
     """So many batches fill the queue before the engine's rate counts."""
     tuning = CuMemAllocator.tuning
-    paces = Paces(tuning)
-    paces.best_rates[0] = BestRate()
-    paces.best_rates[0].see(int(FREE * 1e9), 1)
+    choosers = CopyChoosers(tuning)
+    choosers.best_rates[0] = BestRate()
+    choosers.best_rates[0].see(int(FREE * 1e9), 1)
     timed_bytes = tuning.least_timed_bytes
     some = [types.SimpleNamespace(kernels_reach=True)] * lanes
-    pace = paces.of(0, some, tuning.worth_choosing_bytes, timed_bytes)  # type: ignore[arg-type]
-    chosen = [pace.next()]
+    chooser = choosers.of(0, some, tuning.worth_choosing_bytes, timed_bytes)  # type: ignore[arg-type]
+    chosen = [chooser.next()]
     while len(chosen) < 3 or chosen[-1] == ENGINE:
-        pace.record(timed_bytes, timed_bytes / (FREE * 1e9) if len(chosen) < 3 else 1.0)
-        chosen.append(pace.next())
+        chooser.record(timed_bytes, timed_bytes / (FREE * 1e9) if len(chosen) < 3 else 1.0)
+        chosen.append(chooser.next())
     assert chosen == [*TRIALS, *[ENGINE] * (lanes + 1), KERNEL]

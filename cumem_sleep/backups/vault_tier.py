@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from .. import _core
 from ..core import log
-from ..core.extents import Extent, Lane, PieceRows, PieceTable, Transfers
+from ..core.extents import Extent, Lane, LaneGroup, PieceRows, PieceTable
 from ..core.pinned import pinned_block
 from ..errors import CumemSleepError, OutOfHostMemory, VaultError, VaultLost, VaultUnavailable
 from ..report import BackupPlace
@@ -181,7 +181,7 @@ class VaultTier(Tier):
             extent.needed = needed
         return sorted({place for place, extent in changing if extent.is_lost or extent in gone})
 
-    def distrust(self, backups: Sequence[Sequence[Extent]]) -> None:  # noqa: D102
+    def mark_corrupt(self, backups: Sequence[Sequence[Extent]]) -> None:  # noqa: D102
         mine = [extent for extents in backups for extent in _mine(extents)]
         for extent in mine:  # a vault that is silent is told when it goes on
             extent.is_distrusted = True
@@ -214,9 +214,9 @@ class VaultTier(Tier):
         if self._client is not None and self._client.slabs.moves:
             self._client.hear()
 
-    def transfers(self) -> VaultTransfers:  # noqa: D102
+    def lane_group(self) -> VaultLaneGroup:  # noqa: D102
         self._relays.clear()
-        return VaultTransfers(self)
+        return VaultLaneGroup(self)
 
     def relayed(self, gpus: Iterable[str]) -> None:
         """The links of these GPUs have carried copies."""
@@ -355,7 +355,7 @@ class VaultTier(Tier):
             raise VaultLost("the vault was replaced by another in the middle of this: call again")
 
 
-class VaultTransfers(Transfers):
+class VaultLaneGroup(LaneGroup):
     """The lanes of one operation. What the vault was lent for them it has given back when this is left.
 
     Unless it was given up: then the loans stay open, and no wake uses memory that the vault may still fill.
@@ -490,15 +490,15 @@ class _OwnRead(NamedTuple):
 class VaultLane(Lane):
     """Copies that the vault makes; where none answers, this process reads the slabs."""
 
-    def __init__(self, stream: _core.CopyStream, transfers: VaultTransfers) -> None:
+    def __init__(self, stream: _core.CopyStream, lane_group: VaultLaneGroup) -> None:
         super().__init__(stream)
-        self._transfers = transfers
+        self._lane_group = lane_group
         self._begun: list[tuple[VaultClient, int]] = []
         self._read: list[_OwnRead] = []  # by this process
 
     def content(self, extent: Extent, offset: int, nbytes: int) -> npt.NDArray[np.uint8]:
         """The bytes there, for the CPU."""
-        return self._transfers.tier.content(extent, offset, nbytes)
+        return self._lane_group.tier.content(extent, offset, nbytes)
 
     def begin(self, extent: Extent, rows: PieceRows, *, out: bool, by_kernel: bool = False) -> bool:  # noqa: ARG002
         """Begin to copy, when what runs on the stream has ended.
@@ -508,15 +508,15 @@ class VaultLane(Lane):
         """
         (mine,) = _mine([extent])
         if out:
-            self._copy(self._transfers.tier.client(), mine, np.array(rows), filled=False)
+            self._copy(self._lane_group.tier.client(), mine, np.array(rows), filled=False)
             return False
-        client = self._transfers.reader(mine)
+        client = self._lane_group.reader(mine)
         if not mine.needed:
             _look(mine, client)
         if client is not None:
             self._copy(client, mine, np.array(rows), filled=True)
             return False
-        self._transfers.tier.hear()
+        self._lane_group.tier.hear()
         for address, offset, nbytes in np.array(rows).tolist():
             self._read_itself(_OwnRead(address, mine, offset, nbytes, mine.extents))
         return False
@@ -529,13 +529,13 @@ class VaultLane(Lane):
             if slab == FILES:
                 self._read_file(address, read.extent, slab, start, size)
             else:
-                block = self._transfers.slab(read.extent, slab, self.stream.device)
+                block = self._lane_group.slab(read.extent, slab, self.stream.device)
                 self.stream.to_device(address, block, start, size)
             address += size
 
     def _read_file(self, address: int, extent: VaultBackup, slab: int, start: int, nbytes: int) -> None:
         """By this process, one part after another."""
-        block = self._transfers.staging(self.stream.device)
+        block = self._lane_group.staging(self.stream.device)
         for at in range(0, nbytes, block.bytes):
             size = min(block.bytes, nbytes - at)
             self.stream.synchronize()  # the block may be in use
@@ -545,19 +545,19 @@ class VaultLane(Lane):
 
     def _copy(self, client: VaultClient, extent: VaultBackup, pieces: PieceTable, *, filled: bool) -> None:
         """Let the vault copy: from the device's memory, or to it if that is to be `filled`."""
-        self._transfers.begin(client, extent)
+        self._lane_group.begin(client, extent)
         self.stream.synchronize()
         while len(pieces):
             some = pieces[: protocol.MAX_ROWS]
-            lent, at = self._transfers.lend(client, int(some[0, 0]), self.stream.device)
+            lent, at = self._lane_group.lend(client, int(some[0, 0]), self.stream.device)
             base = int(some[0, 0]) - at
             if filled:
-                self._transfers.note_loan(base, filled=True)
+                self._lane_group.note_loan(base, filled=True)
             beyond = np.flatnonzero((some[:, 0] < base) | (some[:, 0] >= base + lent.nbytes))
             some = some[: beyond[0]] if len(beyond) else some
             request = client.copy(lent, extent, some - np.array((base, 0, 0)), to_host=not filled)
             self._begun.append((client, request))
-            self._transfers.begun(request)
+            self._lane_group.begun(request)
             pieces = pieces[len(some) :]
 
     def join(self) -> None:
@@ -567,10 +567,10 @@ class VaultLane(Lane):
         """
         begun, self._begun = self._begun, []
         for client, request in begun:
-            self._transfers.tier.relayed(client.wait([request]))
+            self._lane_group.tier.relayed(client.wait([request]))
         while self._read:
             self.stream.synchronize()
-            self._transfers.tier.hear()
+            self._lane_group.tier.hear()
             read, self._read = self._read, []
             for each in read:
                 if each.extent.extents != each.extents:

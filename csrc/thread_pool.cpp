@@ -1,4 +1,4 @@
-#include "ahead.h"
+#include "thread_pool.h"
 
 #include <unistd.h>
 
@@ -16,22 +16,22 @@ constexpr std::chrono::seconds kForAThreadToBegin{1};  // a thread that takes lo
 
 }  // namespace
 
-Ahead::Ahead(int threads, Tasks tasks) : threads_wanted_(static_cast<size_t>(threads)), process_(getpid()) {
+ThreadPool::ThreadPool(int threads, Tasks tasks) : threads_wanted_(static_cast<size_t>(threads)), process_(getpid()) {
     for (auto& [key, mine] : tasks) {
         note(key, std::move(mine));
         not_submitted_.push_back(key);
     }
 }
 
-Ahead::~Ahead() {
+ThreadPool::~ThreadPool() {
     stop();
     // A forked child has none of these threads and must not join them.
     if (process_ != getpid()) new std::vector<std::thread>(std::move(threads_));
 }
 
-void Ahead::start() { submit(std::exchange(not_submitted_, {})); }
+void ThreadPool::start() { submit(std::exchange(not_submitted_, {})); }
 
-void Ahead::add(Tasks tasks) {
+void ThreadPool::add(Tasks tasks) {
     std::vector<uint64_t> keys;
     {
         std::lock_guard<std::mutex> lock(mutex_);
@@ -43,7 +43,7 @@ void Ahead::add(Tasks tasks) {
     submit(keys);
 }
 
-void Ahead::note(uint64_t key, std::vector<Task> tasks) {
+void ThreadPool::note(uint64_t key, std::vector<Task> tasks) {
     Steps& steps = steps_[key];
     for (Task& task : tasks) {
         steps.push_back(std::make_shared<Step>());
@@ -51,7 +51,7 @@ void Ahead::note(uint64_t key, std::vector<Task> tasks) {
     }
 }
 
-void Ahead::submit(const std::vector<uint64_t>& keys) {
+void ThreadPool::submit(const std::vector<uint64_t>& keys) {
     Steps steps;
     {
         std::lock_guard<std::mutex> lock(mutex_);
@@ -72,7 +72,7 @@ void Ahead::submit(const std::vector<uint64_t>& keys) {
 }
 
 // Starts as many threads as these steps can keep busy. If one cannot be started, stops all of them and returns false.
-bool Ahead::have_threads(size_t steps) {
+bool ThreadPool::have_threads(size_t steps) {
     const size_t wanted = std::min(threads_wanted_, threads_.size() + steps);
     try {
         threads_.reserve(wanted);
@@ -86,7 +86,7 @@ bool Ahead::have_threads(size_t steps) {
     return true;
 }
 
-void Ahead::wait(uint64_t key) {
+void ThreadPool::wait(uint64_t key) {
     Steps steps;
     {
         std::unique_lock<std::mutex> lock(mutex_);
@@ -104,7 +104,7 @@ void Ahead::wait(uint64_t key) {
     }
 }
 
-void Ahead::stop() noexcept {
+void ThreadPool::stop() noexcept {
     {
         std::lock_guard<std::mutex> lock(mutex_);
         stopped_ = true;
@@ -117,7 +117,7 @@ void Ahead::stop() noexcept {
     threads_.clear();
 }
 
-void Ahead::work() {
+void ThreadPool::work() {
     std::unique_lock<std::mutex> lock(mutex_);
     ++begun_;
     changed_.notify_all();
@@ -134,7 +134,7 @@ void Ahead::work() {
     }
 }
 
-void Ahead::run(Step& step) noexcept {
+void ThreadPool::run(Step& step) noexcept {
     try {
         step.task();
     } catch (...) {

@@ -1,4 +1,4 @@
-// `Idle`: what takes as long to make for a small operation as for a large one, kept from one to the next.
+// `DeviceCache`: what takes as long to make for a small operation as for a large one, kept from one to the next.
 #pragma once
 
 #include <cstddef>
@@ -13,10 +13,10 @@ namespace cumem_sleep {
 // A few things of each device, kept only as long as the device has segments. A thread that has kept one therefore looks
 // afterwards whether there still are any (`has_segments`), and the thread that frees the last takes all.
 template <typename Thing>
-class Idle {
+class DeviceCache {
   public:
     // `most`: of each device.
-    explicit Idle(size_t most) : most_(most) {}
+    explicit DeviceCache(size_t most) : most_(most) {}
 
     // One that was kept, which from then on is the caller's alone.
     std::optional<Thing> take(int device) {

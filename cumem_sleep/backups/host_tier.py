@@ -17,8 +17,8 @@ from ..core.tuning import Tuning
 from ..errors import InvalidState, OutOfHostMemory
 from ..report import BackupPlace
 from ..settings import Settings
-from ..store.lanes import HostLane, HostTransfers, blocks_of
-from .tier import Footprint, HostLimit, NotYet, Tier, Turn, budget_limits
+from ..store.lanes import HostLane, HostLaneGroup, blocks_of
+from .tier import Footprint, HostLimit, NotYet, Tier, TryLock, budget_limits
 
 _BETWEEN_LOOKS_S = 0.02  # at the limits, while pages are prefaulted: a look takes 0.2 ms
 
@@ -26,7 +26,7 @@ _BETWEEN_LOOKS_S = 0.02  # at the limits, while pages are prefaulted: a look tak
 class HostTier(Tier):
     """Extents are blocks of host memory: address space once reserved, pinned pages once written, until `unpin`."""
 
-    def __init__(self, settings: Settings, tuning: Tuning, turn: Turn) -> None:
+    def __init__(self, settings: Settings, tuning: Tuning, try_lock: TryLock) -> None:
         self._settings = settings
         self._tuning = tuning
         # By id; `limits` iterates over it and drops the pinned ones.
@@ -35,7 +35,7 @@ class HostTier(Tier):
         self._commitment = Commitment()
         self._look_at = 0.0  # when the limits are next looked at while pages are prefaulted
         self._held_bytes = 0  # without what waits to be released
-        self._releasing = _Releasing(turn, tuning)
+        self._releasing = _Releasing(try_lock, tuning)
 
     @property
     def bytes(self) -> int:  # noqa: D102
@@ -180,9 +180,9 @@ class HostTier(Tier):
 
     content = staticmethod(HostLane.content)
 
-    def transfers(self) -> HostTransfers:  # noqa: D102
+    def lane_group(self) -> HostLaneGroup:  # noqa: D102
         threads, nbytes = self._settings.prefault_threads, self._tuning.prefault_bytes
-        return HostTransfers(threads, nbytes, self._look_again, self._all_touched)
+        return HostLaneGroup(threads, nbytes, self._look_again, self._all_touched)
 
     def stop(self) -> None:  # noqa: D102
         self._releasing.stop()
@@ -196,8 +196,8 @@ class _Releasing:
     itself, it takes from here: such a block is pinned already.
     """
 
-    def __init__(self, turn: Turn, tuning: Tuning) -> None:
-        self._turn = turn
+    def __init__(self, try_lock: TryLock, tuning: Tuning) -> None:
+        self._try_lock = try_lock
         self._tuning = tuning
         # By the device that they are pinned for (-1: none), and their size. Guarded by the lock.
         self._blocks: dict[tuple[int, int], list[_core.HostBlock]] = {}
@@ -247,7 +247,7 @@ class _Releasing:
         pause_s = self._tuning.before_releases_s
         while not worker.pause(pause_s):
             begin = time.perf_counter()
-            with self._turn() as held:
+            with self._try_lock() as held:
                 if held and not self.bytes:
                     self._worker = None
                     return

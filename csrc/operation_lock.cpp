@@ -1,4 +1,4 @@
-#include "operation.h"
+#include "operation_lock.h"
 
 #include <pybind11/pybind11.h>
 
@@ -130,12 +130,12 @@ PyObject* OperationLock::run(PyObject* called) {
         return work().release().ptr();
     }
     while (!ended.is_set()) {
-        if (stopping.callers_turn.exchange(false) && !of_handler && handlers_raise()) {
+        if (stopping.caller_runs_handlers.exchange(false) && !of_handler && handlers_raise()) {
             of_handler = raised();
             stopping.is_asked = true;
         }
         const WithoutInterpreter unlocked;
-        while (!ended.wait(kBetweenLooks) && !stopping.callers_turn) continue;
+        while (!ended.wait(kBetweenLooks) && !stopping.caller_runs_handlers) continue;
     }
     thread.join();  // which has let go of the interpreter lock
     if (const Error& first = of_handler ? of_handler : error) throw py::error_already_set(*first);

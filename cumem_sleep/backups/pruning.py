@@ -5,7 +5,7 @@ not wait for that lock: it may come at any time, on any thread, from PyTorch's h
 them here, and together they miss nothing:
 
 - An operation forgets what nobody needs, freed segments among it, when it ends, and what was freed when it begins
-  (`operation`).
+  (`for_operation`).
 - After a free, and between the steps of background work, the lock is taken if it is free (`if_free`). If it is not,
   whoever has it is left to it.
 - Whoever has released the lock, or did not get it, looks whether a segment was freed too late for that (`_look_again`).
@@ -20,15 +20,15 @@ from .. import _core
 from .catalogue import Catalogue
 
 
-class Turns:
-    """The turns of an allocator's operations, and of whatever else changes its backups."""
+class PruningLock:
+    """The allocator's lock, for operations and for whatever else changes backups: taking it prunes them."""
 
     def __init__(self, lock: _core.OperationLock, catalogue: Catalogue) -> None:
         self._lock = lock
         self._catalogue = catalogue
 
     @contextmanager
-    def operation(self, come_back: Callable[[], None] | None) -> Iterator[None]:
+    def for_operation(self, come_back: Callable[[], None] | None) -> Iterator[None]:
         """Wait for the lock, and have it for an operation.
 
         Args:

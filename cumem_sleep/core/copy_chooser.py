@@ -54,7 +54,7 @@ class _State(Enum):
     KERNEL = auto()  # for a while
 
 
-class Pace:
+class CopyChooser:
     """Who copies the next batch of one link, the engine or the kernel: ask `next`, then `record` what it took.
 
     The engine is used until it proves slow compared with the best rate seen; then the kernel for a while, and then the

@@ -26,7 +26,7 @@ from support import (
 )
 
 from cumem_sleep import CuMemAllocator, DriverError, InvalidState, _core, sim
-from cumem_sleep.digest.device import DigestRun
+from cumem_sleep.digest.digester import DigestRun
 from cumem_sleep.digest.reference import Digest
 
 MakeAllocator = Callable[..., CuMemAllocator]
@@ -151,10 +151,10 @@ class TestParts:
             for segment in segments
             if (backup := store.catalogue.get(segment)) and backup.digest
         }
-        store.catalogue.require(segments, digests)
+        store.catalogue.check_complete(segments, digests)
         for wrong in ({}, {**digests, segments[3].id: Digest(1, 2)}):
             with pytest.raises(InvalidState, match="no complete backup of its bytes: it stays awake"):
-                store.catalogue.require(segments, wrong)
+                store.catalogue.check_complete(segments, wrong)
 
     @pytest.mark.slow
     @pytest.mark.parametrize("error", [DriverError, KeyboardInterrupt])
@@ -204,7 +204,7 @@ class TestParts:
                 assert backup is not None, "it was clean"
         memory.close()
         held = sum(host_bytes_of(allocator, segment) for segment in _core.segments())
-        assert allocator._store.room.bytes == held
+        assert allocator._store.memory.bytes == held
         if SIMULATED:
             assert sim.stats().registered_bytes == held
         allocator.sleep()

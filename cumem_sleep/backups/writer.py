@@ -8,14 +8,14 @@ from itertools import chain
 
 from .. import _core
 from ..codec.workspace import Workspace
-from ..core.extents import Transfers
+from ..core.extents import LaneGroup
 from ..core.segments import by_device
 from ..core.tuning import Tuning
 from ..store.transfer import Transfer
 from .catalogue import Catalogue
 
 
-class Filling:
+class BackupWriter:
     """The copies of one operation: `add` and `encode` segments part by part, then `finish`.
 
     Segments are copied while the caller works out what to add next. The tier prepares the extents ahead of the copies.
@@ -30,14 +30,14 @@ class Filling:
     def __init__(
         self,
         catalogue: Catalogue,
-        transfers: Transfers,
+        lane_group: LaneGroup,
         streams: ExitStack,
         tuning: Tuning,
         segments: Sequence[_core.Segment],
         workspaces: Mapping[int, Workspace],
     ) -> None:
         self._catalogue = catalogue
-        self._transfers = transfers
+        self._lane_group = lane_group
         self._streams = streams
         self._tuning = tuning
         self._most_bytes = {device: catalogue.content_bytes(mine) for device, mine in by_device(segments).items()}
@@ -60,7 +60,7 @@ class Filling:
             if device not in self._raw:
                 self._raw[device] = self._transfer(device)
             self._raw[device].add(backup.segment, backup.pieces())
-        self._transfers.expect(chain.from_iterable(backup.extents for backup in backups))
+        self._lane_group.expect(chain.from_iterable(backup.extents for backup in backups))
         return [self._raw[device] for device in sorted({backup.segment.device for backup in raw})]
 
     def encode(self, part: Sequence[_core.Segment]) -> None:
@@ -72,16 +72,16 @@ class Filling:
         for device, mine in by_device(part).items():
             if device in self._workspaces:
                 runs = chain.from_iterable(backup.runs() for backup in map(self._catalogue.of, mine) if backup)
-                self._workspaces[device].encode(runs, self._transfers)
+                self._workspaces[device].encode(runs, self._lane_group)
 
     def _transfer(self, device: int) -> Transfer:
         """Made before pages are touched, because touching pages delays every change of the address space."""
-        count = min(self._transfers.most_lanes, -(-self._most_bytes[device] // self._tuning.engine_batch_bytes))
+        count = min(self._lane_group.most_lanes, -(-self._most_bytes[device] // self._tuning.engine_batch_bytes))
         streams = [self._streams.enter_context(_core.CopyStream(device)) for _ in range(count)]
         return Transfer(
-            [self._transfers.lane(stream) for stream in streams],
+            [self._lane_group.lane(stream) for stream in streams],
             None,
-            lambda arrived: self._transfers.done_with(segment.address for segment in arrived),
+            lambda arrived: self._lane_group.done_with(segment.address for segment in arrived),
             self._tuning,
             out=True,
         )
@@ -100,7 +100,7 @@ class Filling:
         for each in self._at_work():
             each.finish()
         self._streams.close()  # the digests that follow take them
-        self._transfers.end()
+        self._lane_group.end()
         return self._added
 
     def _at_work(self) -> Iterable[Transfer | Workspace]:

@@ -10,10 +10,10 @@ from ..backups.ranges import Spans
 from ..backups.store import BackupStore
 from ..codec.compressor import Compressor
 from ..core.tuning import Tuning
-from ..digest.device import DeviceDigester
+from ..digest.digester import DeviceDigester
 from ..errors import DriverError, InvalidState
 from ..settings import Settings
-from ..store.copier import Paces
+from ..store.copier import CopyChoosers
 
 Fill = Callable[[Sequence[tuple[_core.Segment, Spans]]], None]
 
@@ -21,7 +21,7 @@ _CAPTURE_ERRORS = "CUDA_ERROR_STREAM_CAPTURE_"
 
 
 @dataclass(frozen=True)
-class Layer:
+class Components:
     """The parts of one allocator that its operations use."""
 
     settings: Settings
@@ -29,7 +29,7 @@ class Layer:
     store: BackupStore
     digester: DeviceDigester
     compressor: Compressor
-    paces: Paces
+    choosers: CopyChoosers
     # Called at a wake with the segments that come back without some of their bytes, and which these are, before anybody
     # else may use them.
     fills: list[Fill] = field(default_factory=list)
@@ -47,7 +47,7 @@ class Layer:
                 if self.settings.verify == "wake" or self.settings.retain_backups:
                     self.digester.warm_up(device)
                 if not _core.driver_is_simulated():  # which copies the same in both ways
-                    self.paces.warm_up(device)
+                    self.choosers.warm_up(device)
                 self.compressor.warm_up(device)
             self._warm_devices.add(device)
 

@@ -1,4 +1,4 @@
-// `Ahead`: threads that do work ahead of whoever will wait for it. Nothing here uses the interpreter.
+// `ThreadPool`: threads that do work ahead of whoever will wait for it. Nothing here uses the interpreter.
 #pragma once
 
 #include <sys/types.h>
@@ -22,16 +22,16 @@ namespace cumem_sleep {
 // The first tasks begin once all threads have started, or as many threads as there are tasks. Starting a thread takes
 // long while tasks fault in pages, because each change of the address space has to wait for them. If not every thread
 // can be started, none is used, and the thread that waits does the work.
-class Ahead {
+class ThreadPool {
   public:
     using Task = std::function<void()>;
     using Tasks = std::vector<std::pair<uint64_t, std::vector<Task>>>;
 
     // `tasks` begin with `start`.
-    Ahead(int threads, Tasks tasks);
-    ~Ahead();
-    Ahead(const Ahead&) = delete;
-    Ahead& operator=(const Ahead&) = delete;
+    ThreadPool(int threads, Tasks tasks);
+    ~ThreadPool();
+    ThreadPool(const ThreadPool&) = delete;
+    ThreadPool& operator=(const ThreadPool&) = delete;
 
     void start();
     // Appends tasks; they begin at once.

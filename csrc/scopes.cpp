@@ -1,4 +1,4 @@
-#include "holds.h"
+#include "scopes.h"
 
 #include "interpreter.h"
 
