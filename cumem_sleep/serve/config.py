@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import os
 import re
 import shlex
+import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
@@ -37,6 +39,7 @@ from .engines.vllm import VllmEngine
 from .masking import masked
 from .policy import STOP, Spec
 
+MOST_FILE_BYTES = 1 << 20
 MOST_SHOWN = 100  # letters of a value that is wrong
 OF_FRONT = ("CUMEM_SLEEP_IDLE_S", "CUMEM_SLEEP_ON_REQUEST", "CUMEM_SLEEP_DEEP_AFTER_S")  # no server decides for itself
 _NOT_SHOWN = ("api_keys", "api_key", "admin_token", "env", "front", "models")  # keys that have secrets in their values
@@ -418,6 +421,22 @@ class Config:
 KEYS = {"": Config, "front.": FrontConfig, "vault.": VaultConfig, "models.NAME.": ModelConfig}
 
 
+def _text_of(path: Path) -> str:
+    """What a file says, read without waiting for anybody to write it: this is done while requests are served.
+
+    Raises:
+        OSError: it cannot be read, is no plain file, or too long.
+        UnicodeDecodeError: it is not UTF-8.
+    """
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "expected a plain file, not a pipe or a device", str(path))
+        content = file.read(MOST_FILE_BYTES + 1)
+    if len(content) > MOST_FILE_BYTES:
+        raise OSError(errno.EFBIG, f"expected at most {MOST_FILE_BYTES} bytes", str(path))
+    return content.decode()
+
+
 def load(path: Path) -> Config:
     """Read a file.
 
@@ -425,7 +444,7 @@ def load(path: Path) -> Config:
         ConfigError: it cannot be read, or something in it is wrong.
     """
     try:
-        text = path.read_text()
+        text = _text_of(path)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: {error}") from None
     return parse(text, str(path))
@@ -447,6 +466,8 @@ def parse(text: str, file: str = "models.yaml") -> Config:
         raise ConfigError(f"{file}:{line}: not YAML: {problem} at column {column}") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{file}: not YAML: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{file}: lists and mappings are nested too deeply") from None
     except (ValueError, KeyError, AttributeError):  # of PyYAML's own constructors
         raise ConfigError(f"{file}: not YAML: a value is not what its tag or its form says") from None
     try:

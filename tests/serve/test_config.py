@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pwd
 import re
 from pathlib import Path
@@ -13,7 +14,7 @@ from cumem_sleep.http.asgi import not_canonical
 from cumem_sleep.serve import servers
 from cumem_sleep.serve.access import place_of
 from cumem_sleep.serve.address import from_url
-from cumem_sleep.serve.config import ConfigError, ModelConfig, load, parse, section
+from cumem_sleep.serve.config import MOST_FILE_BYTES, ConfigError, ModelConfig, load, parse, section
 from cumem_sleep.serve.engines import ENGINES
 from cumem_sleep.serve.engines.vllm import has_gate
 from cumem_sleep.serve.policy import STOP
@@ -35,6 +36,20 @@ models:
   qwen-8b: {command: vllm serve Qwen/Qwen3-8B, gpus: [0]}
   theirs: {url: "http://10.0.0.7:8000/", gpus: [1], api_key: abc}
 """
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("kind", ["a pipe", "a device", "too long"])
+def test_a_file_that_never_ends_is_refused(tmp_path: Path, kind: str) -> None:
+    file = tmp_path / "models.yaml"
+    if kind == "a pipe":
+        os.mkfifo(file)
+    elif kind == "a device":
+        file.symlink_to("/dev/zero")
+    else:
+        file.write_text("#" * (MOST_FILE_BYTES + 1))
+    with pytest.raises(ConfigError, match="expected at most 1048576 bytes" if kind == "too long" else "a plain file"):
+        load(file)
 
 
 def test_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,6 +235,7 @@ def test_what_is_wrong_with_a_model_is_named_with_its_line(model: str, says: str
         (f"models: {{a: {{command: x, keep: {'9' * 400}}}}}", "the.yaml:1: models.a.keep: '99"),
         ("models: {a: {command: x, keep: .inf}}", "the.yaml:1: models.a.keep: '.inf': expected seconds"),
         (f"host_memory: {'9' * 400}GiB", "the.yaml:1: host_memory: '99"),
+        ("[" * 2000, "the.yaml: lists and mappings are nested too deeply"),
         ("models: {a: {<<: common}}", "the.yaml:1: not YAML: expected a mapping or list of mappings for merging"),
         ("models: {a: {url: 'http://a:b'}}", "the.yaml:1: models.a.url: 'http://a:b': expected http://HOST:PORT"),
         ("models: {a: {url: 'http://h:99999'}}", "the.yaml:1: models.a.url: 'http://h:99999': expected http://HOST"),
