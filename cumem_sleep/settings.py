@@ -6,9 +6,11 @@ environment follows below them. `--help`, the doctor and the page of the docs ar
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import os
 import re
+import stat
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
@@ -20,6 +22,7 @@ from typing import Any, TypeVar
 from .errors import MOST_BYTES, InvalidArgument, InvalidArgumentType, shown
 
 PREFIX = "CUMEM_SLEEP_"
+MOST_FILE_BYTES = 1 << 20  # of models.yaml, or of a file with a token
 
 _UNITS = {"": 1, "B": 1}
 for _power, _letter in enumerate("KMGT", start=1):
@@ -165,6 +168,22 @@ TOKEN = SettingKind(  # what HTTP's headers take
 )
 
 
+def read_plain_file(path: Path) -> str:
+    """What a small file says, read without waiting for anybody to write it: some are read while requests are served.
+
+    Raises:
+        OSError: it cannot be read, is no plain file, or has more than `MOST_FILE_BYTES`.
+        UnicodeDecodeError: it is not UTF-8.
+    """
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(errno.EINVAL, "expected a plain file, not a folder, a pipe or a device", str(path))
+    with path.open("rb") as file:
+        content = file.read(MOST_FILE_BYTES + 1)
+    if len(content) > MOST_FILE_BYTES:
+        raise OSError(errno.EFBIG, f"expected at most {MOST_FILE_BYTES} bytes", str(path))
+    return content.decode()
+
+
 def token_of(variable: str, environment: Mapping[str, str]) -> str | None:
     """A variable's token, or what is in the file that `<variable>_FILE` names; None if neither is set.
 
@@ -177,7 +196,7 @@ def token_of(variable: str, environment: Mapping[str, str]) -> str | None:
     if variable in environment:
         raise InvalidArgument(f"{variable}_FILE={file!r}: {variable} is set, too: expected one of them")
     try:
-        text = Path(file).read_text().strip()
+        text = read_plain_file(Path(file)).strip()
     except (OSError, ValueError) as error:
         raise InvalidArgument(f"{variable}_FILE={file!r}: expected a file that can be read: {error}") from None
     return str(TOKEN.read(f"{variable}_FILE", text))

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import difflib
-import errno
 import os
 import re
 import shlex
-import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
@@ -27,6 +25,7 @@ from ..settings import (
     is_socket,
     one_of,
     parse_list,
+    read_plain_file,
     seconds,
     setting,
     whole,
@@ -39,7 +38,6 @@ from .engines.vllm import VllmEngine
 from .masking import masked
 from .policy import STOP, Spec
 
-MOST_FILE_BYTES = 1 << 20
 MOST_SHOWN = 100  # letters of a value that is wrong
 OF_FRONT = ("CUMEM_SLEEP_IDLE_S", "CUMEM_SLEEP_ON_REQUEST", "CUMEM_SLEEP_DEEP_AFTER_S")  # no server decides for itself
 _NOT_SHOWN = ("api_keys", "api_key", "admin_token", "env", "front", "models")  # keys that have secrets in their values
@@ -168,7 +166,7 @@ def _secret(value: object) -> object:
             if kind == "env":
                 value = os.environ[str(where)]
             elif kind == "file":
-                value = Path(str(where)).expanduser().read_text().strip()
+                value = read_plain_file(Path(str(where)).expanduser()).strip()
         except KeyError:
             raise ValueError(f"a secret that can be read: the environment variable {where} is not set") from None
         except (OSError, ValueError, RuntimeError) as error:  # no such file, not UTF-8, no path, no such user
@@ -421,22 +419,6 @@ class Config:
 KEYS = {"": Config, "front.": FrontConfig, "vault.": VaultConfig, "models.NAME.": ModelConfig}
 
 
-def _text_of(path: Path) -> str:
-    """What a file says, read without waiting for anybody to write it: this is done while requests are served.
-
-    Raises:
-        OSError: it cannot be read, is no plain file, or too long.
-        UnicodeDecodeError: it is not UTF-8.
-    """
-    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise OSError(errno.EINVAL, "expected a plain file, not a pipe or a device", str(path))
-        content = file.read(MOST_FILE_BYTES + 1)
-    if len(content) > MOST_FILE_BYTES:
-        raise OSError(errno.EFBIG, f"expected at most {MOST_FILE_BYTES} bytes", str(path))
-    return content.decode()
-
-
 def load(path: Path) -> Config:
     """Read a file.
 
@@ -444,7 +426,7 @@ def load(path: Path) -> Config:
         ConfigError: it cannot be read, or something in it is wrong.
     """
     try:
-        text = _text_of(path)
+        text = read_plain_file(path)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: {error}") from None
     return parse(text, str(path))

@@ -14,10 +14,11 @@ from cumem_sleep.http.asgi import not_canonical
 from cumem_sleep.serve import servers
 from cumem_sleep.serve.access import place_of
 from cumem_sleep.serve.address import from_url
-from cumem_sleep.serve.config import MOST_FILE_BYTES, ConfigError, ModelConfig, load, parse, section
+from cumem_sleep.serve.config import ConfigError, ModelConfig, load, parse, section
 from cumem_sleep.serve.engines import ENGINES
 from cumem_sleep.serve.engines.vllm import has_gate
 from cumem_sleep.serve.policy import STOP
+from cumem_sleep.settings import MOST_FILE_BYTES
 from cumem_sleep.tools.shim import FOLDERS
 
 EXAMPLE = """\
@@ -39,10 +40,12 @@ models:
 
 
 @pytest.mark.timeout(30)
-@pytest.mark.parametrize("kind", ["a pipe", "a device", "too long"])
-def test_a_file_that_never_ends_is_refused(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["a folder", "a pipe", "a device", "too long"])
+def test_what_is_no_small_file_is_refused(tmp_path: Path, kind: str) -> None:
     file = tmp_path / "models.yaml"
-    if kind == "a pipe":
+    if kind == "a folder":
+        file.mkdir()
+    elif kind == "a pipe":
         os.mkfifo(file)
     elif kind == "a device":
         file.symlink_to("/dev/zero")

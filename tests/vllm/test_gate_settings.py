@@ -83,6 +83,9 @@ def test_a_token_may_be_in_a_file(tmp_path: pathlib.Path) -> None:
     file.unlink()
     with pytest.raises(InvalidArgument, match="expected a file that can be read"):
         GateSettings.from_environment(named)
+    file.symlink_to("/dev/zero")
+    with pytest.raises(InvalidArgument, match="expected a plain file"):
+        GateSettings.from_environment(named)
     unset = {"CUMEM_SLEEP_ADMIN_TOKEN": "s3cret", "CUMEM_SLEEP_ADMIN_TOKEN_FILE": ""}
     assert GateSettings.from_environment(unset).admin_token == "s3cret"
 
