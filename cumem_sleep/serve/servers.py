@@ -35,6 +35,7 @@ from .masking import holds_any, masked
 logger = logging.getLogger("cumem_sleep.serve")
 
 STOP_WITHIN_S = 45.0  # what a reaper has to end a server, before both are killed
+VAULT_LISTENS_WITHIN_S = 120.0  # it opens the driver first
 POLL_S = 0.05
 _SYSTEMDS = ("NOTIFY_SOCKET", "CREDENTIALS_DIRECTORY")
 _CONTROLS = ("VLLM_SERVER_DEV_MODE", "CUMEM_SLEEP_ADMIN", "CUMEM_SLEEP_ADMIN_TOKEN", "CUMEM_SLEEP_ADMIN_TOKEN_FILE")
@@ -143,9 +144,9 @@ class OwnProcess:
                 self._process = await creating
                 await asyncio.shield(self.stop())
                 raise
-            except BaseException:
+            except (OSError, ValueError) as error:
                 self._remove_folder()
-                raise
+                raise StartFailed("no process can be started for it", str(error)) from None
         try:
             assert self._process.stdout is not None
             said = await self._process.stdout.readline()
@@ -278,7 +279,7 @@ class OwnVault(OwnProcess):
         """Start it; returns when it listens. `died`: as of a server.
 
         Raises:
-            StartFailed: it ended, or its folder cannot be made.
+            StartFailed: it ended, or does not listen in time, or its folder cannot be made.
         """
         command = [sys.executable, "-m", "cumem_sleep", "vault", f"--socket={self.socket}"]
         command.append(f"--memory={self._config.memory}")
@@ -291,9 +292,13 @@ class OwnVault(OwnProcess):
         await self._run(command, _kept(os.environ, self._around.secrets), self._until_it_listens, died)
 
     async def _until_it_listens(self, process: asyncio.subprocess.Process) -> None:
+        loop = asyncio.get_running_loop()
+        ends_at = loop.time() + VAULT_LISTENS_WITHIN_S
         while not self.socket.exists():
             if process.returncode is not None:
                 raise StartFailed(f"the vault {_ended(process.returncode)} before it listened", self._last_words())
+            if loop.time() > ends_at:
+                raise StartFailed(f"the vault did not listen within {VAULT_LISTENS_WITHIN_S:g} s", self._last_words())
             await asyncio.sleep(POLL_S)
 
 

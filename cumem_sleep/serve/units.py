@@ -196,7 +196,8 @@ class Units:
         has_run_long = time.monotonic() - self._vault_started > policy.LONGEST_PAUSE_S
         self._vault_deaths = 1 if has_run_long else self._vault_deaths + 1
         logger.warning("the vault %s; %s", how, last_words)
-        spawn(self._asking, self._start_vault_again(vault))
+        if self._vault is not None:
+            spawn(self._asking, self._start_vault_again(vault))
 
     async def _start_vault_again(self, vault: OwnVault) -> None:
         await asyncio.sleep(policy.pause_s(self._vault_deaths))
@@ -229,6 +230,7 @@ class Units:
     async def end(self) -> None:
         """End all servers that were started here, and return when nothing of them is left."""
         units = list(self)
+        vault, self._vault = self._vault, None  # from now on it is not started again
         for unit in units:
             for task in (unit.change, unit.health):
                 if task is not None:
@@ -236,9 +238,9 @@ class Units:
         for task in self._giving_up | self._asking:
             task.cancel()
         await asyncio.gather(*map(self._end, units))
-        if self._vault is not None:
+        if vault is not None:
             await asyncio.gather(*self._asking, return_exceptions=True)  # one of these may be starting it
-            await self._vault.stop()
+            await vault.stop()
 
     @staticmethod
     async def _end(unit: Unit) -> None:

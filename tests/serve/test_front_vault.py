@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import os
 import signal
@@ -20,10 +21,12 @@ import pytest
 from servers_of_tests import config, running, until
 
 from cumem_sleep.serve import fleet as fleets
-from cumem_sleep.serve import hardware
+from cumem_sleep.serve import hardware, policy, servers
 from cumem_sleep.serve.config import VaultConfig
 from cumem_sleep.serve.fleet import Fleet
+from cumem_sleep.serve.servers import OwnVault
 from cumem_sleep.serve.status import ModelStatus, Phase, VaultStatus
+from cumem_sleep.serve.units import Unit, Units
 from cumem_sleep.tools import serve as tools
 from cumem_sleep.vault import files
 
@@ -208,7 +211,12 @@ async def test_its_own_vault_is_started_again_and_ends_after_its_servers(
 ) -> None:
     monkeypatch.setattr(hardware, "host_available_bytes", lambda: 0)
     monkeypatch.setattr(fleets, "LOOK_AT_MACHINE_EVERY_S", 0.05)
-    folders = []
+    monkeypatch.setattr(policy, "FIRST_PAUSE_S", 0.01)
+    folders, make = [], asyncio.create_subprocess_exec
+
+    async def refuse(*_command: str, **_options: Any) -> asyncio.subprocess.Process:
+        monkeypatch.setattr(asyncio, "create_subprocess_exec", make)
+        raise BlockingIOError(errno.EAGAIN, "no more processes")
 
     own = VaultConfig(64 * MIB)
     parsed = replace(config(tmp_path, a={**model("a", ""), "env": {}}), vault=own)
@@ -219,6 +227,7 @@ async def test_its_own_vault_is_started_again_and_ends_after_its_servers(
         vault = fleet._units._vault
         assert vault is not None
         folders.append(vault.socket.parent)
+        monkeypatch.setattr(asyncio, "create_subprocess_exec", refuse)  # the first time that it is started again
         os.kill(int(vault.pid or 0), signal.SIGKILL)
         await until_vault(fleet, is_there=False)
         await until_vault(fleet, is_there=True)
@@ -226,6 +235,32 @@ async def test_its_own_vault_is_started_again_and_ends_after_its_servers(
         await fleet.sleep("a")
         assert (only(fleet).level, only(fleet).restarts) == (1, 0)
     assert [folder for folder in folders if folder.exists()] == []
+
+
+async def test_its_own_vault_that_ends_while_the_front_does_is_not_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(policy, "FIRST_PAUSE_S", 0.01)
+    started = []
+    parsed = replace(config(tmp_path, a={"url": "http://127.0.0.1:1"}), vault=VaultConfig(64 * MIB))
+    async with running(parsed, look_at_vaults=tools.look_at_vaults) as fleet:
+        units, end_unit = fleet._units, Units._end
+        vault = units._vault
+        assert vault is not None
+
+        async def start(*_arguments: object) -> None:
+            started.append(vault)
+
+        async def end(unit: Unit) -> None:
+            watch = vault._watch
+            assert watch is not None
+            os.kill(int(vault.pid or 0), signal.SIGKILL)
+            await asyncio.wait([watch])
+            await end_unit(unit)
+
+        monkeypatch.setattr(OwnVault, "start", start)
+        monkeypatch.setattr(Units, "_end", staticmethod(end))
+    assert started == []
 
 
 def test_its_own_vault_ends_with_a_front_that_is_killed(tmp_path: Path) -> None:
@@ -265,3 +300,17 @@ async def until_vault(fleet: Fleet, *, is_there: bool) -> None:
     async for status in fleet.watch():
         if (status.host.vault is not None) is is_there:
             return
+
+
+async def test_a_front_does_not_wait_for_ever_for_its_own_vault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(servers, "VAULT_LISTENS_WITHIN_S", 0.0)
+    fleet = Fleet(replace(config(tmp_path, a={}), vault=VaultConfig(64 * MIB)))
+    try:
+        with pytest.raises(OSError, match=r"vault: the vault did not listen within 0 s; its log"):
+            await fleet.start()
+        assert fleet._units._vault is not None
+        assert fleet._units._vault.pids() == []
+    finally:
+        await fleet.stop()
