@@ -225,14 +225,15 @@ class Service:
         asked.session.identity = text(asked.body, "identity", 64)
         asked.session.is_greeted = True
         if self._spiller is not None:
+            descriptors: list[int] = []
             try:
                 asked.session.moves = MoveLog()
-                descriptors = [asked.session.moves.reader()]
+                descriptors.append(asked.session.moves.reader())
                 descriptors.append(os.dup(self._file.read_only))
-                facts = {"file_bytes": self._file.nbytes, "folder": str(self._file.folder)}
-                asked.session.send(facts, descriptors)
             except OSError:
+                protocol.close_all(descriptors)
                 raise VaultError(memory.NO_MORE_FILES) from None
+            asked.session.send({"file_bytes": self._file.nbytes, "folder": str(self._file.folder)}, descriptors)
         return {
             "pid": os.getpid(),
             "instance": self._instance,

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 from disk_faults import DiskFaults
-from running import RunningVault
+from running import RunningVault, eventually
 from support import Memory
 from test_failures import descriptors_left
 from test_sleeping import leave
@@ -154,3 +154,19 @@ def test_who_cannot_learn_of_moves_does_not_connect(spilling: RunningVault, left
     with descriptors_left(os.getpid(), left), pytest.raises(VaultUnavailable, match="can open no more files"):
         spilling.client()
     spilling.client().close()
+
+
+def test_a_vault_without_descriptors_left_for_who_connects_keeps_none(spilling: RunningVault) -> None:
+    looks = spilling.client()
+    pid = looks.status()["pid"]
+
+    def opened() -> int:
+        return len(os.listdir(f"/proc/{pid}/fd"))
+
+    eventually(lambda: not looks.status()["clients"], "nobody else is connected")
+    before = opened()
+    for left in (3, 4):  # the connection, a pidfd, the log of moves and its reader come before the file
+        with descriptors_left(pid, left), pytest.raises(VaultUnavailable, match="the vault can open no more files"):
+            spilling.client()
+        eventually(lambda: opened() == before, "all are closed")
+    looks.close()
