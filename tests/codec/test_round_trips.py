@@ -141,11 +141,13 @@ class TestRoundTrips:
             allocator._store.memory.unpin()
         if tight:
             leave_free(sum(map(len, contents.values())) + BENCH_BYTES[0])
+        took.clear()
         allocator.wake_up()
         check_bytes(contents)
         assert len(started) >= 6
         encoded = sum(e.bytes for s in _core.segments() if (e := allocator._store.catalogue.encoding_of(s)))
-        assert sum(nbytes for nbytes, _ in took if nbytes) == encoded + 12 * PAGE, "and what is stored as it is"
+        rest = encoded + 12 * PAGE - sum(nbytes for nbytes, _ in took)
+        assert 0 <= rest < 16 * MIB, "of what is stored as it is, a batch that was not full"
         assert all(seconds > 0 for _, seconds in took)
 
     @pytest.mark.slow
