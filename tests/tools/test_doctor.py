@@ -350,8 +350,12 @@ def test_settings(
 @pytest.mark.parametrize("name", sorted(name for name in VARIABLES if "TOKEN" in name))
 def test_tokens_are_not_shown(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Neither by the doctor, nor beside results, which people post."""
-    assert variables.settings(machine(tmp_path, environment={name: "sesame"})).found == f"{name}=…"
-    monkeypatch.setenv(name, "sesame")
+    text = "sesame"
+    if name.endswith("_FILE"):
+        (tmp_path / "token").write_text(text)
+        text = str(tmp_path / "token")
+    assert variables.settings(machine(tmp_path, environment={name: text})).found == f"{name}=…"
+    monkeypatch.setenv(name, text)
     assert machine_facts("a GPU", []).environment[name] == "…"
 
 
