@@ -17,12 +17,15 @@ import argparse
 import ctypes
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -228,7 +231,9 @@ class Case:
     def close(self) -> None:
         for process in self.ranks:
             process.kill()
-            process.wait()
+        for process in self.ranks:
+            with suppress(subprocess.TimeoutExpired):  # a locked one may not die
+                process.wait(5)
 
 
 def tell(step: str) -> None:
@@ -276,16 +281,21 @@ def run_case(transport: str, treatment: str, order: str, library: str, cycles: i
 
 def run_apart(case: Sequence[str], library: str, cycles: int) -> dict[str, Any]:
     command = [sys.executable, __file__, "--nccl", library, "--case", json.dumps(case), "--cycles", str(cycles)]
-    process = subprocess.Popen(command, text=True, stdout=-1, stderr=-1, start_new_session=True)
-    try:
-        out, errors = process.communicate(timeout=_CASE_LIMIT_S)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, 9)
-        _, errors = process.communicate()
-        return {"failed": f"hangs after {_CASE_LIMIT_S:.0f} s, in {errors.strip().splitlines()[-1:]}"}
+    # Into files: a pipe's end comes only when no rank is left, and a locked one may not die.
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(command, text=True, stdout=out, stderr=errors, start_new_session=True)
+        try:
+            process.wait(_CASE_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+        out.seek(0)
+        errors.seek(0)
+        told, result = errors.read().strip().splitlines(), out.read().splitlines()
+    if process.returncode is None:
+        return {"failed": f"hangs after {_CASE_LIMIT_S:.0f} s, in: {told[-1:]}"}
     if process.returncode:
-        return {"failed": f"ended with {process.returncode}: {errors.strip()[-300:]}"}
-    return dict(json.loads(out.splitlines()[-1]))
+        return {"failed": f"ended with {process.returncode}: {told[-3:]}"}
+    return dict(json.loads(result[-1]))
 
 
 def row(case: dict[str, Any]) -> str:
