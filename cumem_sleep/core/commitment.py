@@ -25,6 +25,7 @@ from . import log
 # For others to touch what they have committed: enough for 600 GiB. Who has been stopped, or locks what he does not
 # mean to touch, is passed over then.
 FOR_OTHERS_S = 60.0
+HOST_RESERVE_BYTES = 2 << 30  # who takes all there is leaves so much: for servers' own memory, the interpreter
 BETWEEN_TRIES_S = (0.005, 0.05)  # at random, so that of two that try at the same time one comes first
 _PAGE_BYTES = 4096
 _FLOCK = "hhqqi0q"  # struct flock: type, whence, start, length, pid

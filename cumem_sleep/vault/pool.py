@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from .. import _core
-from ..core.commitment import Commitment, require_room
+from ..core.commitment import HOST_RESERVE_BYTES, Commitment, require_room
 from ..errors import CumemSleepError, InvalidArgument, OutOfHostMemory, VaultError, format_bytes
 from . import memory
 from .files import SpillFile
@@ -21,6 +21,7 @@ DEFAULT_SLAB_BYTES = 1 << 30
 MAX_SLABS = 200  # owners have a descriptor of each that they have bytes in
 _FILES_OF_SLAB = 2  # descriptors that the vault has of each slab; half of all that it may have are for other things
 _ALIGNMENT = 2 << 20  # a huge page
+_RESERVE_SHARE = 32  # of its memory a small vault leaves the host, so a container's limit of 5 % more is enough
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,8 @@ class VaultPool:
         most_slabs = max(1, min(MAX_SLABS, most_files // (2 * _FILES_OF_SLAB)))
         least = _aligned_up(-(-self.memory_bytes // most_slabs))
         self._slab_bytes = max(least, _aligned_up(slab_bytes or DEFAULT_SLAB_BYTES))
+        # What sleepers hold of a vault before this one is not in `memory_bytes`, so that alone does not save the host.
+        self._reserve_bytes = min(HOST_RESERVE_BYTES, self.memory_bytes // _RESERVE_SHARE)
         self._device, self._nodes, self._host, self._post, self._changed = device, nodes, host, post, changed
         self.ledger = Ledger() if file is None else Ledger(file.nbytes, file.freed)
         self.short = ""
@@ -152,9 +155,9 @@ class VaultPool:
             self._prefaulted(size)
             commitment.set(commitment.bytes - size)
             if commitment.bytes:
-                require_room(commitment.bytes)
+                require_room(commitment.bytes + self._reserve_bytes)
 
-        commitment.take(nbytes, partial(require_room, nbytes), self._end_if_stopped)
+        commitment.take(nbytes, partial(require_room, nbytes + self._reserve_bytes), self._end_if_stopped)
         try:
             return take(prefaulted)
         finally:

@@ -97,7 +97,7 @@ def test_a_vault_that_grows_takes_no_memory_that_others_are_about_to_touch(
     def left(committed: Mapping[pathlib.Path, int]) -> int:
         if any(committed.values()):
             waits.set()
-        return PAGE - sum(committed.values())
+        return PAGE + PAGE // 32 - sum(committed.values())  # so much is left to the host
 
     monkeypatch.setattr(host_facts, "mem_available_bytes", lambda **_: None)
     monkeypatch.setattr(host_facts, "cgroup_available_bytes", left)
@@ -235,6 +235,8 @@ def test_a_second_signal_ends_the_wait(start_vault: StartVault, allocator: CuMem
 
 # The beginning
 
+RESERVE = 4 * PAGE // 32  # what a vault of four pages leaves the host
+
 
 class RoomBySlab:
     """How much the host has: asked for each slab, one ahead of each `give`."""
@@ -304,7 +306,7 @@ def test_a_reservation_waits_for_memory_that_is_to_come(
 
 def test_a_host_without_memory_ends_the_wait(slow_vault: Callable[..., VaultClient], room: RoomBySlab) -> None:
     client = slow_vault()
-    room.bytes = PAGE - 1
+    room.bytes = PAGE + RESERVE - 1
     room.give(1000)
     with pytest.raises(
         OutOfHostMemory, match=r"the vault has 0 B of .*, and cannot take more now: .*MemAvailable"
@@ -322,10 +324,10 @@ def test_what_others_give_back_is_taken_for_who_needs_it(
     slow_vault: Callable[..., VaultClient], room: RoomBySlab
 ) -> None:
     client = slow_vault()
-    room.bytes = PAGE - 1
+    room.bytes = PAGE + RESERVE - 1
     room.give()
     eventually(lambda: client.status()["short"] != "", "it takes no more for now")
-    room.bytes = 1 << 40
+    room.bytes = PAGE + RESERVE
     room.give(4)
     client.reserve(client.gpus[0], [4 * PAGE])
     client.close()

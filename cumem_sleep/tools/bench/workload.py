@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from ... import _core
+from ...core.commitment import HOST_RESERVE_BYTES
 from ...errors import InvalidArgument, format_bytes
 from ...settings import Settings
 from ..layout import PAGE_BYTES
@@ -28,8 +29,7 @@ _MODEL_KV_BYTES = int(54.63 * (1 << 30)) // PAGE_BYTES * PAGE_BYTES  # as vLLM 0
 _LEAST_MODEL_BYTES = -(-_MODEL_PAGES // _EMBEDDING_PAGES) * PAGE_BYTES  # so that every segment has a page
 _SIMULATED_WEIGHTS_BYTES, _SIMULATED_KV_BYTES = 256 << 20, 128 << 20
 
-# Kept free: on the GPU for the context and the kernels, on the host for the interpreter.
-_DEVICE_RESERVE_BYTES, _HOST_RESERVE_BYTES = 1 << 30, 2 << 30
+_DEVICE_RESERVE_BYTES = 1 << 30  # kept free for the context and the kernels
 _SIMULATED_HOST_RESERVE_BYTES = 256 << 20
 _PINNED_PER_DEVICE_BYTE = 512  # pinned host memory takes that share of device memory, for the GPU's page tables
 _SMALLER, _TIMES = 0.8, 20  # what was not requested is made smaller in these steps until it fits
@@ -79,7 +79,7 @@ class Room:
         if not 0 <= device < count:
             raise InvalidArgument(f"--device {device}: there are {count}, numbered from 0")
         simulated = _core.driver_is_simulated()
-        reserve = _SIMULATED_HOST_RESERVE_BYTES if simulated else _HOST_RESERVE_BYTES
+        reserve = _SIMULATED_HOST_RESERVE_BYTES if simulated else HOST_RESERVE_BYTES
         left = {name: max(0, nbytes - reserve) for name, nbytes in host_memory_left().items() if nbytes is not None}
         if settings.host_budget_bytes is not None:
             left["budget"] = settings.host_budget_bytes
