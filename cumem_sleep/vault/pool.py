@@ -48,6 +48,8 @@ class VaultPool:
         slabs: by number.
         is_stopped: no more memory is taken, since the vault is about to end.
         short: why no more memory is being taken, or "".
+        waits: until other processes have touched what they have committed, for up to a minute, so nobody knows when the
+            next slab comes.
         prefaulted_bytes: of the slab that is being taken, whose pages are there.
     """
 
@@ -90,7 +92,7 @@ class VaultPool:
         self.slabs: dict[int, memory.Slab] = {}
         self._last_slab = 0
         self._taker = ThreadPoolExecutor(1, "vault-memory")
-        self._is_taking = self.is_stopped = False
+        self._is_taking = self.is_stopped = self.waits = False
         self._try_again = 0.0  # when, while the host has too little
         self._reserved_are_left = host.reserved_huge_pages
         self._tenths_said = 0
@@ -157,21 +159,25 @@ class VaultPool:
             if commitment.bytes:
                 require_room(commitment.bytes + self._reserve_bytes)
 
-        commitment.take(nbytes, partial(require_room, nbytes + self._reserve_bytes), self._end_if_stopped)
+        commitment.take(nbytes, partial(require_room, nbytes + self._reserve_bytes), self._before_wait)
         try:
             return take(prefaulted)
         finally:
             commitment.set(0)
 
-    def _end_if_stopped(self) -> None:
+    def _before_wait(self) -> None:
         if self.is_stopped:
             raise VaultError("the vault ends")
+        if not self.waits:
+            self.waits = True
+            self._post(self._changed)
 
     def _prefaulted(self, nbytes: int) -> None:
         self.prefaulted_bytes += nbytes
 
     def _taken(self, future: Future[memory.Slab], node: int) -> None:
-        self._is_taking, self.prefaulted_bytes = False, 0
+        self._is_taking = self.waits = False
+        self.prefaulted_bytes = 0
         try:
             slab = future.result()
         except Exception as error:  # whatever it is, what is there can be used

@@ -288,7 +288,7 @@ class Service:
                 self._do(each.asked, partial(self._reserved, each))
             elif self._will_have(each, available):
                 if each.waits:
-                    goes_on = False
+                    goes_on = goes_on and self._pool.waits  # for others, so it holds up nobody
                     self._waiting.append(each)
                 else:
                     self._answer(each.asked, {"backups": None})
