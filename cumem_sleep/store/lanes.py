@@ -14,7 +14,7 @@ from .. import _core, host_facts
 from ..core import log
 from ..core.extents import Extent, Lane, LaneGroup, PieceRows, cut
 from ..core.pinned import pinned_table
-from ..errors import CumemSleepError
+from ..errors import CumemSleepError, OutOfHostMemory
 
 _MOST_PREFAULT_THREADS = 16
 _ROW_BYTES = 32  # of a piece in the table of a kernel
@@ -32,7 +32,7 @@ class HostLaneGroup(LaneGroup):
         kernel_blocks: with how many blocks a kernel copies.
 
     Attributes:
-        has_kernel: none has failed yet.
+        has_kernel: none has failed to start yet.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class HostLane(Lane):
                 self._begin_by_kernel(block, rows, out)
                 return True
             except CumemSleepError as error:
-                self._lane_group.has_kernel = False
+                self._lane_group.has_kernel = isinstance(error, OutOfHostMemory)  # of this table: the next may be had
                 log.warning("the copy kernel failed, the copy engine takes over: %s", error)
         for address, offset, nbytes in rows if isinstance(rows, tuple) else rows.tolist():
             if out:

@@ -73,6 +73,7 @@ class VaultLink:
         self._changed = threading.Condition(group.lock)  # notified when it may have something to do
         self._to_host = group.to_host
         tuning = Tuning(engine_batch_bytes=PIECE_BYTES)
+        self._best_rate: BestRate | None = None  # of this GPU, if a kernel can copy
         self._chooser = CopyChooser(None, tuning.timed_bytes, _IN_FLIGHT, tuning)
         self._own = Copier(self._chooser, tuning, self._finish)  # for its own GPU
         self._for_others = Copier(CopyChooser(None, 0, _IN_FLIGHT, tuning), tuning, self._finish)
@@ -140,7 +141,7 @@ class VaultLink:
 
     def _run(self) -> None:
         if not self._to_host and load_kernel(self.device):
-            self._chooser.best = BestRate()
+            self._best_rate = self._chooser.best = BestRate()
         with self._transfers, self._streams:
             self._streams.callback(self._relay.close)
             while True:
@@ -213,6 +214,7 @@ class VaultLink:
         """Copy the next piece for this GPU."""
         if not self._own.in_flight and time.monotonic() - self._own.until > _PAUSE_S:
             self._before_pause = self._own.copied
+            self._transfers.has_kernel, self._chooser.best = True, self._best_rate  # one that has failed may work again
         self._own.go_on()
         most_bytes = self._own.most_bytes
         if self.queue.waiting_bytes < SMALL_PIECES_BYTES and self._is_helped():

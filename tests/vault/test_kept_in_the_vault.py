@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from types import SimpleNamespace
@@ -16,7 +16,8 @@ from support import AWAKE, PAGE, Memory, forget_devices
 from test_recovery import fall_silent, speak
 
 from cumem_sleep import CuMemAllocator, CumemSleepError, DriverError, InvalidArgument, InvalidState, _core, sim
-from cumem_sleep.errors import VaultLost
+from cumem_sleep.errors import OutOfHostMemory, VaultLost
+from cumem_sleep.store.lanes import HostLaneGroup
 from cumem_sleep.vault import protocol, range_table
 from cumem_sleep.vault.client import VaultBackup, VaultClient
 from cumem_sleep.vault.jobs import BorrowedMemory, Job, LinkPiece
@@ -357,7 +358,9 @@ class TestLinks:
         yield borrowed, address - base, content
         borrowed.close()
 
-    @pytest.mark.parametrize("by", ["the kernel", "the engine", "the engine, for the kernel fails"])
+    @pytest.mark.parametrize(
+        "by", ["the kernel", "the engine", "the engine, for the kernel fails", "both, for tables are not pinned"]
+    )
     def test_a_table_is_copied_both_ways(
         self,
         lent: tuple[BorrowedMemory, int, bytes],
@@ -369,6 +372,17 @@ class TestLinks:
         borrowed, lent_at, content = lent
         if by == "the engine":
             monkeypatch.setattr(_core, "device_info", lambda _: SimpleNamespace(host_pointers=False))
+        elif "tables" in by:
+            refused = Counter[HostLaneGroup]()
+            made = HostLaneGroup.table
+
+            def table_of(group: HostLaneGroup, nbytes: int, device: int) -> _core.HostBlock:
+                refused[group] += 1
+                if refused[group] <= 3:
+                    raise OutOfHostMemory(nbytes, 0, "cuMemHostRegister")
+                return made(group, nbytes, device)
+
+            monkeypatch.setattr(HostLaneGroup, "table", table_of)
         elif by != "the kernel":
             monkeypatch.setattr(_core.CopyStream, "copy_pieces", refuse)
         block = _core.HostBlock(4 * PAGE, -1)
@@ -384,7 +398,7 @@ class TestLinks:
                 assert held[place : place + 4096].tobytes() == content[offset : offset + 4096]
         block.close()
         fails = sum("the copy kernel failed" in record.message for record in caplog.records)
-        assert fails == (2 if "fails" in by else 0), "each link asks once"
+        assert fails == (2 if "fails" in by else 6 if "tables" in by else 0), "each link asks once, but for a table"
 
     def copy(self, borrowed: BorrowedMemory, block: _core.HostBlock, rows: protocol.Table, to_host: bool) -> None:
         ended: list[Exception | None] = []

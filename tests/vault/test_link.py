@@ -216,13 +216,14 @@ def test_a_kernel_copies_while_the_engine_is_slow(engine: TimedStreams, into: Va
     assert "engine" not in ways, "a trial of a slow engine is short"
 
 
+def refuses(*_: object) -> None:
+    raise DriverError("cuModuleLoadData", "CUDA_ERROR_INVALID_PTX")
+
+
 @pytest.mark.parametrize("reason", ["no host pointers", "not loaded", "not launched"])
 def test_without_a_kernel_the_engine_copies_all(
     engine: TimedStreams, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, reason: str
 ) -> None:
-    def refuses(*_: object) -> None:
-        raise DriverError("cuModuleLoadData", "CUDA_ERROR_INVALID_PTX")
-
     if reason == "no host pointers":
         monkeypatch.setattr(_core, "device_info", lambda _: SimpleNamespace(host_pointers=False))
     elif reason == "not loaded":
@@ -234,6 +235,17 @@ def test_without_a_kernel_the_engine_copies_all(
     into.stop()
     warnings = [record for record in caplog.records if "copy kernel failed" in record.message]
     assert len(warnings) == (reason != "no host pointers")
+
+
+def test_a_kernel_that_has_failed_is_asked_again_after_a_pause(
+    engine: TimedStreams, into: VaultLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "to_device_by_kernel", refuses)
+        assert engine.copy(into, 20) == ["engine"] * 20
+    assert engine.copy(into, 20) == ["engine"] * 20
+    engine.now += 2
+    assert engine.copy(into, 20) == ["kernel", "trial"] + ["engine"] * 19
 
 
 def test_time_counts_while_something_is_in_flight(engine: TimedStreams, into: VaultLink) -> None:
