@@ -190,7 +190,7 @@ class Exchange:
         raise failure or ClientGone
 
     def _revoke(self, revoked: asyncio.Future[str]) -> None:
-        self._revoked = "the server stops" if revoked.cancelled() else revoked.result()
+        self._revoked = revoked.result()
         if self._answering is not None:
             self._answering.cancel()
 
@@ -248,19 +248,17 @@ class Exchange:
                 if number:  # a dead server is awake until that is found out, and a moment later there is a new one
                     await fleet.until_looked_at(name)
                 async with fleet.lease(name, self._span) as lease:
-                    lease.revoked.add_done_callback(self._revoke)
                     try:
                         await self._ask(lease)
                         return None
                     except Unreachable as unreachable:
                         why = f"the model's server cannot be reached: {unreachable}"
-                        fleet.report_failure(lease, why)
+                        if not lease.revoked.done():
+                            fleet.report_failure(lease, why)
                     except BrokenOff as broken:
                         why = f"the model's server broke off: {broken}"
                         fleet.report_failure(lease, why)
                         return await self._end_early(502, why)
-                    finally:
-                        lease.revoked.remove_done_callback(self._revoke)
         except UnknownModel:
             names = ", ".join(fleet.config.models)
             return refusal(404, f"the model {name[:_LONGEST_NAME]!r} does not exist; there are: {names}")
@@ -272,12 +270,15 @@ class Exchange:
         """Send it to the server of a lease, and pass the answer on.
 
         Raises:
-            Unreachable, BrokenOff.
+            Unreachable: also where the lease was revoked before there was a connection; BrokenOff.
         """
         head, body = self._request(lease)
         connections = self._ways.connections
         connection = await connections.take(lease.server)
         try:
+            if lease.revoked.done():  # its server has died, say, and nothing was sent
+                raise Unreachable(lease.revoked.result())
+            lease.revoked.add_done_callback(self._revoke)
             connection.send((head, *self._framed(body, more=not self._has_all)), more=not self._has_all)
             if not self._has_all:
                 self._connected.set_result(connection)
@@ -285,6 +286,7 @@ class Exchange:
             self._release()
             await self._pass_answer(connection, lease)
         finally:
+            lease.revoked.remove_done_callback(self._revoke)
             connections.give_back(lease.server, connection)
 
     def _request(self, lease: ModelLease) -> tuple[bytes, tuple[bytes, ...]]:
