@@ -102,6 +102,7 @@ FRONT = _table(
     ("serve_model_host_bytes", "model", "gauge", "Host memory that the sleeping model holds, by the front's ledger."),
     ("serve_model_kept_bytes", "model", "gauge", "Beside that, for kept KV cache."),
     ("serve_model_files_bytes", "model", "gauge", "Of what it holds, what the vault has in files only."),
+    ("serve_engine_up", "model", "gauge", "On `/models/metrics`: 1 if its server's metrics are there, 0 if not."),
     ("serve_restarts", "model", "counter", "Times that the model's server died and was started again."),
     ("serve_gpu_total_bytes", "gpu", "gauge", "Memory of the GPU."),
     ("serve_gpu_used_bytes", "gpu", "gauge", "Memory of the GPU in use, by all processes."),
@@ -215,7 +216,7 @@ class Samples:
             full = metric.full_name
             lines += [f"# HELP {full} {metric.text}", f"# TYPE {full} {metric.type}"]
             for labels, value in samples:
-                said = [f'{label}="{_escaped(each)}"' for label, each in zip(metric.labels, labels, strict=True)]
+                said = [f'{label}="{escaped(each)}"' for label, each in zip(metric.labels, labels, strict=True)]
                 if isinstance(value, Histogram):
                     for bound, count in value.buckets():
                         lines.append(_line(f"{full}_bucket", [*said, f'le="{bound}"'], count))
@@ -230,7 +231,8 @@ def _line(name: str, labels: Sequence[str], value: float) -> str:
     return f"{name}{{{','.join(labels)}}} {value}" if labels else f"{name} {value}"
 
 
-def _escaped(value: str) -> str:
+def escaped(value: str) -> str:
+    """A label's value as it stands between quotes."""
     return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 

@@ -6,7 +6,7 @@ import asyncio
 import json
 import secrets
 from collections import deque
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -252,8 +252,17 @@ def error(code: int, message: str) -> dict[str, Any]:
 
 def response(code: int, body: dict[str, Any], headers: MutableMapping[str, str] | None = None) -> list[Message]:
     """A complete JSON answer."""
-    content = json.dumps(body).encode()
-    lines = {"Content-Type": "application/json", "Content-Length": str(len(content)), **(headers or {})}
+    return _complete(code, json.dumps(body), {"Content-Type": "application/json", **(headers or {})})
+
+
+def text_response(text: str, content_type: str) -> list[Message]:
+    """A complete answer of text."""
+    return _complete(200, text, {"Content-Type": content_type})
+
+
+def _complete(code: int, text: str, headers: Mapping[str, str]) -> list[Message]:
+    content = text.encode()
+    lines = {"Content-Length": str(len(content)), **headers}
     raw = [(name.lower().encode(), value.encode()) for name, value in lines.items()]
     return [
         {"type": "http.response.start", "status": code, "headers": raw},

@@ -53,7 +53,7 @@ _OWN = {
     **{path: PathMeaning(Need.NOTHING, ("GET", "HEAD"), path) for path in ("/", "/page.css", "/page.js", "/icon.svg")},
     **{path: PathMeaning(Need.NOTHING, ("GET", "HEAD"), "/health") for path in ("/health", "/ping")},
     **{path: PathMeaning(Need.KEY, ("GET",), path) for path in ("/v1/models", "/status", "/status/live", "/metrics")},
-    **{path: PathMeaning(Need.KEY, ("GET",), path) for path in ("/version", "/v1/realtime")},
+    **{path: PathMeaning(Need.KEY, ("GET",), path) for path in ("/version", "/v1/realtime", "/models/metrics")},
     **{path: PathMeaning(Need.ADMIN, ("POST",), path) for path in ("/admin/sleep", "/admin/wake", "/admin/stop")},
     "/admin/log": PathMeaning(Need.ADMIN, ("GET",), "/admin/log"),
 }
@@ -82,8 +82,8 @@ def _by_path(path: str) -> PathMeaning | None:
         rest, name = path[at:], path[len(MODELS) : at]
         if rest in _MODEL:
             return PathMeaning(Need.KEY, ("POST",), target=rest, model=name)
-        if rest == "/v1/models":
-            return PathMeaning(Need.KEY, ("GET",), "/models/NAME/v1/models", model=name)
+        if rest in ("/v1/models", "/metrics"):
+            return PathMeaning(Need.KEY, ("GET",), f"/models/NAME{rest}", model=name)
         if (place := place_of(rest) if _RESPONSE.fullmatch(rest) else None) is not None:
             return PathMeaning(Need.KEY, place.methods, target=rest, model=name)
     return None

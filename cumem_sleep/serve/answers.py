@@ -9,11 +9,12 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 from urllib.parse import parse_qs
 
-from ..http.asgi import Inbox, Message, Scope, Send, deliver, lost, refusal, response
+from ..http.asgi import Inbox, Message, Scope, Send, deliver, lost, refusal, response, text_response
 from ..metrics import CONTENT_TYPE
 from .access import Access, PathMeaning
 from .fleet import Fleet, NotInTime, OrderRefused, UnknownModel
 from .metrics import exposition
+from .server_metrics import of_all_servers
 from .status import FleetStatus, ModelStatus
 from .units import spawn
 
@@ -30,6 +31,7 @@ class Answers:
         self._fleet = fleet
         self._access = access
         self._watchers = 0
+        self._scrape = asyncio.Lock()  # each asks all servers: one after the other
         self._calls: set[asyncio.Task[None]] = set()
         self._given: dict[str, Callable[[PathMeaning, Scope, Inbox], Awaitable[list[Message]]]] = {
             "/health": self._health,
@@ -39,6 +41,8 @@ class Answers:
             "/models/NAME/v1/models": self._models,
             "/status": self._status,
             "/metrics": self._metrics,
+            "/models/NAME/metrics": self._metrics_of_server,
+            "/models/metrics": self._metrics_of_servers,
             "/admin/log": self._log,
             **dict.fromkeys(("/admin/sleep", "/admin/wake", "/admin/stop"), self._call),
         }
@@ -79,12 +83,15 @@ class Answers:
         return response(200, self._view(self._fleet.status(), self._access.is_admin(scope)))
 
     async def _metrics(self, _place: PathMeaning, _scope: Scope, _inbox: Inbox) -> list[Message]:
-        content = exposition(self._fleet).encode()
-        lines = [(b"content-type", CONTENT_TYPE.encode()), (b"content-length", str(len(content)).encode())]
-        return [
-            {"type": "http.response.start", "status": 200, "headers": lines},
-            {"type": "http.response.body", "body": content},
-        ]
+        return text_response(exposition(self._fleet), CONTENT_TYPE)
+
+    async def _metrics_of_server(self, place: PathMeaning, _scope: Scope, _inbox: Inbox) -> list[Message]:
+        page = await self._fleet.metrics_of(str(place.model))
+        return text_response(page, CONTENT_TYPE)  # whatever its server says: none that a browser would run
+
+    async def _metrics_of_servers(self, _place: PathMeaning, _scope: Scope, _inbox: Inbox) -> list[Message]:
+        async with self._scrape:
+            return text_response(await of_all_servers(self._fleet), CONTENT_TYPE)
 
     def _view(self, status: FleetStatus, is_operator: bool) -> dict[str, Any]:
         """The status, without what only an operator has to know."""

@@ -25,6 +25,7 @@ from ..http.asgi import within
 from . import actions, events, hardware, servers
 from .address import Address
 from .config import Config
+from .engines.engine import Failed
 from .lock import Lock
 from .model import Model
 from .policy import STOP, Spec
@@ -41,6 +42,7 @@ __all__ = ["Address", "Fleet", "ModelLease", "NotInTime", "OrderRefused", "Serve
 logger = logging.getLogger("cumem_sleep.serve")
 
 TOLD_EVERY_S = 0.25  # those who watch hear of changes at most so often
+METRICS_AGAIN_S = 15.0
 SAME_AGAIN_S = 15.0  # a proxy in between takes a stream without a word for dead
 LOOK_AT_MACHINE_EVERY_S = 5.0
 LEASES_END_WITHIN_S = 5.0
@@ -285,6 +287,21 @@ class Fleet:
             UnknownModel.
         """
         await self._units.until_looked_at(self.resolve(model))
+
+    async def metrics_of(self, model: str) -> str:
+        """The metrics that its server has itself. One that does not run is not started for them.
+
+        Raises:
+            UnknownModel, ServerFailed: it has none now.
+        """
+        name = self.resolve(model)
+        phase, engine = self._scheduler.models[name].phase, self._units[name].engine
+        if engine is None or phase in (Phase.STOPPED, Phase.STARTING, Phase.STOPPING):
+            raise ServerFailed(f"{name} is {phase.value}: its server has no metrics now", METRICS_AGAIN_S)
+        try:
+            return await engine.metrics()
+        except (Failed, RuntimeError) as error:  # RuntimeError: it was stopped meanwhile
+            raise ServerFailed(f"the metrics of {name}'s server: {error}", METRICS_AGAIN_S) from None
 
     # What an operator does
 

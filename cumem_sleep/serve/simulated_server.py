@@ -20,7 +20,8 @@ from urllib.parse import parse_qs
 
 import uvicorn
 
-from ..http.asgi import HeldRequests, Inbox, Message, Receive, Scope, Send, header, refusal, response
+from ..http.asgi import HeldRequests, Inbox, Message, Receive, Scope, Send, header, refusal, response, text_response
+from ..metrics import CONTENT_TYPE, ENGINE, Samples, escaped
 
 MOST_BODY_BYTES = 1 << 30
 PARTS = frozenset(("weights", "kv_cache"))
@@ -138,6 +139,8 @@ class SimulatedServer:
             return await self._reset()
         if (method, path) == ("GET", "/cumem_sleep/status"):
             return response(200, {"results": [{"version": "simulated", "usage": self._usage()}]})
+        if (method, path) == ("GET", "/metrics"):
+            return text_response(self._metrics(), CONTENT_TYPE)
         if (method, path) == ("GET", "/health"):
             ready = time.monotonic() - self.started_at >= self.options.start_s
             return response(200 if ready else 503, {})
@@ -156,6 +159,20 @@ class SimulatedServer:
         kv_cache = {"bytes": options.keep_bytes, "backed_up_bytes": 0, "kept_bytes": self.kept_bytes}
         usage = {"weights": weights, "kv_cache": kv_cache}
         return {tag: {**of, "mapped_bytes": 0 if tag in self.asleep else of["bytes"]} for tag, of in usage.items()}
+
+    def _metrics(self) -> str:
+        """What the gate has, as far as it is simulated, and vLLM's word for it."""
+        samples = Samples(ENGINE)
+        samples.add("info", 1, rank="0", devices="0", simulated="true")
+        samples.add("sleep_level", self.level if "weights" in self.asleep else 0, rank="0")
+        for tag, usage in self._usage().items():
+            of = {"rank": "0", "tag": tag}
+            samples.add("memory_bytes", usage["mapped_bytes"], **of, state="mapped")
+            samples.add("memory_bytes", usage["bytes"] - usage["mapped_bytes"], **of, state="asleep")
+            samples.add("host_bytes", usage["backed_up_bytes"] + usage["kept_bytes"], **of)
+        labels = f'model_name="{escaped(self.options.names[0])}",engine="0",sleep_state="awake"'
+        said = f"# TYPE vllm:engine_sleep_state gauge\nvllm:engine_sleep_state{{{labels}}} {int(not self.asleep)}\n"
+        return samples.text() + said
 
     async def _reset(self) -> list[Message]:
         self.resets += 1

@@ -10,17 +10,14 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
-from prometheus_client import CollectorRegistry, start_http_server
+from engine_metrics import an_engine
+from prometheus_client import start_http_server
 from prometheus_here import DEPLOY, Prometheus, program, scraping
-
-from cumem_sleep.vllm.metrics import Collector, WorkerStatus
 
 pytestmark = pytest.mark.deploy
 RULES = DEPLOY / "prometheus" / "cumem-sleep.rules.yml"
@@ -54,36 +51,6 @@ def test_each_alert_fires_when_it_should_and_only_then() -> None:
 # What a host says
 
 
-def an_engine() -> CollectorRegistry:
-    """The metrics of an engine of two ranks that sleeps."""
-
-    def usage(nbytes: int, backed_up: int) -> dict[str, int]:
-        sizes = dict.fromkeys(("host_bytes", "vault_bytes", "shared_bytes", "backed_up_bytes"), backed_up)
-        counts = {"segments": 2, "asleep_segments": 2, "bytes": nbytes, "mapped_bytes": 0, "kept_bytes": 0}
-        return {**sizes, **counts}
-
-    totals = {"count": 3, "failures": 0, "seconds": 2.5, "phases": {"copy": 2.0}, "bytes": {"copied": 600}}
-    ranks: list[Any] = [
-        {
-            "rank": rank,
-            "devices": [rank],
-            "simulated": True,
-            "usage": {"weights": usage(600, 600), "kv_cache": usage(400, 0)},
-            "place": {"vault": "/run/vault.sock", "lost": ""},
-            "operations": {"sleep": totals, "wake": totals},
-            "device_used_bytes": 50,
-            "device_total_bytes": 2000,
-            "checkpointed": False,
-        }
-        for rank in range(2)
-    ]
-    status = WorkerStatus()
-    status.ranks = ranks
-    registry = CollectorRegistry()
-    registry.register(Collector(status, Counter(woke=2)))
-    return registry
-
-
 @contextlib.contextmanager
 def a_command(log: Path, says: str, *arguments: str | Path) -> Iterator[str]:
     """A command of this package; what it says of where it listens."""
@@ -111,7 +78,9 @@ def ask(front: str, model: str) -> None:
 
 @pytest.fixture(scope="module")
 def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
-    """It scrapes the front's demo, a vault on the simulated driver, and an engine; models take turns before."""
+    """It scrapes the front's demo and its servers, a vault on the simulated driver, and an engine; models take turns
+    before.
+    """
     folder = tmp_path_factory.mktemp("prometheus")
     program("prometheus")
     engine, _ = start_http_server(0, "127.0.0.1", an_engine())
@@ -124,11 +93,12 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
     ):
         targets = {
             "cumem-sleep-serve": front,
+            "cumem-sleep-servers": front,
             "cumem-sleep-vault": vault_metrics,
             "vllm": f"127.0.0.1:{engine.server_port}",
         }
         with scraping(folder, targets) as prometheus:
-            assert prometheus.result("count(up == 1) == 3")
+            assert prometheus.result("count(up == 1) == 4")
             for model in ("qwen-8b", "qwen-14b", "qwen-8b"):  # no two of these fit
                 ask(front, model)
             yield prometheus

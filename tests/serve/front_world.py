@@ -89,6 +89,9 @@ class StubFleet:
         finally:
             self.granted.remove(lease)
 
+    async def metrics_of(self, model: str) -> str:
+        return f"own{{name={json.dumps(self.resolve(model))}}} 1\n"
+
     def report_failure(self, lease: ModelLease, error: str) -> None:
         self.failures.append(f"{lease.model}: {error}")
 

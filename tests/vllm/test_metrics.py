@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections import Counter
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
 
 import pytest
 from fake_vllm import FakeEngine, until_idle
@@ -207,3 +210,13 @@ async def test_a_later_gate_takes_the_place_over(serve: Serve) -> None:
     text = client.generate_latest().decode()
     assert text.count('cumem_sleep_gate_requests_total{outcome="rejected"} 1.0') == 1
     assert text.count('cumem_sleep_segments{rank="1",tag="weights"} 2.0') == 1
+
+
+def test_vllm_has_what_the_alert_about_it_compares() -> None:
+    try:
+        loggers = distribution("vllm").locate_file("vllm/v1/metrics/loggers.py")
+    except PackageNotFoundError:
+        pytest.skip("needs vLLM")
+    source = Path(str(loggers)).read_text()
+    assert re.search(r'name="vllm:engine_sleep_state",.+?labelnames=.*"sleep_state"', source, re.DOTALL)
+    assert 'gauge_engine_sleep_state["awake"]' in source

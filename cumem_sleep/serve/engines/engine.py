@@ -22,6 +22,8 @@ from ..status import Phase
 ASK_WITHIN_S = 10.0
 ASK_EVERY_S = 0.2
 MOST_ANSWER_BYTES = 16 << 20
+METRICS_WITHIN_S = 5.0  # Prometheus itself waits for 10 s
+MOST_METRICS_BYTES = 4 << 20
 MOST_SAID = 500  # letters of what a server says in words: they are logged, and in every status
 _PLAIN = "identity"
 _LEAVE_OPEN = "is for this front to choose: leave it out, or leave it open with {port} or {socket}"
@@ -226,6 +228,21 @@ class Engine(ABC):
         """Find out what depends on its version."""
         return
 
+    async def metrics(self) -> str:
+        """Its own page for Prometheus. No server wakes for it.
+
+        Raises:
+            Failed.
+        """
+        plain = {"Accept": "text/plain; version=0.0.4"}
+        try:
+            answer = await self.ask("GET", "/metrics", METRICS_WITHIN_S, MOST_METRICS_BYTES, headers=plain)
+            if answer.status_code == httpx.codes.OK:
+                return answer.content.decode()
+            raise Failed(f"/metrics: {answer.status_code}")  # clients may see this: no address
+        except (httpx.HTTPError, OSError, ValueError) as error:
+            raise Failed(f"/metrics: {type(error).__name__}") from None
+
     async def names(self) -> tuple[str, ...]:
         """The names that it knows its model by, adapters among them; empty if it does not say."""
         try:
@@ -234,7 +251,14 @@ class Engine(ABC):
         except (httpx.HTTPError, OSError, ValueError, KeyError, TypeError):
             return ()
 
-    async def ask(self, method: str, path: str, within_s: float | None = None, **asked: Any) -> httpx.Response:
+    async def ask(
+        self,
+        method: str,
+        path: str,
+        within_s: float | None = None,
+        most_bytes: int = MOST_ANSWER_BYTES,
+        **asked: Any,
+    ) -> httpx.Response:
         """One call, with its whole answer: what comes bit by bit, or does not end, is no answer.
 
         Args:
@@ -242,11 +266,11 @@ class Engine(ABC):
         """
         limit_s = self._within_s if within_s is None else within_s
         try:
-            return await within(limit_s, self._whole(method, path, **asked))
+            return await within(limit_s, self._whole(method, path, most_bytes, **asked))
         except asyncio.TimeoutError:
             raise httpx.ReadTimeout(f"no whole answer within {limit_s:g} s") from None
 
-    async def _whole(self, method: str, path: str, **asked: Any) -> httpx.Response:
+    async def _whole(self, method: str, path: str, most_bytes: int, **asked: Any) -> httpx.Response:
         content = bytearray()
         try:
             async with self._client.stream(method, path, **asked) as answer:
@@ -255,8 +279,8 @@ class Engine(ABC):
                     raise httpx.DecodingError(f"its answer is compressed ({encoding[:20]!r}), and was not to be")
                 async for piece in answer.aiter_bytes():
                     content += piece
-                    if len(content) > MOST_ANSWER_BYTES:
-                        raise httpx.ReadError(f"its answer has more than {MOST_ANSWER_BYTES >> 20} MiB")
+                    if len(content) > most_bytes:
+                        raise httpx.ReadError(f"its answer has more than {most_bytes >> 20} MiB")
             return _WholeAnswer(answer.status_code, content=bytes(content), request=answer.request)
         finally:
             content.clear()  # an error keeps it until the next collection, and these are seldom in the front

@@ -105,6 +105,7 @@ class TestCompose:
             time.sleep(0.2)
         assert {target["scrapeUrl"]: target["health"] for target in targets} == {
             "http://localhost:8000/metrics": "up",
+            "http://localhost:8000/models/metrics": "up",
             "http://localhost:9400/metrics": "up",
         }
 
