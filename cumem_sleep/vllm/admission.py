@@ -58,7 +58,9 @@ class Admission:
         """
         core: Any = getattr(engine, "engine_core", None)
         send = getattr(core, "add_request_async", None)
-        if send is None or "mode" not in inspect.signature(engine.sleep).parameters:
+        # vLLM 0.31 or newer may lose the mode again (v#53082).
+        has_mode = "mode" in inspect.signature(engine.sleep).parameters or hasattr(engine, "release_kv_cache_memory")
+        if send is None or not has_mode:
             raise InvalidState("cumem-sleep's gate needs the engine of vLLM 0.18 or newer, whose sleeps have modes")
         self._requests = engine.output_processor
 

@@ -10,6 +10,8 @@ from typing import Any
 from urllib.parse import parse_qs
 
 from ..http.asgi import Message, Receive, Scope, Send, refusal, response
+from .data_parallel import says_sleeping
+from .parameters import ROUTES_NAMES
 from .routes import RELOAD, RESET, STATUS, WAKE, route_path
 
 Query = dict[str, list[str]]
@@ -37,15 +39,15 @@ async def _answer(engine: Any, path: str, query: Query) -> list[Message]:
 
 
 async def _sleep(engine: Any, query: Query) -> dict[str, Any]:
-    level = int(query["level"][0])
-    await engine.sleep(level, query["mode"][0])
+    level = int(query.pop("level")[0])
+    await engine.sleep(level, **_keywords(engine.sleep, query))
     return {"status": "sleeping", "level": level}
 
 
 async def _wake_up(engine: Any, query: Query) -> dict[str, Any]:
-    tags = query.get("tags")
-    await engine.wake_up(tags)
-    return {"status": "sleeping" if await engine.is_sleeping() else "awake", "tags": tags}
+    is_awake = await engine.wake_up(**_keywords(engine.wake_up, query))  # before 0.33 it does not say
+    sleeps = says_sleeping(await engine.is_sleeping()) if is_awake is None else not is_awake
+    return {"status": "sleeping" if sleeps else "awake", "tags": query.get("tags")}
 
 
 async def _pause(engine: Any, query: Query) -> dict[str, Any]:
@@ -64,14 +66,18 @@ async def _reset_prefix_cache(engine: Any, query: Query) -> dict[str, Any]:
 
 
 async def _is_sleeping(engine: Any, _: Query) -> dict[str, Any]:
-    return {"is_sleeping": await engine.is_sleeping()}
+    return {"is_sleeping": says_sleeping(await engine.is_sleeping())}
 
 
 def _keywords(call: Callable[..., Any], query: Query) -> dict[str, Any]:
     """The parameters that this vLLM's call has."""
-    known = inspect.signature(call).parameters
     booleans = {"true": True, "false": False}
-    return {name: booleans.get(value, value) for name, (value, *_) in query.items() if name in known}
+    given = {name: query.get(ROUTES_NAMES.get(name, name)) for name in inspect.signature(call).parameters}
+    return {
+        name: values if name == "tags" else booleans.get(values[0], values[0])
+        for name, values in given.items()
+        if values
+    }
 
 
 _CALLS: dict[str, Callable[[Any, Query], Awaitable[dict[str, Any]]]] = {

@@ -90,13 +90,14 @@ def deepened(state: State, checkpointed: bool) -> State:
 # Sleeps and wakes
 
 
-def slept(state: State, level: int, kept: bool = False, again: bool = True) -> State:
+def slept(state: State, level: int, kept: bool = False, again: bool = True, tags: frozenset[str] = TAGS) -> State:
     """The engine's sleep succeeded; that of memory which sleeps already does nothing.
 
     Args:
         level: 0 to 2.
         kept: requests may have been left in the engine.
         again: the engine also sleeps when only the KV cache does, from vLLM 0.33 on.
+        tags: what it put to sleep.
     """
     state = replace(state, kept=kept)
     if state.engine_asleep and not (again and "weights" not in state.engine_asleep):
@@ -104,8 +105,9 @@ def slept(state: State, level: int, kept: bool = False, again: bool = True) -> S
     if level == 0:
         return replace(state, stopped=state.stopped | Stopped.SLEEP)
     weights = Weights.LOADED if state.weights is Weights.LOADED else Weights.LOST
-    asleep = replace(state, asleep=TAGS, mapped=NOTHING, engine=None, weights=weights, cause="")
-    return _lost(asleep) if level == 2 else asleep
+    tags |= state.asleep
+    asleep = replace(state, asleep=tags, mapped=state.mapped - tags, engine=None, weights=weights, cause="")
+    return _lost(asleep) if level == 2 and "weights" in tags else asleep
 
 
 def sleep_failed(state: State) -> State:

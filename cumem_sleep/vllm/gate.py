@@ -62,7 +62,10 @@ WRITING_ROUTES = {
     "/finish_weight_update": Effect.FINISHES,
     "/weight_checker": Effect.WRITES,
 }
-_HAVE_SWITCHES = {"/pause": "pause_generation", RESET: "reset_prefix_cache"}  # which differ by version
+_CALLS = {  # their parameters differ by version
+    **dict.fromkeys(("/wake_up", WAKE), "wake_up"),
+    **{"/sleep": "sleep", "/pause": "pause_generation", RESET: "reset_prefix_cache"},
+}
 WEIGHTS_ASLEEP = "weights are asleep: POST /wake_up?tags=weights first"
 _OPENS = "CUMEM_SLEEP_ADMIN_TOKEN or CUMEM_SLEEP_ADMIN opens them"
 KEYED = ("/v1", "/v2", "/inference", "/cohere")  # where any version of vLLM wants an API key
@@ -475,9 +478,9 @@ class SleepGate:
             body = await inbox.body(parameters.MOST_BYTES)
             if body is None:
                 return refusal(413, f"expected a body of at most {parameters.MOST_BYTES >> 10} KiB")
-            call = getattr(self.controller.engine, _HAVE_SWITCHES.get(taken.template, ""), None)
-            names = () if call is None else inspect.signature(call).parameters
-            query = parameters.read(taken.template, scope.get("query_string", b""), body, names)
+            call = getattr(self.controller.engine, _CALLS.get(taken.template, ""), None)
+            its = {} if call is None else inspect.signature(call).parameters
+            query = parameters.read(taken.template, scope.get("query_string", b""), body, its)
             scope = {**scope, "query_string": urlencode(query, doseq=True).encode()}  # vLLM reads no body
             gone = asyncio.ensure_future(inbox.until_gone())
             if taken.template == RESET:
@@ -509,7 +512,9 @@ class SleepGate:
         asked, (mode,) = int(query.get("level", ("1",))[0]), query.get("mode", ("abort",))
         is_deep = asked == 3
         level = 1 if is_deep else asked  # vLLM itself knows no other
-        scope = {**scope, "query_string": urlencode({"level": level, "mode": mode}).encode()}
+        passed = {name: values for name, values in query.items() if name not in ("level", "mode", "keep_kv")}
+        passed |= {"level": (str(level),)} | ({} if controller.pauses_apart else {"mode": (mode,)})
+        scope = {**scope, "query_string": urlencode(passed, doseq=True).encode()}
         if level == 2 and mode == "keep":
             return _conflict("requests cannot be kept over a level-2 sleep: they would run before weights are loaded")
         async with controller.change(gone=gone):
@@ -531,6 +536,7 @@ class SleepGate:
                     return refusal(500, f"keep_kv=false cannot be passed on, so nothing has changed: {error}")
             code = 500
             try:
+                await controller.pause_apart(level, mode)
                 answer = await _called(self._controls, scope, inbox, gone)
                 code = status_of(answer)
             finally:
@@ -542,7 +548,7 @@ class SleepGate:
                 await controller.flush()
             # Requests left in the engine run when the scheduler resumes: at the first tag (0.18), or the last.
             kept = mode == "keep" or (mode == "wait" and level < 2)
-            if why := await controller.slept(level, kept):
+            if why := await controller.slept(level, kept, frozenset(query.get("tags", ()))):
                 return refusal(503 if model.state.disagrees else 409, why)
             return await self._deepen() if is_deep else self._stated(level, answer)
 
@@ -613,6 +619,7 @@ class SleepGate:
                 await controller.wake_failed(tags)
         if code < 300:
             controller.handle(events.woken, tags)
+            await controller.resume_apart()
         return answer
 
     def _wakes_kept_requests_early(self, tags: frozenset[str]) -> bool:

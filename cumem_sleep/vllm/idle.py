@@ -109,6 +109,7 @@ class IdleSleep:
             if await within(ASK_WITHIN_S, data_parallel.is_any_sleeping(controller.engine)):
                 return ""  # somebody has paused it
             try:
+                await controller.pause_apart(level)
                 await controller.engine.sleep(level)
                 why = await controller.slept(level, kept=False)
             except Exception as error:

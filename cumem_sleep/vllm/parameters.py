@@ -5,11 +5,10 @@ vLLM reads the query alone and drops what it does not know, so that a misspelt l
 
 from __future__ import annotations
 
+import inspect
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from urllib.parse import parse_qs
-
-from .routes import RESET
 
 ParameterValues = tuple[str, ...]
 
@@ -18,20 +17,21 @@ MODES = ("abort", "wait", "keep")
 MOST_BYTES = 64 << 10  # of a body
 _BOOLEANS = {"true": "true", "1": "true", "false": "false", "0": "false"}
 _WAKE_TAGS = ("weights", "kv_cache", "scheduling")
+ROUTES_NAMES = {"reset_connector": "reset_external"}  # where vLLM's route has another one than its call
 
 
 class BadParameter(Exception):
     """A call is answered with 400; the text names the parameter and the value, and says what is allowed."""
 
 
-def read(path: str, query: bytes, body: bytes, call: Iterable[str] = ()) -> dict[str, ParameterValues]:
+def read(path: str, query: bytes, body: bytes, call: Mapping[str, inspect.Parameter]) -> dict[str, ParameterValues]:
     """The parameters of a call, as vLLM's query spells them.
 
     Args:
         path: of the gate's routes that change the sleep.
         query: the query string.
         body: empty, or a JSON object.
-        call: the parameters of this vLLM's `pause_generation` or `reset_prefix_cache`.
+        call: the parameters of this vLLM's own call, whose switches and tags are passed on to it.
 
     Raises:
         BadParameter: one is unknown or has a bad value, or two places disagree.
@@ -49,19 +49,6 @@ def read(path: str, query: bytes, body: bytes, call: Iterable[str] = ()) -> dict
                 f"{name} is given twice, as {', '.join(found[name])} and as {', '.join(values)}: give it once"
             )
     return found
-
-
-def _known(path: str, call: Iterable[str]) -> Mapping[str, Callable[[str, object], ParameterValues]]:
-    if path == "/sleep":
-        return {"level": _level, "mode": _mode, "keep_kv": _boolean}
-    if path in ("/wake_up", "/wake"):
-        return {"tags": _tags, "restore": _boolean}
-    if path == "/pause":
-        switches = [name for name in ("wait_for_inflight_requests", "clear_cache") if name in call]
-        return {"mode": _mode, **dict.fromkeys(switches, _boolean)}
-    if path == RESET:
-        return dict.fromkeys([name for name in ("reset_running_requests", "reset_external") if name in call], _boolean)
-    return {}
 
 
 def _members(path: str, body: bytes) -> list[tuple[str, object]]:
@@ -130,6 +117,19 @@ def _tags(name: str, value: object) -> ParameterValues:
         expected = f"one or more of {', '.join(_WAKE_TAGS)}, or no {name} for all"
         raise BadParameter(f"{name}={_shown(tags[0] if len(tags) == 1 else tags)}: expected {expected}")
     return tuple(tag for tag in _WAKE_TAGS if tag in tags)
+
+
+_GATES: dict[str, dict[str, Callable[[str, object], ParameterValues]]] = {
+    "/sleep": {"level": _level, "mode": _mode, "keep_kv": _boolean},
+    **{path: {"tags": _tags, "restore": _boolean} for path in ("/wake_up", "/wake")},
+    "/pause": {"mode": _mode},
+}
+
+
+def _known(path: str, call: Mapping[str, inspect.Parameter]) -> Mapping[str, Callable[[str, object], ParameterValues]]:
+    switches = [ROUTES_NAMES.get(name, name) for name, each in call.items() if "bool" in str(each.annotation)]
+    tags = {"tags": _tags} if "tags" in call else {}
+    return {**_GATES.get(path, {}), **tags, **dict.fromkeys(switches, _boolean)}
 
 
 def _shown(value: object) -> str:

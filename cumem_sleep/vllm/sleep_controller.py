@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
@@ -13,7 +14,18 @@ from ..http.asgi import ClientGone, within
 from ..settings import GateSettings
 from . import data_parallel, events, metrics
 from .siblings import Busy, Siblings
-from .sleeping_model import TAGS, EngineCall, GatePhase, P, SleepingModel, State, Weights, why_left_out
+from .sleeping_model import (
+    NOTHING,
+    TAGS,
+    EngineCall,
+    GatePhase,
+    P,
+    SleepingModel,
+    State,
+    Stopped,
+    Weights,
+    why_left_out,
+)
 from .worker_methods import DEEPEN, FORGET, Effect
 
 logger = logging.getLogger("cumem_sleep")
@@ -60,6 +72,21 @@ class SleepController:
     def sleeps_again(self) -> bool:
         """Whether the engine also sleeps while only its KV cache does (0.33)."""
         return hasattr(self.engine, "release_kv_cache_memory")
+
+    @property
+    def pauses_apart(self) -> bool:
+        """Whether the engine's sleep and wake no longer stop and resume its scheduler (v#53082)."""
+        return "mode" not in inspect.signature(self.engine.sleep).parameters
+
+    async def pause_apart(self, level: int, mode: str = "abort") -> None:
+        """Before a sleep, stop the scheduler where the sleep does not."""
+        if self.pauses_apart:
+            await self.engine.pause_generation(mode=mode, clear_cache=level > 0)
+
+    async def resume_apart(self) -> None:
+        """After a wake, resume the scheduler where the wake does not."""
+        if self.pauses_apart and not (self.model.state.engine_asleep or Stopped.PAUSE in self.model.state.stopped):
+            await self.engine.resume_generation()
 
     def handle(self, event: Callable[Concatenate[State, P], State], *args: P.args, **kwargs: P.kwargs) -> None:
         """Tell the model, and those who wait for it."""
@@ -331,8 +358,9 @@ class SleepController:
         if not await self.ask_workers() and self._status.exists:
             self.handle(events.forgot)
 
-    async def slept(self, level: int, kept: bool) -> str:
-        """The engine's sleep succeeded: why the memory does not sleep all the same, in words, or "".
+    async def slept(self, level: int, kept: bool, tags: frozenset[str] = NOTHING) -> str:
+        """The engine's sleep of these tags (none: all) succeeded: why the memory does not sleep all the same, in words,
+        or "".
 
         What the engine took to be asleep already it has left alone. Where that is mapped, after a wake that failed,
         the workers are told. They keep a backup of all, as at level 1: what vLLM saved at level 2 it may not have
@@ -341,7 +369,8 @@ class SleepController:
         Raises:
             Exception: the engine's own; the workers cannot sleep.
         """
-        self.handle(events.slept, level, kept, again=self.sleeps_again)
+        wanted = (tags or TAGS) & TAGS
+        self.handle(events.slept, level, kept, again=self.sleeps_again, tags=wanted)
         await self._end()
         if level > 0 and self.model.state.disagrees and await self.ask_workers() and self.model.state.disagrees:
             await self.engine.collective_rpc("sleep", kwargs={"level": 1})
@@ -349,7 +378,7 @@ class SleepController:
             await self._end()
         if self.model.state.disagrees:
             return self.model.why_disagrees
-        if level > 0 and (mapped := sorted(TAGS & self.model.state.mapped)):
+        if level > 0 and (mapped := sorted(wanted & self.model.state.mapped)):
             return f"the engine sleeps already, and leaves {' and '.join(mapped)} mapped: POST /wake_up first"
         return ""
 
@@ -433,6 +462,7 @@ class SleepController:
             self.handle(events.wrote, Effect.LOADS)
         elif call is EngineCall.RESUME:
             await self.engine.wake_up(["scheduling"])
+            await self.resume_apart()
         else:
             tags = ["weights"] if call is EngineCall.WAKE_WEIGHTS else self.model.tags_to_wake
             try:
@@ -441,6 +471,7 @@ class SleepController:
                 await self.wake_failed(frozenset(tags or ()))
                 raise
             self.handle(events.woken, frozenset(tags or ()), loads_next=True)
+            await self.resume_apart()
 
 
 def _is_unknown(error: Exception) -> bool:

@@ -130,6 +130,7 @@ async def check_as_the_front_does(checked: Checked) -> None:
 
 
 async def check_sleeps(checked: Checked) -> None:
+    assert (await checked.control("/reset_prefix_cache?reset_external=true")).code == 200
     for level in (1, 2, 0):
         slept = await checked.control("/sleep", {"level": level})
         assert (slept.code, slept.json) == (200, {"status": "sleeping", "level": level}), slept

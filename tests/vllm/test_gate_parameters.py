@@ -6,7 +6,8 @@ import json
 from typing import Any
 
 import pytest
-from gate_client import Serve, asleep
+from fake_vllm import TAGS, FakeEngine, FakeVllm
+from gate_client import TOKEN, Serve, asleep
 
 pytestmark = pytest.mark.usefixtures("gate_environment")
 
@@ -149,3 +150,101 @@ async def test_a_sleep_whose_wish_is_not_passed_on_is_no_sleep(serve: Serve) -> 
     assert "nothing has changed: no" in str(response.body)
     assert client.engine.count("sleep") == 0
     assert (await client.ask()).body == {"text": "good"}
+
+
+class NewerEngine(FakeEngine):
+    """Calls with more parameters, a sleep that leaves the scheduler alone, and answers in objects."""
+
+    async def pause_generation(
+        self, mode: str = "abort", clear_cache: bool = True, clear_connector_cache: bool = True
+    ) -> None:
+        self.calls.append(("pause", mode, clear_cache, clear_connector_cache))
+        self.scheduler_paused = True
+
+    async def sleep(  # type: ignore[override]
+        self, level: int = 1, tags: list[str] | None = None, clear_connector_cache: bool = True
+    ) -> None:
+        assert self.scheduler_paused, "requires a completed pause first"
+        await self._called("sleep", level, tags, clear_connector_cache)
+        if level:
+            self._sleep(level)
+            self.asleep &= set(tags or TAGS)
+
+    async def wake_up(self, tags: list[str] | None = None, eager: bool | None = None) -> bool:
+        is_awake = await super().wake_up(tags)
+        self.calls.append(("eager", eager))
+        self.scheduler_paused = True
+        return is_awake
+
+    async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        self.calls.append(("reset", reset_running_requests, reset_connector))
+        return True
+
+    async def is_sleeping(self) -> Any:
+        return {"is_sleeping": await super().is_sleeping(), "level": 1}
+
+
+class NewerVllm(FakeVllm):
+    """Its routes have the parameters of its engine's calls."""
+
+    async def _dev_route(self, path: str, query: dict[str, list[str]], body: bytes) -> tuple[int, Any]:
+        given: dict[str, Any] = {
+            name: values if name == "tags" else values[0] != "false" if values[0] in ("true", "false") else values[0]
+            for name, values in query.items()
+        }
+        engine = self.engine
+        if path == "/sleep":
+            await engine.sleep(int(given.pop("level")), **given)
+        elif path == "/wake_up":
+            given.pop("restore", None)
+            await engine.wake_up(**given)
+        elif path == "/pause":
+            await engine.pause_generation(**given)
+        else:
+            return await super()._dev_route(path, query, body)
+        return 200, {"status": path}
+
+
+@pytest.mark.parametrize("dev_mode", [True, False])
+async def test_what_a_later_vllm_adds_or_moves_passes_through(
+    serve: Serve, dev_mode: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1" if dev_mode else "0")
+    client = serve(NewerVllm(NewerEngine(), dev_mode), admin_token=TOKEN, on_request="wake")
+    calls = client.engine.calls
+
+    client.engine.plugin = False  # whose word would count for more
+
+    async def post(target: str, body: Any = b"") -> int:
+        calls.clear()
+        return (await client.post(target, content(body), key=TOKEN)).code
+
+    assert await post("/sleep?mode=wait", {"clear_connector_cache": False}) == 200
+    assert [call for call in calls if call[0] in ("pause", "sleep")] == [
+        ("pause", "wait", True, True),
+        ("sleep", 1, None, False),
+    ]
+    assert (await client.get("/is_sleeping")).body["is_sleeping"] is True
+    assert await post("/wake_up?eager=1") == 200
+    assert ("eager", True) in calls
+    assert calls.index("resume") > calls.index(("wake_up", None))
+    if not dev_mode:
+        assert (await client.get("/is_sleeping")).body == {"is_sleeping": False}
+    assert (await client.ask()).body == {"text": "good"}
+
+    assert await post("/sleep", {"tags": ["kv_cache"], "level": 2}) == 200
+    assert ("sleep", 2, ["kv_cache"], True) in calls
+    assert client.gate.model.asleep == {"kv_cache"}
+    client.engine.weights = "good"  # it sleeps by tags, and these were not among them
+    client.engine.not_loaded = ""
+    assert (await client.ask()).body == {"text": "good"}, "a request wakes what sleeps, and loads nothing"
+    assert "reload_weights" not in calls
+
+    assert await post("/pause?mode=keep&clear_connector_cache=0") == 200
+    assert ("pause", "keep", True, False) in calls
+    assert await post("/sleep?eager=1") == 400
+    assert await post("/wake_up?clear_connector_cache=1") == 400
+    if not dev_mode:  # else it is vLLM's own
+        assert await post("/reset_prefix_cache?reset_external=true") == 200
+        assert ("reset", False, True) in calls
+        assert await post("/reset_prefix_cache?reset_connector=true") == 400
