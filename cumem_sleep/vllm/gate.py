@@ -48,7 +48,7 @@ from .idle import IdleSleep
 from .routes import NEED_ADMIN_TOKEN, OWN, RELOAD, RESET, STATUS, WAKE, RouteKind, Routes, Taken, kind_of, route_path
 from .siblings import BETWEEN_S, Busy, SiblingsUnknown
 from .sleep_controller import SleepController
-from .sleeping_model import TAGS, GatePhase, RequestDecision, why_left_out
+from .sleeping_model import TAGS, GatePhase, RequestDecision, Weights, why_left_out
 from .worker_methods import KEEP_KV, Effect
 
 logger = logging.getLogger("cumem_sleep")
@@ -68,6 +68,12 @@ _CALLS = {  # their parameters differ by version
 }
 WEIGHTS_ASLEEP = "weights are asleep: POST /wake_up?tags=weights first"
 _OPENS = "CUMEM_SLEEP_ADMIN_TOKEN or CUMEM_SLEEP_ADMIN opens them"
+_CALLERS = "see docs/vllm.md, Callers that send no token"
+_CLOSED = (
+    "Not Found: the server needs CUMEM_SLEEP_ADMIN_TOKEN or CUMEM_SLEEP_ADMIN, or VLLM_SERVER_DEV_MODE=1 behind a"
+    f" firewall: {_CALLERS}"
+)
+_ELSEWHERE = f"Not Found: served only at the address that CUMEM_SLEEP_ADMIN has: {_CALLERS}"
 KEYED = ("/v1", "/v2", "/inference", "/cohere")  # where any version of vLLM wants an API key
 
 HEALTH_WITHIN_S = 1.0
@@ -209,13 +215,15 @@ class SleepGate:
             return await self._answer(scope, inbox, send, refusal(400, f"the path {fault}"), fault)
         taken = self._routes.take(scope.get("app"), scope)
         if self._is_elsewhere(scope, taken, engine):
-            return await self._answer(scope, inbox, send, response(404, {"detail": "Not Found"}), "Not Found")
+            why = "Not Found" if scope.get(FROM_LISTENER) else _ELSEWHERE
+            return await self._answer(scope, inbox, send, response(404, {"detail": why}), "Not Found")
         token = self._settings.admin_token
         if token and self._needs_admin_token(scope, taken):
             if not has_bearer_token(scope, [token]):
                 unknown = "; the gate does not know this route" if taken.kind is RouteKind.UNKNOWN else ""
                 wrong = "the token is wrong: it is not the admin token"
-                wanted = f"{wrong if bearer(scope) else 'an admin token is needed'}{unknown}"
+                needed = f"an admin token is needed, as Authorization: Bearer <CUMEM_SLEEP_ADMIN_TOKEN>: {_CALLERS}"
+                wanted = f"{wrong if bearer(scope) else needed}{unknown}"
                 answer = refusal(401, wanted, {"WWW-Authenticate": "Bearer"})
                 return await self._answer(scope, inbox, send, answer, wanted)
             scope = _with_api_key(scope)
@@ -240,6 +248,10 @@ class SleepGate:
             return await deliver(scope, inbox, send, await self._workers_status())
         if taken.template.startswith("/metrics") and self._is_scraped and self.model.phase is not GatePhase.CHANGING:
             await self._status.fresh(self.controller.engine)
+        if not self._is_open and scope["type"] == "http" and route_path(scope).rstrip("/") in CONTROLS:
+            answer = await whole_answer(self._app, scope, inbox)
+            closed = response(404, {"detail": _CLOSED})
+            return await deliver(scope, inbox, send, closed if status_of(answer) == 404 else answer)
         await self._app(scope, inbox, send)
 
     def _needs_admin_token(self, scope: Scope, taken: Taken) -> bool:
@@ -300,6 +312,10 @@ class SleepGate:
             raise self._rejected(self.model.why_not())
         deadline = self.controller.clock() + settings.request_deadline_s
         gone = asyncio.ensure_future(inbox.until_gone_or_too_much())
+        state: Any = getattr(scope.get("app"), "state", None)
+        load = taken.kind is RouteKind.RUNS and getattr(state, "enable_server_load_tracking", False)
+        if load:  # vLLM's `/load` counts what has reached its handlers
+            state.server_load_metrics += 1
         self._held.requests += 1
         try:
             self._raise_overload(self._held.requests > settings.max_held_requests)
@@ -309,6 +325,8 @@ class SleepGate:
             await self._until_serves(deadline, gone, wakes)
         finally:
             self._held.requests -= 1
+            if load:
+                state.server_load_metrics -= 1
             gone.cancel()
             await asyncio.wait({gone})  # two readers of one request would steal each other's messages
         return "woke" if policy == "wake" else "waited"
@@ -606,6 +624,13 @@ class SleepGate:
         forgotten = (tags or TAGS) & model.asleep if query.get("restore") == ("false",) else frozenset[str]()
         if forgotten and (conflict := self._conflict_of_forgetting()) is not None:
             return conflict
+        loads = self._settings.on_request == "wake" and model.state.weights is Weights.LOST
+        if loads and not (tags or forgotten):  # as a request would
+            try:
+                await controller.wake_whole()
+            except Exception as error:
+                return refusal(500, f"/wake_up failed: {error or type(error).__name__}")
+            return response(200, {"status": "awake", "tags": None})
         if controller.several_servers and model.asleep and not model.state.kept:
             await controller.flush()
         if forgotten and (why := await controller.forget(forgotten)):

@@ -437,10 +437,7 @@ class SleepController:
                 calls = model.calls_to_wake()
                 what = f"level {model.level}{', weights loaded' if EngineCall.RELOAD in calls else ''}"
                 start = time.perf_counter()
-                if self.several_servers and model.asleep and not model.state.kept:
-                    await self.flush()  # a sibling may have let a request through
-                for call in calls:
-                    await self._make(call)
+                await self.wake_whole()
         except Busy:
             return  # a sibling may be waking it: waiting requests try again
         except Exception as error:
@@ -450,6 +447,18 @@ class SleepController:
         else:
             self.failure = cause, self.clock() + self._settings.retry_after_s
             logger.warning("cumem-sleep gate: waking on request failed: %s", cause)
+
+    async def wake_whole(self) -> None:
+        """Wake all, and load weights that were dropped.
+
+        Raises:
+            Exception: the engine's own, or what the load left out.
+        """
+        calls = self.model.calls_to_wake()
+        if self.several_servers and self.model.asleep and not self.model.state.kept:
+            await self.flush()  # a sibling may have let a request through
+        for call in calls:
+            await self._make(call)
 
     async def _make(self, call: EngineCall) -> None:
         if call is EngineCall.WAKE_WORKERS:

@@ -69,7 +69,7 @@ async def test_health_where_the_engine_does_not_say_whether_it_still_sleeps(
 @pytest.mark.parametrize(("health", "code"), [("auto", 503), ("ok", 200), ("unavailable", 503)])
 async def test_health_without_weights(serve: Serve, health: str, code: int) -> None:
     client = await asleep(serve, level=2, on_request="wake", health=health)
-    await client.post("/wake_up")
+    await client.post("/wake_up?tags=weights&tags=kv_cache")
     response = await client.get("/health")
     assert response.code == code
     assert response.body == {"status": "weights_missing", "asleep": False, "level": 2, "tags": []}

@@ -179,7 +179,9 @@ async def test_a_sleep_does_not_wait_for_ever_for_what_is_being_sent(serve: Serv
 # An engine that does not say whether it sleeps, or late
 
 
-@pytest.mark.parametrize("order", [("/wake",), ("/wake?tags=weights",), ("/wake?tags=kv_cache",)])
+@pytest.mark.parametrize(
+    "order", [("/wake?tags=weights&tags=kv_cache",), ("/wake?tags=weights",), ("/wake?tags=kv_cache",)]
+)
 @pytest.mark.parametrize("arrives", ["early", "late"])
 @pytest.mark.parametrize("silent", [True, False])
 async def test_what_slept_serves_nobody_while_the_engine_does_not_say(

@@ -101,7 +101,7 @@ async def test_a_draft_that_is_loaded_by_an_update_of_its_own_opens_the_gate(ser
     client = serve(on_request=policy)
     client.engine.leaves_out = ["draft.fc"]
     await client.post("/sleep?level=2")
-    await client.post("/wake_up")
+    await client.post("/wake_up?tags=weights&tags=kv_cache")
     assert (await client.post("/reload_weights")).code == 500
     await client.post("/start_draft_weight_update")
     await client.post("/update_weights")

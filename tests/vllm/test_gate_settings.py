@@ -10,7 +10,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from fake_vllm import FakeVllm
+from fake_vllm import FakeEngine, FakeVllm
 from gate_client import TOKEN, Serve
 
 from cumem_sleep import InvalidArgument, InvalidState
@@ -142,7 +142,10 @@ async def test_one_line_says_the_policy_and_not_the_token(serve: Serve, caplog: 
 
 
 @pytest.mark.parametrize("lacks", ["modes of sleep", "a way for requests"])
-async def test_a_server_of_a_vllm_before_0_18_does_not_start(serve: Serve, lacks: str) -> None:
+async def test_a_server_of_a_vllm_before_0_18_does_not_start(
+    serve: Serve, lacks: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(FakeEngine, "release_kv_cache_memory")
     client, core = serve(), SimpleNamespace()
 
     async def sleep(level: int = 1) -> None: ...
