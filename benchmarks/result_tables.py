@@ -14,6 +14,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 
 from measured import (
+    checkpoint_ranks,
     links,
     results,
     scenarios,
@@ -30,7 +31,8 @@ from measured.results import load
 
 def of_vllm() -> list[str]:
     """What was tried with it: runs on several machines, each with a record of its own."""
-    return scenarios.table(json.loads((results.RESULTS / "vllm_scenarios.json").read_text()))
+    files = ("vllm_scenarios.json", "vllm_scenarios_0.33.json")
+    return scenarios.table([json.loads((results.RESULTS / file).read_text()) for file in files])
 
 
 # The blocks of each page, by the name in their marks.
@@ -40,6 +42,7 @@ BLOCKS: dict[str, dict[str, Callable[[], Sequence[str]]]] = {
         "serve": lambda: vllm_serve.table(load("vllm_serve.json")),
         "vault": lambda: vault.table(load("vault.json")),
         "links": lambda: links.table(load("vault_links.json")),
+        "ranks at level 3": lambda: checkpoint_ranks.table(load("checkpoint_ranks.json")),
         "vLLM at level 3": lambda: vllm_level_3.table(load("vllm_level_3_own.json"), load("vllm_level_3.json")),
         "models": lambda: serve_models.table(load("serve_models.json")),
         "SGLang": lambda: sglang.table(load("sglang_cycles.json")),

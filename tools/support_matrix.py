@@ -127,6 +127,10 @@ def _scenarios(*names: str) -> tuple[Ran, ...]:
     return tuple(Ran("vllm_scenarios.json", ("scenarios", name)) for name in names)
 
 
+def _of_newest(*names: str) -> tuple[Ran, ...]:
+    return tuple(Ran("vllm_scenarios_0.33.json", ("scenarios", name)) for name in names)
+
+
 def _survived(*names: str) -> tuple[Ran, ...]:
     files = {"surviving_vllm_0.26.json": names, "surviving_vllm_0.33.json": names}
     return tuple(Ran(file, ("scenarios", f"survives_{name}")) for file, names in files.items() for name in names)
@@ -158,13 +162,17 @@ class WithVllm:
 
 WITH_VLLM = (
     WithVllm("levels 1 and 2", _survived("dense"), Tested("vllm/test_worker.py", "test_level_2")),
-    WithVllm("level 3", (Ran("vllm_level_3_own.json"),), Tested("vllm/test_worker_level_3.py", "test_from_awake")),
+    WithVllm(
+        "level 3",
+        (Ran("vllm_level_3_own.json"), *_of_newest("level_3_with_little_memory")),
+        Tested("vllm/test_worker_level_3.py", "test_from_awake"),
+    ),
     WithVllm(
         "level 3, several workers", test=Tested("vllm/test_worker_level_3.py", "test_several_ranks", says="refused")
     ),
     WithVllm(
         "tensor and pipeline parallelism",
-        _scenarios("ranks_agree", "pipeline_parallel_2"),
+        (*_scenarios("ranks_agree", "pipeline_parallel_2"), *_survived("tensor_parallel")),
         Tested("vllm/test_engine_group.py", "test_all_workers_of_an_engine_or_none"),
     ),
     WithVllm(
@@ -177,12 +185,15 @@ WITH_VLLM = (
     WithVllm("compressed backups", (Ran("vllm_serve.json", ("ways", "compressed")),)),
     WithVllm(
         "the vault",
-        _scenarios("two_servers_through_the_vault"),
+        (
+            *_scenarios("two_servers_through_the_vault"),
+            *_of_newest("two_servers_through_the_vault", "tensor_parallel_2_through_the_vault"),
+        ),
         Tested("vllm/test_worker.py", "test_through_the_vault"),
     ),
     WithVllm(
         "a KV cache that survives",
-        ran=(Ran("vllm_kept_kv.json"), Ran("vllm_kept_kv_tensor_parallel.json")),
+        ran=(Ran("vllm_kept_kv.json"), Ran("vllm_kept_kv_tensor_parallel.json"), Ran("vllm_kept_kv_0.33.json")),
         test=Tested("vllm/test_kept_kv.py", "test_each_way_to_keep_and_to_lose_it"),
         versions=kept_kv.VERSIONS,
         refused_in="cumem_sleep/vllm/kept_kv.py",

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 
-def table(result: dict[str, Any]) -> list[str]:
-    """What was tried with a real vLLM, and how it ended."""
-    outcomes = result["scenarios"]
-    versions = ", ".join(sorted({outcome["machine"]["vllm"] for outcome in outcomes.values()}))
-    gpus = " and ".join(sorted({outcome["machine"]["gpu"] for outcome in outcomes.values()}))
+def table(results: Sequence[dict[str, Any]]) -> list[str]:
+    """What was tried with a real vLLM, and how it ended. A scenario of several versions is one row."""
+    outcomes = [named for result in results for named in result["scenarios"].items()]
+    gpus = " and ".join(sorted({outcome["machine"]["gpu"] for _, outcome in outcomes}))
     lines = [
-        f"Run with vLLM {versions} on {gpus} (`benchmarks/vllm_scenarios.py`):",
+        f"Run on {gpus} (`benchmarks/vllm_scenarios.py`):",
         "",
-        "| scenario | |",
-        "|---|---|",
+        "| scenario | vLLM | |",
+        "|---|---|---|",
     ]
-    for name, outcome in outcomes.items():
-        failed = "" if outcome["passed"] else " **Failed.**"
-        lines.append(f"| {name.replace('_', ' ')} | {' '.join(outcome['says'].split())}{failed} |")
+    for name in dict.fromkeys(name for name, _ in outcomes):
+        its = [outcome for other, outcome in outcomes if other == name]
+        versions = ", ".join(sorted(outcome["machine"]["vllm"] for outcome in its))
+        failed = "" if all(outcome["passed"] for outcome in its) else " **Failed.**"
+        lines.append(f"| {name.replace('_', ' ')} | {versions} | {' '.join(its[0]['says'].split())}{failed} |")
     return lines
