@@ -571,7 +571,8 @@ class CuMemAllocator:
 
     def _begin_preparing(self, keep_bytes: int) -> Preparation:
         self._stop_preparing()
-        self._store.memory.tier.read_ahead()
+        if self._store.memory.vault is not None:
+            self._store.memory.vault.read_ahead()
         preparation = Preparation(wanted_ahead(self._components), self._components, keep_bytes)
         self._preparation = preparation  # before it starts: whatever happens, it can be stopped
         preparation.start()

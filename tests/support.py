@@ -187,7 +187,7 @@ def free_everything() -> None:
         assert not held, f"PyTorch still has {len(held)} segments in use: the test left tensors behind"
         if _core.driver_is_open():
             assert _core.reclaim() == 0
-            allocator._store.memory.tier.finish_releasing()  # much goes in a thread
+            allocator._store.memory.settle()  # much goes in a thread
         assert allocator._store.memory.bytes == 0
         if SIMULATED:
             if _held() != _held_before:

@@ -12,9 +12,11 @@ from ..core.extents import Ranges, RangeTable
 from ..digest.reference import Digest
 from ..errors import InvalidState
 from .backup import Backup
+from .host_tier import HostTier
 from .kept import KeptRanges
 from .ranges import Spans
 from .tier import Content, Footprint, Tier
+from .vault_tier import VaultTier
 
 _Sleep = _core.Segment.Sleep
 
@@ -37,6 +39,16 @@ class Catalogue:
         self._backups: dict[int, Backup] = {}  # by the segments' ids
         self._parts: Mapping[int, Ranges] = {}  # what a sleep under way backs up of a segment, if not all of it
         self.given_up: dict[int, Spans] = {}  # of what is backed up whole: what counts as lost when it wakes
+
+    @property
+    def vault(self) -> VaultTier | None:
+        """The tier, if it is the vault's, where others share what is sealed, and what is merely retained is evicted."""
+        return self.tier if isinstance(self.tier, VaultTier) else None
+
+    @property
+    def own(self) -> HostTier | None:
+        """The tier, if it is memory that this process pins, and gives back, itself."""
+        return self.tier if isinstance(self.tier, HostTier) else None
 
     def __iter__(self) -> Iterator[Backup]:
         yield from self._backups.values()
@@ -132,8 +144,8 @@ class Catalogue:
                 for b in backups
                 if b.digest is not None
             ]
-            if sealed and self.tier is not None:
-                self.tier.seal(sealed)
+            if sealed and self.vault is not None:
+                self.vault.seal(sealed)
         except BaseException:
             self._release(backups)
             raise
@@ -157,8 +169,8 @@ class Catalogue:
     def mark_corrupt(self, segments: Iterable[_core.Segment]) -> None:
         """The backups of these hold other bytes than those at sleep: they stay, but nobody else is to share them."""
         backups = [backup for segment in segments if (backup := self.of(segment))]
-        if backups and self.tier is not None:
-            self.tier.mark_corrupt([backup.extents for backup in backups])
+        if backups and self.vault is not None:
+            self.vault.mark_corrupt([backup.extents for backup in backups])
 
     def claim(self, segments: Iterable[_core.Segment]) -> None:
         """Mark the backups of `segments` as needed until `prune`; forget those that were evicted."""
@@ -202,8 +214,8 @@ class Catalogue:
             self.tier.release([extent for backup in backups for extent in backup.extents])
 
     def _set_needed(self, backups: Sequence[Backup], *, needed: bool) -> None:
-        if self.tier is not None:
-            gone = self.tier.set_needed([backup.extents for backup in backups], needed=needed)
+        if self.vault is not None:
+            gone = self.vault.set_needed([backup.extents for backup in backups], needed=needed)
             if gone:
                 self._release([backups[place] for place in gone])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from weakref import WeakValueDictionary
@@ -57,11 +57,32 @@ class HostTier(Tier):
         # What waits to be released is room too: `reserve` takes it, or releases it first.
         return untouched - self._releasing.bytes
 
+    def reserve_expendable(self, device: int, sizes: Sequence[int]) -> Sequence[Extent]:  # noqa: D102
+        nbytes = sum(sizes)
+        limits = self.limits(nbytes)
+        for limit in limits:
+            if limit.available_bytes < nbytes:
+                raise OutOfHostMemory(nbytes, limit.available_bytes, limit.name)
+        with suppress(NotYet), self.commit(nbytes, beside_work=True) as is_left:
+            if is_left:
+                return self.reserve(device, sizes)
+        tightest = min(limits, key=lambda limit: limit.available_bytes)
+        raise OutOfHostMemory(nbytes, tightest.available_bytes, tightest.name, "other processes are taking it")
+
     def expendable_room(self) -> int:  # noqa: D102
         return min((limit.available_bytes for limit in self._limits(None, self._commitment.others())), default=0)
 
     @contextmanager
-    def commit(self, nbytes: int, *, beside_work: bool = False) -> Iterator[bool]:  # noqa: D102
+    def commit(self, nbytes: int, *, beside_work: bool = False) -> Iterator[bool]:
+        """For what `reserve` takes inside: from now on no other process counts on these bytes.
+
+        Gives whether they are left. Waits for others, at most a minute, if they have found the same bytes and have yet
+        to touch them.
+
+        Raises:
+            NotYet: beside work, it would wait.
+            OperationStopped: asked to stop meanwhile.
+        """
         try:
             yield not nbytes or self._commit(nbytes, beside_work)
         finally:
@@ -156,10 +177,16 @@ class HostTier(Tier):
         # Those that are untouched stay noted as such: to release them makes no more memory available.
         self._releasing.start(blocks)
 
-    def finish_releasing(self) -> None:  # noqa: D102
+    def finish_releasing(self) -> None:
+        """Finish now what `release` has left to the thread."""
         self._releasing.finish()
 
-    def pin(self, device: int, extents: Iterable[Extent]) -> None:  # noqa: D102
+    def pin(self, device: int, extents: Iterable[Extent]) -> None:
+        """Pin now what the first copy to it would pin.
+
+        Raises:
+            DriverError, OutOfHostMemory: refused.
+        """
         for block in blocks_of(extents):
             if not block.pinned:
                 self._look_again()
@@ -167,14 +194,16 @@ class HostTier(Tier):
                 block.pin(device)
         self._show()
 
-    def unpin(self, extents: Iterable[Extent]) -> None:  # noqa: D102
+    def unpin(self, extents: Iterable[Extent]) -> None:
+        """Leave the bytes, but do not keep them pinned until they are copied again. No copy of them is in flight."""
         for block in blocks_of(extents):
             if block.pinned:
                 for noted in (self._untouched, self._to_touch):
                     noted.pop(id(block), None)
                 block.unpin()
 
-    def device_bytes_to_pin(self, extents: Iterable[Extent]) -> int:  # noqa: D102
+    def device_bytes_to_pin(self, extents: Iterable[Extent]) -> int:
+        """How much memory of each GPU it takes to pin those of `extents` that are not."""
         nbytes = sum(block.bytes for block in blocks_of(extents) if not block.pinned)
         return nbytes * self._tuning.table_bytes_per_gib >> 30
 
@@ -184,7 +213,8 @@ class HostTier(Tier):
         threads, nbytes = self._settings.prefault_threads, self._tuning.prefault_bytes
         return HostLaneGroup(threads, nbytes, self._look_again, self._all_touched)
 
-    def stop(self) -> None:  # noqa: D102
+    def stop(self) -> None:
+        """End the thread, for the process exits. May be called without the lock."""
         self._releasing.stop()
 
 

@@ -22,6 +22,7 @@ from ..digest.reference import Digest
 from ..errors import CumemSleepError
 from ..report import PhaseTimer
 from .backup import extent_sizes
+from .host_tier import HostTier
 from .tier import Footprint, Tier
 
 _Sleep = _core.Segment.Sleep
@@ -74,7 +75,11 @@ class KeptRanges:
     @property
     def bytes(self) -> int:
         """How much of the tiers' memory it takes, asleep or spare."""
-        return sum(extent.bytes for place in self._places for extent in place.extents)
+        return sum(extent.bytes for extent in self.extents())
+
+    def extents(self) -> list[Extent]:
+        """All of it."""
+        return [extent for place in self._places for extent in place.extents]
 
     def bytes_of(self, segments: Iterable[_core.Segment]) -> int:
         """How many bytes are kept of `segments`."""
@@ -146,7 +151,7 @@ class KeptRanges:
             sizes[-1] = full  # of use for the next sleep, whatever that keeps
         place.extents += place.tier.reserve_expendable(place.device, sizes)
 
-    def pin_ahead(self, tier: Tier, segments: Sequence[_core.Segment], nbytes: int) -> int:
+    def pin_ahead(self, tier: HostTier, segments: Sequence[_core.Segment], nbytes: int) -> int:
         """Take and pin one more extent, for sleeps that keep up to so much of `segments`, all of one device.
 
         Returns:
@@ -216,11 +221,6 @@ class KeptRanges:
         """Release the memory that nothing kept lies in."""
         for place in self._spare():
             self._release(place, 0)
-
-    def unpin(self) -> None:
-        """Let the tiers unpin all; it is pinned again when it comes back."""
-        for place in self._places:
-            place.tier.unpin(place.extents)
 
     def _spare(self) -> list[_Place]:
         needed = {kept.place for kept in self._kept.values()}

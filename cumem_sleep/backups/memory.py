@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from itertools import islice
 
 from .. import _core
@@ -19,6 +20,7 @@ from .catalogue import Catalogue
 from .pruning import PruningLock
 from .tier import Content, Tier
 from .tiers import open_tier
+from .vault_tier import VaultTier
 
 _Sleep = _core.Segment.Sleep
 
@@ -38,6 +40,12 @@ class BackupMemory:
         if self._catalogue.tier is None:
             self._catalogue.tier = open_tier(self._settings, self._tuning, self._lock.if_free)
         return self._catalogue.tier
+
+    @property
+    def vault(self) -> VaultTier | None:
+        """As `tier`, if that is the vault's."""
+        tier = self.tier
+        return tier if isinstance(tier, VaultTier) else None
 
     @property
     def bytes(self) -> int:
@@ -101,11 +109,11 @@ class BackupMemory:
             OutOfHostMemory: a limit leaves too little; nothing was taken, or only for some devices.
             NotYet: beside work, the tier or another process is still taking that memory; likewise.
         """
-        tier = self.tier
+        tier, vault, own = self.tier, self.vault, self._catalogue.own
         unfit: list[int] = []
         for backup in filter(None, map(self._catalogue.of, segments)):
             encoding = encodings.get(backup.segment.id)
-            if backup.has_room_for(encoding) and tier.can_rewrite(backup.extents):
+            if backup.has_room_for(encoding) and (vault is None or vault.can_rewrite(backup.extents)):
                 backup.begin(encoding, being_prepared=beside_work)
             else:
                 unfit.append(backup.segment.id)
@@ -119,7 +127,7 @@ class BackupMemory:
         nbytes, is_taken = sum(map(sum, sizes.values())), False
         while not is_taken:
             self.make_room(nbytes, keep)
-            with tier.commit(nbytes, beside_work=beside_work) as is_taken:
+            with own.commit(nbytes, beside_work=beside_work) if own else nullcontext(True) as is_taken:
                 if is_taken:
                     self._reserve(new, sizes, encodings, beside_work)
 
@@ -141,21 +149,23 @@ class BackupMemory:
                 self._catalogue.add(Backup(segment, tier, extents, encoding, ranges, being_prepared=beside_work))
 
     def adopt(self, segments: Iterable[_core.Segment], digests: Mapping[int, Digest]) -> list[_core.Segment]:
-        """Where the tier already stores the present bytes of `segments`, use that as their backup; returns these.
+        """Where the vault already stores the present bytes of `segments`, use that as their backup; returns these.
 
         Args:
             digests: of the bytes, by segment id, for those segments that were digested.
         """
         adopted: list[_core.Segment] = []
-        clean, tier = self._catalogue.is_clean, self.tier
+        clean, vault = self._catalogue.is_clean, self.vault
+        if vault is None:
+            return adopted
         lacking = [s for s in segments if s.id in digests and not clean(s, digests[s.id])]
         for device, mine in by_device(lacking).items():
             contents = [Content(digests[segment.id], self._catalogue.content_bytes([segment])) for segment in mine]
-            for segment, extents in zip(mine, tier.find(device, contents), strict=True):
+            for segment, extents in zip(mine, vault.find(device, contents), strict=True):
                 if extents is not None:
                     ranges = self._catalogue.ranges_of(segment)
                     self._catalogue.forget([segment.id])
-                    backup = Backup(segment, tier, extents, ranges=ranges)
+                    backup = Backup(segment, vault, extents, ranges=ranges)
                     backup.mark_proven(digests[segment.id])
                     self._catalogue.add(backup)
                     adopted.append(segment)
@@ -170,22 +180,22 @@ class BackupMemory:
         return max(0, available + self._catalogue.kept.bytes - needed)
 
     def unpin(self) -> None:
-        """Let the tier unpin all backups; each is pinned again when it is next copied."""
-        self._catalogue.kept.unpin()
-        for backup in self._catalogue:
-            backup.tier.unpin(backup.extents)
+        """Unpin all that this process has pinned; each backup is pinned again when it is next copied."""
+        if self._catalogue.own is not None:
+            self._catalogue.own.unpin(self._catalogue.kept.extents())
+            self._catalogue.own.unpin(extent for backup in self._catalogue for extent in backup.extents)
 
     def device_bytes_to_pin(self, segments: Iterable[_core.Segment]) -> int:
         """How much memory of each GPU it takes to pin those backups of `segments` that are not."""
-        backups = filter(None, map(self._catalogue.of, segments))
-        return sum(backup.tier.device_bytes_to_pin(backup.extents) for backup in backups)
+        backups, own = filter(None, map(self._catalogue.of, segments)), self._catalogue.own
+        return own.device_bytes_to_pin(extent for backup in backups for extent in backup.extents) if own else 0
 
     def settle(self) -> None:
         """Forget backups that nobody can need, and return when all that was released has gone back to the system."""
         self._catalogue.prune()
         self._catalogue.kept.release_spare()
-        if self._catalogue.tier is not None:
-            self._catalogue.tier.finish_releasing()
+        if self._catalogue.own is not None:
+            self._catalogue.own.finish_releasing()
 
     def clear(self) -> None:
         """Forget every backup of an awake segment; returns when the memory has gone back to the system."""
@@ -195,10 +205,10 @@ class BackupMemory:
     def leave(self) -> None:
         """Forget all backups, of which no segment needs any, and let go of whoever keeps them."""
         self.clear()
-        if self._catalogue.tier is not None:
-            self._catalogue.tier.leave()
+        if self._catalogue.vault is not None:
+            self._catalogue.vault.leave()
 
     def stop(self) -> None:
         """End background work. May be called without the lock."""
-        if self._catalogue.tier is not None:
-            self._catalogue.tier.stop()
+        if self._catalogue.own is not None:
+            self._catalogue.own.stop()

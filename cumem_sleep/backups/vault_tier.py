@@ -125,13 +125,16 @@ class VaultTier(Tier):
             return 0
         return min([free_bytes, *(limit.available_bytes for limit in self.limits())])
 
-    def has_free(self, nbytes: int) -> bool:  # noqa: D102
+    def has_free(self, nbytes: int) -> bool:
+        """Whether this much is free and ready, or soon will be: so an operation may reserve it bit by bit."""
         return self.client().free_bytes() >= nbytes
 
-    def can_rewrite(self, extents: Sequence[Extent]) -> bool:  # noqa: D102
+    def can_rewrite(self, extents: Sequence[Extent]) -> bool:
+        """Whether a backup in these extents may be rewritten: not if others share them."""
         return all(each.sealed is None and self._keeps(each) for each in _mine(extents))
 
-    def find(self, device: int, contents: Sequence[Content]) -> list[tuple[Extent, ...] | None]:  # noqa: D102
+    def find(self, device: int, contents: Sequence[Content]) -> list[tuple[Extent, ...] | None]:
+        """For each content, sealed extents that hold it (the caller shares them from now on), or None."""
         keys = [Key(str(content.digest), content.bytes, "") for content in contents]
         found = self.client().find(self.gpu(device), keys)
         for backup, key in zip(found, keys, strict=True):
@@ -140,7 +143,12 @@ class VaultTier(Tier):
                 self._held.add(backup)
         return [None if backup is None else (backup,) for backup in found]
 
-    def seal(self, backups: Sequence[tuple[Sequence[Extent], Content]]) -> None:  # noqa: D102
+    def seal(self, backups: Sequence[tuple[Sequence[Extent], Content]]) -> None:
+        """These extents have been written and verified to hold that content: others may share them from now on.
+
+        Raises:
+            CumemSleepError: the caller must no longer trust them.
+        """
         client = self.client()
         described = []
         for extents, content in backups:
@@ -155,7 +163,12 @@ class VaultTier(Tier):
         if described:
             client.seal(described)
 
-    def set_needed(self, backups: Sequence[Sequence[Extent]], *, needed: bool) -> list[int]:  # noqa: D102
+    def set_needed(self, backups: Sequence[Sequence[Extent]], *, needed: bool) -> list[int]:
+        """These backups, each given by its extents, are needed from now on, or merely retained, and may be evicted.
+
+        Returns:
+            The indices of those that have been evicted.
+        """
         changing = [
             (place, extent)
             for place, extents in enumerate(backups)
@@ -181,7 +194,8 @@ class VaultTier(Tier):
             extent.needed = needed
         return sorted({place for place, extent in changing if extent.is_lost or extent in gone})
 
-    def mark_corrupt(self, backups: Sequence[Sequence[Extent]]) -> None:  # noqa: D102
+    def mark_corrupt(self, backups: Sequence[Sequence[Extent]]) -> None:
+        """These backups hold other bytes than those that were verified: nobody else is to share them."""
         mine = [extent for extents in backups for extent in _mine(extents)]
         for extent in mine:  # a vault that is silent is told when it goes on
             extent.is_distrusted = True
@@ -234,7 +248,8 @@ class VaultTier(Tier):
             loan.end()
         self._loans.difference_update(loans)
 
-    def regain(self) -> None:  # noqa: D102
+    def regain(self) -> None:
+        """Get back, if that is possible now, device memory that the vault still has after a failure."""
         if self._client is None or not self._loans:
             return
         if self._client.is_gone:
@@ -243,12 +258,14 @@ class VaultTier(Tier):
             with suppress(CumemSleepError, OSError):
                 self.client()
 
-    def read_ahead(self) -> None:  # noqa: D102
+    def read_ahead(self) -> None:
+        """What sleeps is about to be woken: let it come from files into memory. Returns at once."""
         if self._client is not None and self._client.spills:
             with suppress(VaultError):
                 self._client.read_ahead()
 
-    def leave(self) -> None:  # noqa: D102
+    def leave(self) -> None:
+        """Let the vault go, for no extent is left, and no memory that it might have. It is found anew."""
         for client in [*self._left, *([] if self._client is None else [self._client])]:
             client.close()
         self._client, self._left = None, []

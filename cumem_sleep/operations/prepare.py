@@ -10,6 +10,7 @@ from numbers import Real
 
 from .. import _core
 from ..backups.backup import Backup
+from ..backups.host_tier import HostTier
 from ..backups.tier import NotYet
 from ..codec.chunks import ChangedMeanwhile, EncodedRun, Encoding
 from ..codec.codec import CHUNK_BYTES
@@ -183,7 +184,7 @@ class Preparation:
             while pinned_bytes:
                 with self._step(segments[0]) as mine:
                     kept, tier = self._store.catalogue.kept, self._store.memory.tier
-                    pinned_bytes = kept.pin_ahead(tier, segments, nbytes) if mine else 0
+                    pinned_bytes = kept.pin_ahead(tier, segments, nbytes) if mine and isinstance(tier, HostTier) else 0
                 self._pace(pinned_bytes)
 
     def _plan(self, segment: _core.Segment) -> dict[int, Encoding] | None:

@@ -72,8 +72,8 @@ def sleep(
         note = "nothing to do, no memory of these tags is awake; what sleeps stays as it is"
         not_kept = note if keep else ""
         return SleepReport(seconds=timer.seconds, note=note, operation=operation, not_kept=not_kept)
-    if catalogue.tier is not None:
-        catalogue.tier.regain()  # what others have still would not be free afterwards
+    if catalogue.vault is not None:
+        catalogue.vault.regain()  # what others have still would not be free afterwards
     with _told_if_not_undone(segments), _core.HeldSegments(segments) as held, ExitStack() as copying:
         survives = {segment.id: drop.survives(segment) if is_dropped(segment) else () for segment in held}
         parts = {key: ranges for key, ranges in survives.items() if ranges}
@@ -322,12 +322,12 @@ class _BackingUp:
         return [segment for segment in planned if segment.id not in unfit]
 
     def _in_parts(self) -> list[_core.Segment]:
-        """The segments whose backups need no memory, or of which the tier has enough free."""
+        """The segments whose backups need no memory, or all of them if the vault has enough free."""
         rewritten = [segment for segment in self._segments if self._can_be_rewritten(segment)]
         content_bytes = self._store.catalogue.content_bytes
         missing_bytes = content_bytes(self._segments) - content_bytes(rewritten)
-        is_free = missing_bytes and not self._was_short and self._store.memory.tier.has_free(missing_bytes)
-        return [*self._segments] if is_free else rewritten
+        vault = self._store.memory.vault if missing_bytes and not self._was_short else None
+        return [*self._segments] if vault and vault.has_free(missing_bytes) else rewritten
 
     def _can_be_rewritten(self, segment: _core.Segment) -> bool:
         backup = self._store.catalogue.of(segment)

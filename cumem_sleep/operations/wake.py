@@ -70,8 +70,8 @@ def check_device_memory(components: Components, segments: Sequence[_core.Segment
     for device in by_device(segments):
         _core.release_waiter(device)  # whose page counts, too
     if short := _short(components, segments):
-        if (tier := components.store.catalogue.tier) is not None:
-            tier.regain()
+        if (vault := components.store.catalogue.vault) is not None:
+            vault.regain()
         short = _short(components, segments)
     for device, needed_bytes, free_bytes in short:
         count = sum(segment.device == device and not segment.keeps_memory for segment in segments)

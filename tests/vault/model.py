@@ -69,7 +69,7 @@ class SwitchedModel:
     def leave(self) -> None:
         self.memory.close()
         free_everything()
-        self.allocator._store.memory.tier.stop()
+        self.allocator._store.memory.stop()
 
 
 def run(vault: str, test: str, seed: int) -> None:

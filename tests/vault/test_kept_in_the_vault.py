@@ -44,7 +44,7 @@ def make_cache(make_allocator: MakeAllocator, vault: RunningVault) -> Iterator[C
     for cache in made:
         for address in (cache.weights, *cache.addresses):
             cache.allocator.free(address)
-        if (tier := cache.allocator._store.catalogue.tier) is not None:
+        if (tier := cache.allocator._store.catalogue.vault) is not None:
             tier.leave()
 
 
