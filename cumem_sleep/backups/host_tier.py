@@ -20,7 +20,9 @@ from ..settings import Settings
 from ..store.lanes import HostLane, HostLaneGroup, blocks_of
 from .tier import Footprint, HostLimit, NotYet, Tier, TryLock, budget_limits
 
-_BETWEEN_LOOKS_S = 0.02  # at the limits, while pages are prefaulted: a look takes 0.2 ms
+_BETWEEN_LOOKS_S = 0.02  # at the limits, while pages are prefaulted
+# To a look at thousands of blocks, which takes milliseconds of the thread that pins, for which all else waits.
+_PAUSE_PER_LOOK = 20
 
 
 class HostTier(Tier):
@@ -29,7 +31,7 @@ class HostTier(Tier):
     def __init__(self, settings: Settings, tuning: Tuning, try_lock: TryLock) -> None:
         self._settings = settings
         self._tuning = tuning
-        # By id; `limits` iterates over it and drops the pinned ones.
+        # By id; `_not_pinned` drops the pinned ones.
         self._untouched: WeakValueDictionary[int, _core.HostBlock] = WeakValueDictionary()
         self._to_touch: WeakValueDictionary[int, _core.HostBlock] = WeakValueDictionary()  # of these, not released
         self._commitment = Commitment()
@@ -52,8 +54,7 @@ class HostTier(Tier):
 
     def _promised_bytes(self) -> int:
         """Reserved but not touched yet, which the system still counts as available."""
-        self._untouched = _not_pinned(self._untouched)
-        untouched = sum(block.bytes - block.prefaulted_bytes for block in self._untouched.values())
+        untouched = sum(block.bytes - block.prefaulted_bytes for block in _not_pinned(self._untouched))
         # What waits to be released is room too: `reserve` takes it, or releases it first.
         return untouched - self._releasing.bytes
 
@@ -105,10 +106,11 @@ class HostTier(Tier):
             return False
         return True
 
-    def _show(self) -> None:
-        """Show other processes what is yet to be touched."""
-        self._to_touch = _not_pinned(self._to_touch)
-        self._commitment.set(sum(max(0, block.bytes - block.prefaulted_bytes) for block in self._to_touch.values()))
+    def _show(self) -> list[_core.HostBlock]:
+        """Show other processes what is yet to be touched. Returns its blocks."""
+        blocks = _not_pinned(self._to_touch)
+        self._commitment.set(sum(max(0, block.bytes - block.prefaulted_bytes) for block in blocks))
+        return blocks
 
     def _all_touched(self) -> None:
         self._show()
@@ -123,15 +125,15 @@ class HostTier(Tier):
         now = time.monotonic()
         if now < self._look_at:
             return
-        self._look_at = now + _BETWEEN_LOOKS_S
-        self._show()
-        needed = sum(max(0, block.bytes - block.prefault_begun_bytes) for block in self._to_touch.values())
+        needed = sum(max(0, block.bytes - block.prefault_begun_bytes) for block in self._show())
         try:
             require_room(needed, note="other processes took it meanwhile")
         except OutOfHostMemory:
             if not self._releasing.bytes:
                 raise
             self._releasing.finish()
+        ended = time.monotonic()
+        self._look_at = ended + max(_BETWEEN_LOOKS_S, _PAUSE_PER_LOOK * (ended - now))
 
     def place(self) -> BackupPlace:  # noqa: D102
         return BackupPlace()
@@ -293,5 +295,14 @@ class _Releasing:
         return any(nbytes is not None and nbytes < self.bytes for nbytes in left)
 
 
-def _not_pinned(blocks: WeakValueDictionary[int, _core.HostBlock]) -> WeakValueDictionary[int, _core.HostBlock]:
-    return WeakValueDictionary({key: block for key, block in blocks.items() if not block.pinned})
+def _not_pinned(blocks: WeakValueDictionary[int, _core.HostBlock]) -> list[_core.HostBlock]:
+    """Those of them, of which only they stay noted."""
+    left, pinned = [], []
+    for key, block in blocks.items():
+        if block.pinned:
+            pinned.append(key)
+        else:
+            left.append(block)
+    for key in pinned:
+        blocks.pop(key, None)
+    return left
