@@ -19,7 +19,7 @@ from ..errors import CumemSleepError, VaultError, VaultLost, VaultUnavailable
 from . import protocol
 from .ledger import FILES, Key, needed_bytes
 from .moves import MoveReader
-from .protocol import Channel, Nonsense, NoRoomForDescriptors, OtherVersion, Table, VaultMessage
+from .protocol import Channel, Nonsense, OtherVersion, Table, VaultMessage
 from .slabs import SlabRange
 
 DEADLINE_S = 5.0  # of silence: the vault says every second that it is at work
@@ -224,8 +224,7 @@ class VaultClient:
         if uid != os.getuid():
             connection.close()
             raise VaultUnavailable(f"the vault at {self.path} belongs to user {uid}: name another socket")
-        limits = protocol.MAX_ANSWER_BYTES, protocol.MAX_REQUEST_BYTES
-        return Channel(connection, *limits, loses_descriptors=False), pid
+        return Channel(connection, protocol.MAX_ANSWER_BYTES, protocol.MAX_REQUEST_BYTES), pid
 
     @property
     def lost(self) -> VaultLost | None:
@@ -233,7 +232,8 @@ class VaultClient:
         if self._lost is None or self.is_silent:
             self._take_in_all()
         may_go_on = self._lost is not None and self._lost.may_go_on
-        if may_go_on and self._channel.is_ended_there() and self._take_in_all():  # it will not any more
+        if may_go_on and self._channel.is_ended_there():  # it will not any more
+            self._take_in_all()
             self._lost = VaultLost(f"{self._lost}; it has ended since")
             self._close_connections()
         return self._lost
@@ -256,8 +256,8 @@ class VaultClient:
         """Of backups that lie elsewhere by now: before this process reads them by itself, and once more afterwards."""
         self.slabs.hear()
 
-    def _take_in_all(self) -> bool:
-        """What has come. Descriptors come one by one. False: this process can open no more, and the rest waits."""
+    def _take_in_all(self) -> None:
+        """What has come."""
         for before in self._connections[1:]:
             self._take_slabs(before)
         try:
@@ -266,16 +266,12 @@ class VaultClient:
             while self._channel.fileno() >= 0 and self._channel.wait(0):
                 if self._take_in(self._channel.receive):
                     self.is_silent = False
-        except NoRoomForDescriptors:
-            self.is_silent = False
-            return False
         except VaultLost:  # it says that it has cut this process off
             self.is_silent = False
-        return True
 
     def _take_slabs(self, before: Channel) -> None:
         """That came over a connection before this one. Its answers are nobody's any more."""
-        with suppress(OSError, Nonsense, NoRoomForDescriptors):
+        with suppress(OSError, Nonsense):
             while before.wait(0) and before.receive():
                 pass
             while (message := before.next_message()) is not None:
@@ -435,7 +431,7 @@ class VaultClient:
             self.slabs.put(each, ())
         self._unclaimed += _numbers(backups)
         self._closed_slabs += self.slabs.close_unused(is_over=self._lost is not None and not self._lost.may_go_on)
-        with suppress(VaultLost, NoRoomForDescriptors):
+        with suppress(VaultLost):
             self._wait_until(lambda: not any(self._given_up.values()))  # these may have handed out more
             closed, self._closed_slabs = self._closed_slabs, []  # what is lost again meanwhile, is asked for next time
             while self._unclaimed or closed:
@@ -498,8 +494,6 @@ class VaultClient:
                 relays.update(self._answer_to(request).get("relays", ()))
             except VaultLost:
                 raise
-            except NoRoomForDescriptors:
-                self._lose(NO_MORE_FILES, may_go_on=True)
             except Exception as error:
                 failure = failure or error
         if failure is not None:
@@ -538,9 +532,6 @@ class VaultClient:
             return self._answer_to(request, look or (self._look if verb == "reserve" else None))
         except CumemSleepError:
             raise
-        except NoRoomForDescriptors:
-            self._give_up(request, verb)
-            raise VaultError(NO_MORE_FILES) from None
         except BaseException:  # of a signal handler, or of a look: the answer comes later
             self._give_up(request, verb)
             raise
@@ -558,7 +549,7 @@ class VaultClient:
         try:
             self._take_in(self._channel.receive)
             return None if self._given_up else self._ask(verb, look=look, **facts)
-        except (VaultError, NoRoomForDescriptors, _NoAnswer):
+        except (VaultError, _NoAnswer):
             return None
 
     def _give_up(self, request: int, verb: str) -> None:
@@ -577,10 +568,7 @@ class VaultClient:
         self._answers[request] = {}
         body = {"id": request, "do": verb, **facts}
         self._take_in(partial(self._channel.send, body, descriptors))
-        try:
-            self._wait_until(lambda: not self._channel.unsent_bytes)
-        except NoRoomForDescriptors:
-            self._lose(NO_MORE_FILES, may_go_on=True)
+        self._wait_until(lambda: not self._channel.unsent_bytes)
         return request
 
     def _answer_to(self, request: int, look: Callable[[], None] | None = None) -> dict[str, Any]:
@@ -597,11 +585,7 @@ class VaultClient:
         return result
 
     def _wait_until(self, is_so: Callable[[], bool], look: Callable[[], None] | None = None) -> None:
-        """Take in what comes until that is so. Every message shows that the vault lives.
-
-        Raises:
-            NoRoomForDescriptors: what comes next cannot be taken in.
-        """
+        """Take in what comes until that is so. Every message shows that the vault lives."""
         deadline = time.monotonic() + self.deadline_s
         while not is_so():
             if self._lost is not None:
@@ -628,7 +612,7 @@ class VaultClient:
             ended = "the vault has ended, or was killed" if step() is False else ""
         except OSError as error:
             ended = f"the connection to the vault has ended ({error.strerror})"
-            with suppress(OSError, NoRoomForDescriptors):  # why, it may have said before
+            with suppress(OSError):  # why, it may have said before
                 while self._channel.receive() and self._channel.is_ended_there():
                     pass
         try:
@@ -654,6 +638,7 @@ class VaultClient:
                 self.slabs.by_number[body["slab"]] = descriptor, body["bytes"]
         elif "folder" in body:
             if message.descriptors_lost:
+                protocol.close_all(message.descriptors)
                 self._lose(NO_MORE_FILES)
             moves, file = message.descriptors
             self.slabs.moves.append(MoveReader(moves))

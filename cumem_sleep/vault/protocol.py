@@ -61,10 +61,6 @@ class OtherVersion(Nonsense):
         super().__init__(f"received version {version} of the protocol, expected version {VERSION}")
 
 
-class NoRoomForDescriptors(Exception):
-    """What has come has descriptors, and this process can open no more: it stays where it is."""
-
-
 class VaultMessage(NamedTuple):
     """One message; the descriptors are the receiver's to close.
 
@@ -86,20 +82,13 @@ class Channel:
         max_received_bytes: int,
         max_sent_bytes: int,
         max_received_values: int | None = None,
-        *,
-        loses_descriptors: bool = True,
     ) -> None:
-        """A message has at most so many bytes; one that comes also values, where that is given, and no fractions then.
-
-        Args:
-            loses_descriptors: what comes is taken in although this process can open no more files.
-        """
+        """A message has at most so many bytes; what comes also values, if that is given, and no fractions then."""
         connection.setblocking(False)
         self._socket = connection
         self._max_received_bytes = max_received_bytes
         self._max_sent_bytes = max_sent_bytes
         self._max_received_values = max_received_values
-        self._look = 0 if loses_descriptors else socket.MSG_PEEK
         self._received = bytearray()
         self._batches: deque[tuple[list[int], bool]] = deque()  # each was sent with one message
         self._unsent: deque[tuple[memoryview, Sequence[int]]] = deque()
@@ -175,14 +164,10 @@ class Channel:
         self.unsent_bytes = 0
 
     def receive(self) -> bool:
-        """Take in what has come. False when the other side has ended the connection. Raises OSError likewise.
-
-        Raises:
-            NoRoomForDescriptors: nothing was taken in.
-        """
+        """Take in what has come. False when the other side has ended the connection. Raises OSError likewise."""
         try:
             content, ancillary, flags, _ = self._socket.recvmsg(
-                _RECEIVE_BYTES, _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC | self._look
+                _RECEIVE_BYTES, _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC
             )
         except BlockingIOError:
             return True
@@ -190,14 +175,8 @@ class Channel:
         for level, kind, data in ancillary:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                 descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
-        lost = bool(flags & socket.MSG_CTRUNC)
-        if self._look and lost:
-            close_all(descriptors)
-            raise NoRoomForDescriptors
-        if self._look and content:  # a look has opened the descriptors: without room for these they are not had twice
-            content = self._socket.recv(len(content))
-        if descriptors or lost:
-            self._batches.append((descriptors.tolist(), lost))
+        if descriptors or flags & socket.MSG_CTRUNC:
+            self._batches.append((descriptors.tolist(), bool(flags & socket.MSG_CTRUNC)))
         self._received += content
         return bool(content)
 
