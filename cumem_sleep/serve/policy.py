@@ -31,6 +31,7 @@ ATTEMPTS = 3
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 REVOKED_WITHIN_S = 10.0  # requests that are revoked end at once; one that does not is not waited for any longer
 SHARE_ROUNDING = 1e-6
+IDLE_ROUNDING_S = 1e-6  # a time that is due may be a hair less than its step after the last request
 
 
 @dataclass(frozen=True)
@@ -143,12 +144,13 @@ def to_give_up(uses: Iterable[Use], nbytes: float) -> list[str]:
 
 def idle_depth(spec: Spec, idle_s: float) -> int:
     """How deep a model sleeps after so long without a request; 0 for awake."""
-    return max((depth for after_s, depth in spec.idle if after_s <= idle_s), default=0)
+    return max((depth for after_s, depth in spec.idle if after_s <= idle_s + IDLE_ROUNDING_S), default=0)
 
 
 def next_idle_step_s(spec: Spec, idle_s: float) -> float | None:
     """In how many seconds it goes deeper."""
-    return min((after_s - idle_s for after_s, _ in spec.idle if after_s > idle_s), default=None)
+    steps = (after_s - idle_s for after_s, _ in spec.idle if after_s > idle_s + IDLE_ROUNDING_S)
+    return min(steps, default=None)
 
 
 def pause_s(failures: int) -> float:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from enum import Enum
-from typing import Any
+from typing import Any, TypeVar
 
 from ..metrics import Histogram
+
+_Facts = TypeVar("_Facts")
 
 
 class Phase(str, Enum):
@@ -183,6 +185,7 @@ class FleetStatus:
     Attributes:
         at: Unix time.
         simulated: `--demo`: no GPU is used.
+        draining: it takes no new requests: an operator wants it empty.
     """
 
     at: float
@@ -191,10 +194,42 @@ class FleetStatus:
     gpus: tuple[GpuStatus, ...]
     models: tuple[ModelStatus, ...]
     host: HostStatus
+    draining: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """For programs; phases as their words."""
         return asdict(self)
+
+    @staticmethod
+    def from_json(found: Any) -> FleetStatus:
+        """What `to_json` gave, also of a version that says more, or a little less.
+
+        Raises:
+            AttributeError, KeyError, TypeError, ValueError: it is something else.
+        """
+        models = tuple(
+            _made(
+                ModelStatus,
+                {"url": None, "log": None, "pid": None, "last_words": None} | model,
+                aliases=tuple(model["aliases"]),
+                gpus=tuple(model["gpus"]),
+                phase=Phase(model["phase"]),
+                last_switch=_made(Switch, model["last_switch"]) if model["last_switch"] else None,
+            )
+            for model in found["models"]
+        )
+        gpus = tuple(
+            _made(GpuStatus, gpu, holders=tuple(_made(Holder, h, phase=Phase(h["phase"])) for h in gpu["holders"]))
+            for gpu in found["gpus"]
+        )
+        vault = found["host"]["vault"]
+        host = _made(HostStatus, found["host"], vault=_made(VaultStatus, vault) if vault else None)
+        return _made(FleetStatus, found, models=models, gpus=gpus, host=host)
+
+
+def _made(cls: type[_Facts], found: Mapping[str, Any], **more: object) -> _Facts:
+    known = {each.name: found[each.name] for each in fields(cls) if each.name in found}  # type: ignore[arg-type]
+    return cls(**{**known, **more})
 
 
 @dataclass
