@@ -64,6 +64,7 @@ def _table(*rows: tuple[str, str, Kind, str]) -> Mapping[str, Metric]:
 
 # On vLLM's `/metrics`.
 ENGINE = _table(
+    ("active", "", "gauge", "1 if vLLM's memory comes from this layer, 0 if vLLM keeps its own sleep mode."),
     ("info", "rank devices simulated", "gauge", "1 for each worker."),
     ("sleep_level", "rank", "gauge", "How deep the worker sleeps: 0 (its weights are awake) to 3."),
     ("device_used_bytes", "rank", "gauge", "Device memory in use, by all processes; at level 3 as it was before."),

@@ -275,6 +275,15 @@ def refusal(code: int, message: str, headers: MutableMapping[str, str] | None = 
     return response(code, error(code, message), headers)
 
 
+def json_object(answer: list[Message]) -> dict[str, Any]:
+    """The object that a complete answer is; empty if it is none."""
+    try:
+        found = json.loads(b"".join(message.get("body", b"") for message in answer))
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 async def deliver(scope: Scope, inbox: Inbox, send: Send, answer: list[Message]) -> None:
     """Send an answer even if the body was not read; without this a server would reset the connection."""
     if not (header(scope, b"content-length").strip("0 ") or header(scope, b"transfer-encoding")):

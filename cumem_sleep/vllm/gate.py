@@ -31,6 +31,7 @@ from ..http.asgi import (
     bearer,
     deliver,
     has_bearer_token,
+    json_object,
     not_canonical,
     refusal,
     refuse_websocket,
@@ -571,13 +572,14 @@ class SleepGate:
             return await self._deepen() if is_deep else self._stated(level, answer)
 
     def _stated(self, wanted: int, answer: list[Message]) -> list[Message]:
-        """VLLM's answer to a sleep, or the gate's own where the model does not sleep at the level that was wanted."""
+        """VLLM's answer to a sleep, with the level that is, and what became of the memory."""
         level = self.model.level
-        if level == wanted or level is None:
+        if level is None:
             return answer
-        said = {"status": "sleeping", "level": level}
-        why = "memory that sleeps already is left as it is: POST /wake_up first"
-        return response(200, {**said, "why_not_deeper": why} if level < wanted else said)
+        said = {**json_object(answer), "status": "sleeping", "level": level, **self._became()}
+        if level < wanted:
+            said["why_not_deeper"] = "memory that sleeps already is left as it is: POST /wake_up first"
+        return response(200, said)
 
     async def _deepen(self, is_wanted: bool = True) -> list[Message]:
         """Go on to level 3, or answer for a model that is there already: it stays there, whatever is wanted."""
@@ -589,7 +591,7 @@ class SleepGate:
                 return refusal(500, f"the model sleeps at level {model.level}, and level 3 failed: {error}")
         if why and model.checkpointed:
             return refusal(500, f"the model sleeps, and POST /wake_up may wake it: {why}")
-        said = {"status": "sleeping", "level": model.level}
+        said = {"status": "sleeping", "level": model.level, **self._became()}
         return response(200, {**said, "why_not_deeper": why} if why else said)
 
     async def _change(
@@ -792,7 +794,24 @@ class SleepGate:
         ranks = await status.now(engine) or await status.now(engine)
         if ranks is None and status.exists:
             return refusal(503, "the workers do not say what is in their memory")
-        return response(200, {"results": ranks or []})
+        return response(200, {"results": ranks or [], "active": status.active, "why_not": self._why_not_active()})
+
+    def _why_not_active(self) -> str:
+        if self._status.active:
+            return ""
+        from . import plugin  # which needs vLLM
+
+        return plugin.why_not_active()
+
+    def _became(self) -> dict[str, str]:
+        """What a sleep has made of the weights and of the KV cache, as far as the workers said after it."""
+        state = self.model.state
+        is_kept = any(rank["usage"].get("kv_cache", {}).get("kept_bytes") for rank in self._status.latest())
+        weights = "backed up" if state.weights is Weights.LOADED else "dropped"
+        return {
+            "weights": weights if "weights" in state.asleep else "awake",
+            "kv_cache": ("kept" if is_kept else "cleared") if "kv_cache" in state.asleep else "awake",
+        }
 
     def _health_code(self) -> int:
         setting = self._settings.health

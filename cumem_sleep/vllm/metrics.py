@@ -65,6 +65,16 @@ class WorkerStatus:
         self._question: asyncio.Task[list[RankStatus] | None] | None = None
         self.exists = True
 
+    @property
+    def active(self) -> bool | None:
+        """Whether vLLM's memory comes from this layer; None: the workers have not said."""
+        return False if not self.exists else any(rank["usage"] for rank in self.ranks) if self.ranks else None
+
+    def latest(self) -> list[RankStatus]:
+        """What was answered last; nothing if the last question was not answered."""
+        question = self._question
+        return question.result() or [] if question and question.done() and not question.cancelled() else []
+
     def ask(self, engine: Any) -> asyncio.Task[list[RankStatus] | None]:
         """Ask all workers, or join the pending question; the task's result is None if there is no answer."""
         if self._question is None or self._question.done():
@@ -133,6 +143,8 @@ class Collector:
 
     def _samples(self) -> Samples:
         samples = Samples(ENGINE)
+        if (active := self._status.active) is not None:
+            samples.add("active", int(active))
         for worker in self._status.ranks:
             rank = str(worker["rank"])
             devices = ",".join(map(str, worker["devices"]))

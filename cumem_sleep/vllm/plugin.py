@@ -112,6 +112,18 @@ def _refusal() -> str | None:
     return compatibility.misfit(untested=_is_set(compatibility.UNTESTED))
 
 
+def left_out(environment: Mapping[str, str]) -> str:
+    """How `VLLM_PLUGINS`, an allow-list, keeps this plugin out; "" if it does not."""
+    plugins = environment.get("VLLM_PLUGINS")
+    return f"VLLM_PLUGINS={plugins}" if plugins is not None and not set(ENTRY_POINTS) & set(plugins.split(",")) else ""
+
+
+def why_not_active() -> str:
+    """Why vLLM's memory does not come from this layer, in an API server whose workers say so."""
+    unknown = "without --enable-sleep-mode, or the workers have another environment; see the server's log"
+    return left_out(os.environ) or _refusal() or unknown
+
+
 def _is_set(variable: str) -> bool:
     """Whether it is true. A bad value counts as not set: `check_engine_arguments` reports it where it matters."""
     try:

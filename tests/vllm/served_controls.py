@@ -133,7 +133,11 @@ async def check_sleeps(checked: Checked) -> None:
     assert (await checked.control("/reset_prefix_cache?reset_external=true")).code == 200
     for level in (1, 2, 0):
         slept = await checked.control("/sleep", {"level": level})
-        assert (slept.code, slept.json) == (200, {"status": "sleeping", "level": level}), slept
+        weights = ("awake", "backed up", "dropped")[level]
+        became = {"weights": weights, "kv_cache": "cleared" if level else "awake"}
+        assert (slept.code, slept.json) == (200, {"status": "sleeping", "level": level, **became}), slept
+        status = (await checked.control("/cumem_sleep/status", method="GET")).json
+        assert (status["active"], status["why_not"]) == (True, "")
         assert (await checked.asleep() == {"weights", "kv_cache"}) is (level > 0)
         assert (await checked.control("/is_sleeping", method="GET")).json["is_sleeping"] is True
         for port in checked.ports:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from typing import Any
 
 import pytest
-from fake_vllm import FakeVllm
+from fake_vllm import FakeEngine, FakeVllm
 from gate_client import Serve, asleep, run
 
 from cumem_sleep.vllm.sleeping_model import GatePhase
@@ -139,3 +140,29 @@ async def test_root_paths_and_slashes(serve: Serve, root: str, strips: bool) -> 
     assert await post("/wake") == 200
     assert client.vllm.seen[-1] == "POST /wake_up"
     assert await post("/v1/completions") == 200
+
+
+@pytest.mark.parametrize("plugin", [True, False])
+@pytest.mark.parametrize(
+    ("target", "kept", "weights", "cache"),
+    [
+        ("/sleep", 0, "backed up", "cleared"),
+        ("/sleep", 7, "backed up", "kept"),
+        ("/sleep?level=2", 0, "dropped", "cleared"),
+        ("/sleep?level=0", 0, "awake", "awake"),
+    ],
+)
+async def test_a_sleep_says_what_became_of_the_memory(
+    serve: Serve, target: str, kept: int, weights: str, cache: str, plugin: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, status = serve(), FakeEngine.status
+
+    def keeps(engine: FakeEngine, rank: int) -> dict[str, Any]:
+        said = status(engine, rank)
+        said["usage"]["kv_cache"]["kept_bytes"] = kept if engine.asleep else 0
+        return said
+
+    monkeypatch.setattr(FakeEngine, "status", keeps)
+    client.engine.plugin = plugin
+    said = (await client.post(target)).body
+    assert (said["weights"], said["kv_cache"]) == (weights, cache if plugin else cache.replace("kept", "cleared"))

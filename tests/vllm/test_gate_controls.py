@@ -37,7 +37,8 @@ def no_development_mode(gate_environment: None, monkeypatch: pytest.MonkeyPatch)
 
 async def test_with_a_token_the_gate_answers_itself(serve: Serve) -> None:
     client = serve(FakeVllm(dev_mode=False), admin_token=TOKEN)
-    assert (await client.post("/sleep?level=2", key=TOKEN)).body == {"status": "sleeping", "level": 2}
+    slept = (await client.post("/sleep?level=2", key=TOKEN)).body
+    assert slept == {"status": "sleeping", "level": 2, "weights": "dropped", "kv_cache": "cleared"}
     assert (await client.get("/is_sleeping")).body["is_sleeping"] is True
     assert (await client.ask()).code == 503
     assert (await client.post("/reload_weights", key=TOKEN)).code == 409
@@ -75,7 +76,9 @@ async def test_the_workers_status_is_for_whoever_may_change_the_sleep(
     assert (await client.request("POST", STATUS, key=TOKEN)).code in (404, 405)
     assert client.engine.calls == []
     for asleep in (False, True):
-        workers = (await client.request("GET", STATUS, key=TOKEN)).body["results"]
+        status = (await client.request("GET", STATUS, key=TOKEN)).body
+        workers = status["results"]
+        assert (status["active"], status["why_not"]) == (True, "")
         assert [worker["rank"] for worker in workers] == [0, 1]
         assert (workers[0]["usage"]["weights"]["mapped_bytes"] == 0) == asleep
         assert (await client.post("/sleep", key=TOKEN)).code == 200
@@ -84,7 +87,11 @@ async def test_the_workers_status_is_for_whoever_may_change_the_sleep(
     client.engine.fails["cumem_sleep_status"] = [RuntimeError("no answer")] * 2
     assert (await client.request("GET", STATUS, key=TOKEN)).code == 503
     client.engine.plugin = False
-    assert (await client.request("GET", STATUS, key=TOKEN)).body == {"results": []}
+    for variable, value in (("VLLM_PLUGINS", "others"), ("CUMEM_SLEEP_DISABLE", "1")):
+        monkeypatch.setenv(variable, value)
+        status = (await client.request("GET", STATUS, key=TOKEN)).body
+        assert status == {"results": [], "active": False, "why_not": f"{variable}={value}"}
+        monkeypatch.delenv(variable)
 
 
 async def test_without_a_token_and_development_mode_there_is_no_status(serve: Serve) -> None:
@@ -166,7 +173,7 @@ async def test_a_socket_of_this_user_alone_needs_no_token(serve: Serve, place: s
         assert stat.S_IMODE(os.stat(place[5:]).st_mode) == 0o600
         answer = await ask(place, request("/sleep?level=1"))
         assert code(answer) == 200
-        assert answer.endswith(b'{"status": "sleeping", "level": 1}')
+        assert b'{"status": "sleeping", "level": 1, ' in answer
         assert (await client.ask()).code == 503
         assert b'{"is_sleeping": true' in await ask(place, request("/is_sleeping", "GET"))
         assert b'{"results": [{"rank": 0' in await ask(place, request(STATUS, "GET"))

@@ -17,6 +17,9 @@ FAILED = (
 )
 
 
+DEEP = {"status": "sleeping", "level": 3, "weights": "backed up", "kv_cache": "cleared"}
+
+
 async def state(client: Client) -> tuple[Any, ...]:
     body = (await client.get("/health")).body
     return (body["asleep"], body["level"]) if body else (False, None)
@@ -31,7 +34,7 @@ class TestSleep:
     async def test_from_awake(self, serve: Serve, mode: str) -> None:
         client = serve()
         response = await client.post(f"/sleep?level=3&mode={mode}")
-        assert (response.code, response.body) == (200, {"status": "sleeping", "level": 3})
+        assert (response.code, response.body) == (200, DEEP)
         assert sleeps_of(client) == [("sleep", 1, mode)], "vLLM knows no level 3"
         assert client.engine.checkpointed
         assert await state(client) == (True, 3)
@@ -44,7 +47,7 @@ class TestSleep:
     async def test_goes_on_from_a_lesser_sleep(self, serve: Serve, level: int) -> None:
         client = await asleep(serve, level=level)
         calls = len(client.engine.calls)
-        assert (await client.post("/sleep?level=3")).body == {"status": "sleeping", "level": 3}
+        assert (await client.post("/sleep?level=3")).body == {**DEEP, **({"weights": "dropped"} if level == 2 else {})}
         between = client.engine.calls[calls:]
         assert not {"wake_up", "pause"} & {call if isinstance(call, str) else call[0] for call in between}
         assert len(sleeps_of(client)) == 1
@@ -55,7 +58,7 @@ class TestSleep:
         """VLLM would do nothing, but its pause before that calls workers."""
         client = await asleep(serve, level=3)
         client.engine.calls.clear()
-        assert (await client.post(f"/sleep?level={level}")).body == {"status": "sleeping", "level": 3}
+        assert (await client.post(f"/sleep?level={level}")).body == DEEP
         assert sleeps_of(client) == []
         assert await state(client) == (True, 3)
 
@@ -90,7 +93,7 @@ class TestRefused:
     async def test_says_why_and_stays_at_level_1(self, serve: Serve) -> None:
         client = serve()
         client.engine.why_not_deeper = "this process is one of 2 ranks"
-        wanted = {"status": "sleeping", "level": 1, "why_not_deeper": "this process is one of 2 ranks"}
+        wanted = {**DEEP, "level": 1, "why_not_deeper": "this process is one of 2 ranks"}
         for _ in range(2):
             response = await client.post("/sleep?level=3")
             assert (response.code, response.body) == (200, wanted)
@@ -137,7 +140,7 @@ class TestByItself:
         client.engine.checkpointed = False  # a call to a worker brought it back
         assert await state(client) == (True, 1)
         client.engine.checkpointed = True
-        assert (await client.post("/sleep")).body == {"status": "sleeping", "level": 3}
+        assert (await client.post("/sleep")).body == DEEP
         assert (await client.ask()).body == {"text": "good"}
 
 

@@ -172,9 +172,22 @@ def test_families() -> None:
     }
     for outcome, count in (("rejected", 3), ("woke", 1)):
         wanted[("cumem_sleep_gate_requests_total", frozenset({("outcome", outcome)}))] = count
+    wanted["cumem_sleep_active", frozenset()] = 1
     of_rank_1 = {key for key in found if ("rank", "1") in key[1]}
     assert {key: value for key, value in found.items() if key not in of_rank_1} == wanted
     assert len(of_rank_1) == sum(map(len, EXPECTED.values()))
+
+
+def test_where_the_layer_is_not_at_work_a_sample_says_so() -> None:
+    pytest.importorskip("prometheus_client", reason="needs prometheus_client (in vLLM's environments)")
+    engine, status = FakeEngine(), metrics.WorkerStatus()
+    assert not samples(metrics.Collector(status, Counter())), "nobody has been asked"
+    engine.plugin = False
+    asyncio.run(status.fresh(engine))
+    unused = FakeEngine()  # the plugin is there, and vLLM's memory does not come from it
+    vars(unused)["status"] = lambda rank: {**engine.status(rank), "usage": {}}
+    for collector in (metrics.Collector(status, Counter()), collector_of(unused)):
+        assert samples(collector)["cumem_sleep_active", frozenset()] == 0
 
 
 @pytest.mark.parametrize(("lost", "up"), [("", 1), ("it has ended", 0)])

@@ -118,7 +118,8 @@ def server(ready_process: ReadyProcess, tmp_path: pathlib.Path, request: pytest.
 
 
 def deepen(server: Server) -> None:
-    assert server.ask("/sleep?level=3", {}) == (200, {"status": "sleeping", "level": 3}), server.said()
+    became = {"weights": "backed up", "kv_cache": "cleared"}
+    assert server.ask("/sleep?level=3", {}) == (200, {"status": "sleeping", "level": 3, **became}), server.said()
 
 
 def complete(server: Server) -> str:

@@ -87,10 +87,9 @@ def vllm(machine: Machine) -> Check:
         )
     if _is_on(machine, plugin.DISABLE):
         return Check(name, CheckStatus.OK, f"{own}: {plugin.DISABLE}={machine.environment[plugin.DISABLE]}")
-    plugins = machine.environment.get("VLLM_PLUGINS")
-    if plugins is not None and not set(plugin.ENTRY_POINTS) & set(plugins.split(",")):
-        found = f"{own}: VLLM_PLUGINS={plugins}"
-        if plugin.NAME in re.sub(r"[-.\s]+", "_", plugins.strip().lower()):
+    if by := plugin.left_out(machine.environment):
+        found = f"{own}: {by}"
+        if plugin.NAME in re.sub(r"[-.\s]+", "_", by.partition("=")[2].strip().lower()):
             return Check(name, CheckStatus.WARN, found, f"vLLM compares exactly: write {plugin.NAME}, without spaces")
         return Check(name, CheckStatus.OK, found)
     if misfit:
