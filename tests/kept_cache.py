@@ -6,7 +6,7 @@ import ctypes
 from typing import Any
 
 import numpy as np
-from support import DEVICE_BYTES, PAGE, holds
+from support import DEVICE_BYTES, PAGE, holds, random_bytes
 
 from cumem_sleep import CuMemAllocator, SleepReport, WakeReport, sim
 
@@ -29,7 +29,7 @@ class Cache:
         self.contents: dict[int, bytes] = {}
         random = np.random.default_rng(seed)
         for address, count in zip((self.weights, *self.addresses), (1, *pages), strict=True):
-            self.contents[address] = random.bytes(count * PAGE)
+            self.contents[address] = random_bytes(count * PAGE, random)
         self.fill()
         self.keep = {}
         for number, address in enumerate(self.addresses):

@@ -90,7 +90,7 @@ class Memory:
 
     def fill_random(self, address: int, nbytes: int, device: int = 0) -> bytes:
         """Write random bytes; returns them."""
-        content = self._random.bytes(nbytes)
+        content = random_bytes(nbytes, self._random)
         self.write(address, content, device)
         return content
 
@@ -107,6 +107,19 @@ class Memory:
 def fresh_allocator(**settings: object) -> CuMemAllocator:
     """A new allocator; on the simulated driver, one device of `DEVICE_BYTES` and no injected failures."""
     return CuMemAllocator(Settings(driver=DRIVER, **settings))  # type: ignore[arg-type]
+
+
+@functools.cache
+def _noise() -> memoryview:
+    return memoryview(np.random.default_rng(0).bytes(32 * MIB))
+
+
+def random_bytes(nbytes: int, random: np.random.Generator) -> bytes:
+    """Cut from bytes that were made once, at a random place: making them takes far longer."""
+    if nbytes > len(_noise()) // 2:
+        return random.bytes(nbytes)
+    start = int(random.integers(len(_noise()) - nbytes))
+    return bytes(_noise()[start : start + nbytes])
 
 
 def bf16_weights(nbytes: int, random: np.random.Generator, scale: float = 0.02) -> bytes:

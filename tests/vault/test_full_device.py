@@ -67,9 +67,10 @@ def are_compressed(allocator: CuMemAllocator, contents: dict[int, bytes]) -> boo
     )
 
 
-@pytest.mark.parametrize("free_bytes", [0, 2 * MIB, 16 * MIB])
-@pytest.mark.parametrize("before_sleep", [True, False])
-@pytest.mark.parametrize("is_killed", [True, False])
+@pytest.mark.parametrize(
+    ("free_bytes", "before_sleep", "is_killed"),
+    [(0, True, False), (0, False, True), (2 * MIB, True, True), (16 * MIB, False, False)],
+)
 def test_what_fits_wakes(
     allocator: CuMemAllocator, vault: RunningVault, free_bytes: int, before_sleep: bool, is_killed: bool
 ) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
@@ -123,7 +123,7 @@ class TestLost:
         (retained,) = fill_up(other, 4 * PAGE)
         other.mark([retained], needed=False)
         cache.check_kept(cache.sleep())
-        backups = fill_up(other, MEMORY - 6 * PAGE)
+        backups = fill_up(other, MEMORY - 5 * PAGE)
         assert other.owners([retained]) == [1], "it is evicted before what others retain"
         assert cache.allocator.usage()["kv_cache"].host_bytes == 0
         cache.check_lost("needed the memory")
@@ -318,11 +318,12 @@ class TestTables:
         lent = np.cumsum((ends - starts)[at]) - (ends - starts)[at]
         ranges = np.column_stack((lent, starts[at], (ends - starts)[at]))[: random.integers(1, len(at) + 1)]
         check_table(ranges, total, total)
-        expected = {}
+        places = np.concatenate(
+            [(each.slab << 40) + np.arange(each.offset, each.offset + each.nbytes, 16) for each in extents]
+        )
+        expected, found = (np.full(total // 16, -1) for _ in range(2))
         for lent_at, offset, nbytes in ranges.tolist():
-            for byte in range(0, nbytes, 16):
-                expected[lent_at + byte] = place_of(extents, offset + byte)
-        found = {}
+            expected[lent_at // 16 : (lent_at + nbytes) // 16] = places[offset // 16 : (offset + nbytes) // 16]
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(range_table, "PIECE_ROWS", 16)
             patch.setattr(range_table, "_PIECE_BYTES", 1 << 20)
@@ -330,18 +331,10 @@ class TestTables:
                 assert len(rows) <= 16
                 assert rows[:, 2].sum() <= (1 << 20) + ranges[:, 2].max()
                 for lent_at, offset, nbytes in rows.tolist():
-                    for byte in range(0, nbytes, 16):
-                        assert lent_at + byte not in found
-                        found[lent_at + byte] = slab, offset + byte
-        assert found == expected
-
-
-def place_of(extents: Sequence[SlabRange], offset: int) -> tuple[int, int]:
-    for slab, start, nbytes in extents:
-        if offset < nbytes:
-            return slab, start + offset
-        offset -= nbytes
-    raise AssertionError
+                    piece = found[lent_at // 16 : (lent_at + nbytes) // 16]
+                    assert (piece == -1).all()
+                    piece[:] = (slab << 40) + np.arange(offset, offset + nbytes, 16)
+        assert np.array_equal(found, expected)
 
 
 class TestLinks:
