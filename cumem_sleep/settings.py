@@ -42,7 +42,6 @@ class Reader(Enum):
     PLUGIN = "The plugin"
     COMMANDS = "Commands that ask a front"
     SIMULATOR = "The simulated driver"
-    BUILD_AND_TESTS = "Building and testing"
 
 
 @dataclass(frozen=True)
@@ -542,28 +541,6 @@ _OTHERS: dict[Reader, tuple[tuple[str, str, str], ...]] = {
             "`1`",
             "`0`: the GPUs report that kernels cannot access registered host memory by its host address.",
         ),
-    ),
-    Reader.BUILD_AND_TESTS: (
-        ("SANITIZE", "none", "At build time: sanitizers to build with, as `address,undefined`."),
-        ("WERROR", "`0`", "At build time, `1`: compiler warnings are errors."),
-        ("TEST_DRIVER", "`sim`", "`cuda`: the test suite runs on a GPU."),
-        (
-            "TEST_BEGUN",
-            "none",
-            "A file. The test suite leaves out the tests that it names, and adds each test that begins.",
-        ),
-        ("TEST_HISTORIES", "`24`", "How many random histories the test suite runs."),
-        ("TEST_HISTORY", "none", "The number of the only random history that it runs."),
-        ("TEST_STORM_S", "`4`", "How many seconds each storm of signals or finalisers lasts."),
-        (
-            "TEST_RANKS",
-            "`0`",
-            "`1`: ranks fail at every position of every driver call, and are killed at every step.",
-        ),
-        ("TEST_SWITCHES", "`150`", "How often models take turns in a vault that spills, while everything fails."),
-        ("TEST_VAULT_KILLS", "`6`", "How often a vault at work is killed."),
-        ("TEST_GATE_SECONDS", "`10`", "How long new random episodes at the gate are started, in seconds."),
-        ("TEST_GATE_SEED", "`300`", "The number of the first of them."),
     ),
 }
 

@@ -17,7 +17,6 @@ import support_matrix
 
 from cumem_sleep import metrics
 from cumem_sleep.serve.config import KEYS
-from cumem_sleep.settings import Reader
 from cumem_sleep.tools.help_texts import settings_tables
 
 ROOT = Path(__file__).parent.parent
@@ -25,10 +24,7 @@ ROOT = Path(__file__).parent.parent
 
 def pages() -> Iterator[tuple[Path, Mapping[str, str]]]:
     """Each page, and its tables by their headings."""
-    settings = settings_tables()
-    of_contributors = Reader.BUILD_AND_TESTS.value
-    yield ROOT / "CONTRIBUTING.md", {of_contributors: settings.pop(of_contributors)}
-    yield ROOT / "docs" / "settings.md", settings
+    yield ROOT / "docs" / "settings.md", settings_tables()
     headings = ("Keys", "Of the front:", "Of its vault:", "Of a model:")
     yield ROOT / "docs" / "several-models.md", dict(zip(headings, map(keys_table, KEYS.values()), strict=True))
     yield ROOT / "docs" / "metrics.md", metrics.tables()

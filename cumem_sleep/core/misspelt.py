@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from ..settings import PREFIX, VARIABLES
 from . import log
 
+_OF_BUILDS_AND_TESTS = tuple(PREFIX + name for name in ("TEST_", "SANITIZE", "WERROR"))  # CONTRIBUTING has them
 _warned_of: set[str] = set()
 
 
@@ -19,7 +20,8 @@ def hidden(environment: Mapping[str, str]) -> dict[str, str]:
 
 def misspelt(environment: Mapping[str, str]) -> dict[str, str]:
     """Variables with our prefix that nothing reads, each with the most similar name that exists, or ""."""
-    unknown = sorted(name for name in environment if name.startswith(PREFIX) and name not in VARIABLES)
+    ours = (name for name in environment if name.startswith(PREFIX) and not name.startswith(_OF_BUILDS_AND_TESTS))
+    unknown = sorted(name for name in ours if name not in VARIABLES)
     names = [name.removeprefix(PREFIX) for name in sorted(VARIABLES)]  # with the prefix, all names would be similar
     nearest = {name: difflib.get_close_matches(name.removeprefix(PREFIX), names, n=1) for name in unknown}
     return {name: PREFIX + found[0] if found else "" for name, found in nearest.items()}

@@ -185,7 +185,7 @@ def _described(name: str, default: str, text: str) -> str:
 
 
 def settings_tables() -> dict[str, str]:
-    """The tables of `docs/settings.md`, and the last one of `CONTRIBUTING.md`, by the headings of their sections."""
+    """The tables of `docs/settings.md`, by the headings of their sections."""
     tables: dict[str, str] = {}
     for variable in VARIABLES.values():
         row = f"| `{variable.name}` | {variable.default} | {variable.text} |\n"
