@@ -92,6 +92,17 @@ def prefault_threads(most: int) -> int:
     return min(most, max(1, usable_cores() * 3 // 4))
 
 
+def nvidia_driver(root: Path = Path("/")) -> str | None:
+    """The version of the NVIDIA kernel module; None if there is none."""
+    found = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", _text(root / "proc/driver/nvidia/version"))
+    return found[1] if found else None
+
+
+def is_wsl(root: Path = Path("/")) -> bool:
+    """Whether this is Windows' subsystem for Linux."""
+    return "microsoft" in _text(root / "proc/sys/kernel/osrelease").lower()
+
+
 def _online_bytes(root: Path) -> int:
     blocks = root / "sys/devices/system/memory"
     size = _text(blocks / "block_size_bytes").strip()

@@ -15,13 +15,18 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from .. import _core
+from .. import _core, host_facts
 from ..errors import CheckpointFailed, CumemSleepError, InvalidState, OutOfDeviceMemory
 from .helper import MESSAGE_BYTES
 
 # What driver 580 says of a restore without enough memory, and of every one after that
 # (`checkpoint_behaviour.json`).
 _RAN_OUT, _AFTER_THAT = "CUDA_ERROR_OUT_OF_MEMORY", "CUDA_ERROR_OPERATING_SYSTEM"
+# What a checkpoint does with some drivers, from NVIDIA/cuda-checkpoint's issues 53 and 58.
+DANGEROUS_DRIVERS = {
+    "595.71.05": "killing a process that was once restored hangs the host",
+    "610.57.04": "locking a process for a checkpoint ends it with SIGSEGV",
+}
 # Not `-m`, which looks for modules in the current directory first; and what the program has added to `sys.path` counts.
 _HELPER = """\
 import sys
@@ -70,6 +75,14 @@ class Checkpointed:
     free_bytes: Mapping[int, int]
     total_bytes: Mapping[int, int]
     seconds: Mapping[str, float]
+
+
+def danger() -> str:
+    """Why no checkpoint must be taken with this driver; "" if nothing is known against it."""
+    version = host_facts.nvidia_driver()
+    if version is None or version not in DANGEROUS_DRIVERS or _core.driver_is_simulated():
+        return ""
+    return f"with NVIDIA driver {version}, {DANGEROUS_DRIVERS[version]}: use another one"
 
 
 def examine() -> str:
@@ -124,8 +137,8 @@ class ProcessCheckpoint:
             CheckpointFailed: it can neither be taken nor brought back.
         """
         with self._lock:
-            if self.stays:
-                raise CheckpointRefused("this process ends")
+            if why := "this process ends" if self.stays else danger():
+                raise CheckpointRefused(why)
             devices = {device: _core.device_info(device) for device in range(_core.device_count())}
             self._uuids = {device: info.uuid for device, info in devices.items()}
             helper = self._started_helper().wait_until_ready()

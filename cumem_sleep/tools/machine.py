@@ -65,8 +65,7 @@ class Machine:
 
     def nvidia_driver(self) -> str | None:
         """The version of the NVIDIA kernel module; None if there is none."""
-        found = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", self._text("proc/driver/nvidia/version"))
-        return found[1] if found else None
+        return host_facts.nvidia_driver(self.root)
 
     def host_memory_bytes(self) -> int | None:
         """`MemTotal`; None if the kernel does not report it."""

@@ -613,6 +613,17 @@ class TestRefused:
         assert report.checkpointed_bytes == 0
         assert_at_level_1(allocator)
 
+    @pytest.mark.usefixtures("weights")
+    @pytest.mark.parametrize(("version", "bites"), [("595.71.05", "hangs the host"), ("610.57.04", "SIGSEGV")])
+    def test_a_driver_that_bites(
+        self, allocator: CuMemAllocator, version: str, bites: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(process.host_facts, "nvidia_driver", lambda: version)
+            patch.setattr(_core, "driver_is_simulated", lambda: False)
+            report = allocator.sleep(level=3)
+        self.assert_refused(allocator, report, version, bites)
+
     def test_memory_of_regions(self, allocator: CuMemAllocator, memory: Memory, weights: int) -> None:
         with allocator.regions.use("rollout", backup=True):
             allocator.malloc(PAGE)

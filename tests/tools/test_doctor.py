@@ -7,6 +7,7 @@ import pathlib
 import subprocess
 from collections.abc import Mapping
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from support import DRIVER, SIMULATED
@@ -129,6 +130,10 @@ def test_available_memory(tmp_path: pathlib.Path) -> None:
     check = host.available_memory(machine(tmp_path, files))
     assert check.status is CheckStatus.OK
     assert check.found.startswith("128.00 GiB")
+    release = {"proc/sys/kernel/osrelease": "6.6.87.2-microsoft-standard-WSL2\n"}
+    check = host.available_memory(machine(tmp_path, {**files, **release}))
+    assert check.status is CheckStatus.WARN
+    assert "WSL pins only a part" in check.advice
 
 
 @pytest.mark.parametrize(
@@ -495,6 +500,23 @@ def test_level_3_needs_a_new_driver(
     assert advice in checks["level 3"].advice
     assert helpers == []
     with pytest.raises(InvalidState, match=r"^level 3: not possible: .*: "):
+        level_3.refuse_unless_possible(0)
+
+
+def test_an_instance_of_a_gpu_is_untested(monkeypatch: pytest.MonkeyPatch) -> None:
+    info = MagicMock(total_bytes=1 << 30, virtual_memory=True)
+    info.name = "NVIDIA H100 80GB HBM3 MIG 1g.10gb"
+    monkeypatch.setattr(gpus._core, "device_info", lambda _: info)
+    assert gpus.gpu_device(0).status is CheckStatus.WARN
+
+
+def test_level_3_is_not_tried_with_a_driver_that_bites(monkeypatch: pytest.MonkeyPatch) -> None:
+    open_driver("sim" if SIMULATED else "auto")
+    monkeypatch.setattr(process.host_facts, "nvidia_driver", lambda *_: "610.57.04")
+    if SIMULATED:
+        assert level_3.calls().status is CheckStatus.OK, "it is not that driver"
+    monkeypatch.setattr(_core, "driver_is_simulated", lambda: False)
+    with pytest.raises(InvalidState, match=r"^level 3: not possible: with NVIDIA driver 610.57.04, .* SIGSEGV"):
         level_3.refuse_unless_possible(0)
 
 

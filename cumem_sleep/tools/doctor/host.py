@@ -29,7 +29,11 @@ def available_memory(machine: Machine) -> Check:
     available = host_facts.mem_available_bytes(machine.root)
     if available is None:
         return Check(name, CheckStatus.WARN, f"could not be checked: {machine.root / 'proc/meminfo'} does not say")
-    return _host_memory(name, available, format_bytes(available))
+    check = _host_memory(name, available, format_bytes(available))
+    if not host_facts.is_wsl(machine.root):
+        return check
+    advice = "WSL pins only a part of it (CUDA on WSL User Guide, limitations): use smaller models, or level 2"
+    return Check(name, CheckStatus.WARN, check.found, advice)
 
 
 def backup_room_bytes(machine: Machine) -> int | None:

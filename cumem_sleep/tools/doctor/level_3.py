@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from ... import _core
 from ...checkpoint.device_memory import free_bytes
-from ...checkpoint.process import CheckpointRefused, examine
+from ...checkpoint.process import CheckpointRefused, danger, examine
 from ...errors import CumemSleepError, InvalidState, format_bytes
 from .report import Check, CheckStatus
 
@@ -26,6 +26,8 @@ def calls() -> Check:
     if not _core.can_checkpoint():
         advice = "is libcuda.so.1 of another, older driver? A sleep at level 3 stays at level 1"
         return Check(name, CheckStatus.WARN, f"not possible: the driver ({cuda}) lacks the checkpoint calls", advice)
+    if why := danger():
+        return Check(name, CheckStatus.WARN, f"not possible: {why}", "until then a sleep at level 3 stays at level 1")
     return Check(name, CheckStatus.OK, f"the driver ({cuda}) has the checkpoint calls")
 
 
