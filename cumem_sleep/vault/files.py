@@ -20,7 +20,7 @@ from .protocol import check_folder, close_all
 from .slabs import SlabRange
 
 PAGE_BYTES = 4096  # what offsets, sizes and addresses of direct requests are multiples of
-_NAME = ".cumem-sleep-"  # of a file for a moment, where the filesystem makes none without a name
+_NAME = ".cumem-sleep-file"
 _IN_MEMORY = ("tmpfs", "ramfs", "hugetlbfs")
 KEEP_SIZE, _PUNCH_HOLE = 1, 2  # linux/falloc.h
 
@@ -147,20 +147,13 @@ def _check(folder: Path, descriptor: int) -> None:
 
 
 def _open_unnamed(folder: int, flags: int) -> int:
-    flags |= os.O_RDWR | os.O_CLOEXEC
+    """A new file, which has a name for a moment only: not each filesystem makes one without."""
+    _unlink(_NAME, folder)  # of one that was killed between the next two calls
     try:
-        return os.open(".", flags | os.O_TMPFILE, 0o600, dir_fd=folder)
-    except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT):
-            raise
-    for left in os.listdir(folder):  # by one that was killed between the next two calls
-        if left.startswith(_NAME):
-            _unlink(left, folder)
-    name = f"{_NAME}{os.getpid()}"
-    try:
-        return os.open(name, flags | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600, dir_fd=folder)
+        flags |= os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        return os.open(_NAME, flags, 0o600, dir_fd=folder)
     finally:
-        _unlink(name, folder)
+        _unlink(_NAME, folder)
 
 
 def _unlink(name: str, folder: int) -> None:

@@ -98,18 +98,9 @@ class TestFiles:
         with pytest.raises(VaultError, match="chmod 700"):
             SpillFile(spill, 1 << 20)
 
-    @pytest.mark.parametrize("flags", [0, os.O_TMPFILE], ids=["without names", "by names"])
     def test_what_takes_its_place_gets_no_files(
-        self, spill: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, flags: int
+        self, spill: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        own = os.open
-
-        def refuse(path: object, asked: int, *mode: int, **folder: int) -> int:
-            if flags and asked & flags == flags:
-                raise OSError(errno.EOPNOTSUPP, "injected")
-            return own(path, asked, *mode, **folder)  # type: ignore[call-overload, no-any-return]
-
-        monkeypatch.setattr(os, "open", refuse)
         theirs, moved = tmp_path / "theirs", tmp_path / "moved"
         theirs.mkdir()
         check = files.check_folder
@@ -143,39 +134,24 @@ class TestFiles:
         with pytest.raises(VaultError, match="tmpfs, which is memory itself"):
             SpillFile(spill, 1 << 20)
 
-
-class TestPoorerFilesystems:
-    @pytest.fixture(autouse=True)
-    def without(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[set[int]]:
-        """Which flags files cannot be opened with, and why."""
-        refused: dict[int, int] = {}
-        own = os.open
-
-        def fail(path: object, flags: int, *mode: int, **folder: int) -> int:
-            for flag, code in refused.items():
-                if flags & flag == flag:
-                    raise OSError(code, os.strerror(code))
-            return own(path, flags, *mode, **folder)  # type: ignore[call-overload, no-any-return]
-
-        monkeypatch.setattr(os, "open", fail)
-        return refused
-
-    def test_a_file_loses_its_name_where_none_can_be_without(
-        self, spill: pathlib.Path, without: dict[int, int]
-    ) -> None:
-        """Also that which a killed vault has left."""
-        without[os.O_TMPFILE] = errno.EOPNOTSUPP
-        (spill / f".cumem-sleep-{os.getpid()}").touch()
-        (spill / ".cumem-sleep-1").mkdir()
+    def test_the_name_that_a_killed_vault_has_left_goes(self, spill: pathlib.Path) -> None:
+        (spill / files._NAME).touch()
+        (spill / "other").touch()
         file = SpillFile(spill, 1 << 20)
-        file.allocate(0, 1 << 20)
-        assert [each.name for each in spill.iterdir()] == [".cumem-sleep-1"]
+        assert [each.name for each in spill.iterdir()] == ["other"]
         file.close()
 
     def test_through_the_page_cache_where_there_is_no_direct_access(
-        self, spill: pathlib.Path, without: dict[int, int]
+        self, spill: pathlib.Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        without[os.O_DIRECT] = errno.EINVAL
+        own = os.open
+
+        def fail(path: object, flags: int, *mode: int, **folder: int) -> int:
+            if flags & os.O_DIRECT:
+                raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+            return own(path, flags, *mode, **folder)  # type: ignore[call-overload, no-any-return]
+
+        monkeypatch.setattr(os, "open", fail)
         file = SpillFile(spill, 1 << 20)
         file.allocate(0, 8192)
         file.write(content_of(4096), 4096)
