@@ -13,6 +13,11 @@ def slowness() -> float:
     return max(1.0, *(_counting_s() / _NOMINAL_S for _ in range(3)))
 
 
+def is_within(seconds: float, bound_s: float) -> bool:
+    """Whether some work took no longer than that, on a processor as fast as that one."""
+    return seconds < bound_s or seconds < bound_s * slowness()
+
+
 def _counting_s() -> float:
     begin, number = time.thread_time(), 0
     while number < 1_000_000:

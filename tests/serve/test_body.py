@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from processor import slowness
+from processor import is_within
 
 from cumem_sleep.serve.body import BadBody, FormFinder, JsonFinder, ModelFinder, finder_for, renamed
 
@@ -66,7 +66,7 @@ def written(members: list[tuple[str, Any]]) -> str:
 
 
 @given(JSON, st.lists(st.integers(0, 1 << 20), max_size=6))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_json_without_a_model(value: Any, cuts: list[int]) -> None:
     body = json.dumps(value).encode()
     if isinstance(value, dict) and isinstance(value.get("model", ""), str):
@@ -218,8 +218,8 @@ def test_each_byte_costs_the_same_and_little(kind: str) -> None:
     finder = new()
     finder.look(before)
     costs_s = []
-    for _ in range(64):
+    for _ in range(32):
         started = time.process_time()
         finder.look(piece)
         costs_s.append(time.process_time() - started)
-    assert sorted(costs_s)[32] < 0.020 / 16 * slowness(), "20 ms for each MiB"
+    assert is_within(sorted(costs_s)[16], 0.020 / 16), "20 ms for each MiB"

@@ -8,7 +8,7 @@ import pytest
 from front_world import World, a_world, ask, get, post
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from processor import slowness
+from processor import is_within
 
 from cumem_sleep.http.asgi import not_canonical
 from cumem_sleep.serve import hosts
@@ -67,7 +67,7 @@ PIECES = st.sampled_from((*PARTS.split(), "http://x", " ", "é", "admin", "\n", 
 
 
 @given(st.lists(PIECES, max_size=12).map("".join) | st.text(max_size=40))
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_only_paths_of_the_list_become_targets(path: str) -> None:
     place = place_of("/" + path)
     if place is None or place.name:
@@ -79,7 +79,7 @@ def test_only_paths_of_the_list_become_targets(path: str) -> None:
 
 
 @given(st.lists(PIECES, min_size=1, max_size=8).map("".join))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_a_path_that_can_be_read_in_two_ways_is_not_canonical(path: str) -> None:
     scope = {"path": "/" + path, "raw_path": ("/" + path).encode()}
     odd = "//" in "/" + path or "\\" in path or "%2f" in path or not path.isprintable()
@@ -94,7 +94,7 @@ def test_a_long_path_costs_no_more_than_it_has_bytes() -> None:
         place = place_of(f"/models/{'a/' * 300}b/v1/responses/{'x' * 256}/cancel")
         assert place is not None
         assert place.model == "a/" * 300 + "b"
-    assert time.process_time() - began < slowness()
+    assert is_within(time.process_time() - began, 1.0)
 
 
 @pytest.mark.parametrize("lines", [(), (bearer("wrong"),), (bearer(KEY + "x"),), ("Authorization: Basic " + KEY,)])

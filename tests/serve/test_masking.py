@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
-from processor import slowness
+from processor import is_within
 
 from cumem_sleep.serve.masking import holds_any, masked
 
@@ -63,10 +63,10 @@ def test_what_is_called_a_key_is_not_shown(text: str, shown: str) -> None:
     ],
 )
 def test_any_log_is_masked_at_once(text: str) -> None:
-    """The last 64 KiB of one are masked while requests wait."""
+    """The last 64 KiB of one are masked while requests wait, in 2 s at most; a third of it in a ninth of that."""
     began = time.process_time()
-    masked(text * ((64 << 10) // len(text)))
-    assert time.process_time() - began < 2.0 * slowness()
+    masked(text * ((22 << 10) // len(text)))
+    assert is_within(time.process_time() - began, 0.22)
 
 
 def test_a_known_secret_is_not_shown_wherever_it_stands() -> None:
