@@ -88,7 +88,7 @@ SETTINGS: list[dict[str, object]] = [{}, {"verify": "off"}, {"retain_backups": F
 class TestOnAnyDevice:
     """On a GPU, too: what its kernels do is what the reference says."""
 
-    PAGES = 8
+    PAGES = 4
 
     def ranges(self, random: np.random.Generator, block: int) -> Ranges:
         blocks = np.sort(random.permutation(self.PAGES * PAGE // block)[:60])
@@ -131,8 +131,7 @@ class TestOnAnyDevice:
 
 @pytest.mark.sim
 class TestBytes:
-    @pytest.mark.parametrize("devices", [1, 2])
-    @pytest.mark.parametrize("seed", range(6))
+    @pytest.mark.parametrize(("seed", "devices"), [(0, 1), (1, 2), (2, 1), (3, 2)])
     def test_come_back(self, allocator: CuMemAllocator, seed: int, devices: int) -> None:
         cache = Cache(allocator, (2, 3, 1, 2), devices=devices, seed=seed)
         for _ in range(3):

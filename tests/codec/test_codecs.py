@@ -54,10 +54,11 @@ class TestReference:
         "of", ["weights", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ALL_KINDS if kind != "weights")]
     )
     def test_any_content_comes_back_with_any_code(self, codec: Codec, layout: Layout, of: str) -> None:
-        content = content_of(*ALL_KINDS)
+        kinds = ALL_KINDS if of != "weights" else ("zeros", "noise", "weights")
+        content = content_of(*kinds)
         code = code_for(codec, layout, content_of(of))
         sizes, stored = codec.chunk_bytes(code, content), codec.encode(code, content)
-        assert len(sizes) == len(ALL_KINDS)
+        assert len(sizes) == len(kinds)
         assert stored.size == sizes.sum()
         assert np.array_equal(codec.decode(code, stored, sizes), content)
 

@@ -142,11 +142,17 @@ async def test_one_that_is_killed_ends_its_requests_and_comes_back(
     assert not lives(str(new))
 
 
-@pytest.mark.parametrize("how", ["dead, and nobody knows", "dead, and found out meanwhile", "takes no connection"])
+HOWS = {"vllm": "dead, and nobody knows", "sglang": "takes no connection", "command": "dead, and found out meanwhile"}
+
+
 async def test_a_request_that_finds_nobody_listening_waits_for_the_next_server(
-    tmp_path: Path, kind: str, how: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the moments before a death is noticed, or where a server takes no new connections, nothing was sent."""
+    """In the moments before a death is noticed, or where a server takes no new connections, nothing was sent.
+
+    Each engine meets one of these, since all this is before its own part.
+    """
+    how = HOWS[kind]
     monkeypatch.setattr(policy, "FIRST_PAUSE_S", 0.01)
     see_it_end, connect = Server._see_it_end, upstream._connect
     is_known = asyncio.Event()
