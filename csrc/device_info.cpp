@@ -45,6 +45,7 @@ DeviceInfo device_info(int device) {
     info.capability_major = attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR);
     info.capability_minor = attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR);
     info.host_pointers = attribute(CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM);
+    info.integrated = attribute(CU_DEVICE_ATTRIBUTE_INTEGRATED);
     info.virtual_memory = attribute(CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED);
     if (!info.virtual_memory) return info;
     const HandleSupport support = handle_support(device);

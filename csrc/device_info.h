@@ -15,6 +15,7 @@ struct DeviceInfo {
     int capability_major = 0, capability_minor = 0, numa = -1;
     bool virtual_memory = false, posix_fd = false, fabric = false, gpu_direct_rdma = false;
     bool host_pointers = false;  // kernels can access registered host memory by its host address
+    bool integrated = false;     // its memory is the host's (GB10)
 };
 
 // Throws InvalidState for a device that does not exist, DriverError.

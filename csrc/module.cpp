@@ -113,7 +113,8 @@ void bind_devices(py::module_& module) {
         .def_readonly("posix_fd", &DeviceInfo::posix_fd)
         .def_readonly("fabric", &DeviceInfo::fabric)
         .def_readonly("gpu_direct_rdma", &DeviceInfo::gpu_direct_rdma)
-        .def_readonly("host_pointers", &DeviceInfo::host_pointers);
+        .def_readonly("host_pointers", &DeviceInfo::host_pointers)
+        .def_readonly("integrated", &DeviceInfo::integrated);
 }
 
 void bind_segment(py::module_& module) {

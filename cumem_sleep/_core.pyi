@@ -82,6 +82,7 @@ class DeviceInfo:
     fabric: bool
     gpu_direct_rdma: bool
     host_pointers: bool
+    integrated: bool
 
 class BackupPlan(Enum):
     BY_LEVEL = ...

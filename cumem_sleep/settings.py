@@ -541,6 +541,11 @@ _OTHERS: dict[Reader, tuple[tuple[str, str, str], ...]] = {
             "`1`",
             "`0`: the GPUs report that kernels cannot access registered host memory by its host address.",
         ),
+        (
+            "SIM_INTEGRATED",
+            "`0`",
+            "`1`: the GPUs' memory is the host's, as on GB10; host memory that is registered takes of it, too.",
+        ),
     ),
 }
 

@@ -34,6 +34,8 @@ int attribute(const Device& device, int attrib) {
             return 1;
         case CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM:
             return Simulation::instance().settings.host_pointers;
+        case CU_DEVICE_ATTRIBUTE_INTEGRATED:
+            return Simulation::instance().settings.integrated;
         // Claimed on request although cuMemCreate refuses it, as on hosts whose GPUs support it but whose fabric is not
         // set up.
         case CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED:

@@ -57,6 +57,7 @@ std::shared_ptr<Registration> find_overlap(const Simulation& sim, std::uintptr_t
 void unregister(Call& call, const std::shared_ptr<Registration>& registration) {
     registration->alive = false;
     call.wait([&] { return registration->users == 0; });
+    if (call.sim.settings.integrated) refund(call.sim.device(registration->context->device), registration->size);
     call.sim.registrations.erase(registration->base);
 }
 
@@ -114,6 +115,12 @@ CUresult CUDAAPI cuMemHostRegister(void* p, std::size_t bytesize, unsigned int F
         registration->size = bytesize;
         registration->read_only = read_only;
         registration->context = call.context;
+        if (call.sim.settings.integrated) {
+            Device& device = call.sim.device(call.context->device);
+            const std::uint64_t used = used_bytes(device), limit = call.sim.settings.device_bytes;
+            require(used <= limit && bytesize <= limit - used, CUDA_ERROR_OUT_OF_MEMORY);
+            charge(device, bytesize);
+        }
         call.sim.registrations.emplace(base, std::move(registration));
         return CUDA_SUCCESS;
     });

@@ -110,6 +110,7 @@ Settings Settings::from_environment() {
     settings.copy_delay_us = static_cast<unsigned>(number("CUMEM_SLEEP_SIM_COPY_DELAY_US", 200, 0, 60000000));
     settings.claims_fabric = number("CUMEM_SLEEP_SIM_FABRIC", 0, 0, 1) == 1;
     settings.host_pointers = number("CUMEM_SLEEP_SIM_HOST_POINTERS", 1, 0, 1) == 1;
+    settings.integrated = number("CUMEM_SLEEP_SIM_INTEGRATED", 0, 0, 1) == 1;
     return settings;
 }
 

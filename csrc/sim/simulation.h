@@ -165,6 +165,7 @@ struct Settings {
     unsigned copy_delay_us = 200;
     bool claims_fabric = false;  // the attribute only: fabric handles are always refused
     bool host_pointers = true;   // whether kernels reach host memory
+    bool integrated = false;     // device memory is the host's: what is registered takes of it, too
     std::string error;           // a bad environment variable, which makes cuInit fail
 
     static Settings from_environment();

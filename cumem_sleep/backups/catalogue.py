@@ -8,6 +8,7 @@ import numpy as np
 
 from .. import _core
 from ..codec.chunks import Encoding
+from ..core.driver import integrated_devices
 from ..core.extents import Ranges, RangeTable
 from ..digest.reference import Digest
 from ..errors import InvalidState
@@ -223,5 +224,6 @@ class Catalogue:
         if backup.segment.freed or not (backup.complete or backup.being_prepared):
             return False
         if backup.segment.sleep == _Sleep.AWAKE:
-            return self._retain if backup.retained is None else backup.retained
+            is_retained = self._retain if backup.retained is None else backup.retained
+            return is_retained and backup.segment.device not in integrated_devices()
         return backup.is_needed_asleep

@@ -21,6 +21,7 @@ from pathlib import Path
 from .. import host_facts
 from ..errors import CumemSleepError, OutOfHostMemory, format_bytes
 from . import log
+from .driver import unified_free_bytes
 
 # For others to touch what they have committed: enough for 600 GiB. Who has been stopped, or locks what he does not
 # mean to touch, is passed over then.
@@ -122,7 +123,7 @@ def require_room(nbytes: int, committed: Mapping[Path, int] | None = None, note:
 
 
 def left_bytes(enough: int | None = None, committed: Mapping[Path, int] | None = None) -> dict[str, int]:
-    """What each limit (`cgroup`, `MemAvailable`) leaves beside what others have committed; below 0: too much.
+    """What each limit (`cgroup`, `MemAvailable`, `unified memory`) leaves beside what others committed; <0: too much.
 
     Args:
         enough: a limit that leaves at least so much need not be exact.
@@ -133,6 +134,7 @@ def left_bytes(enough: int | None = None, committed: Mapping[Path, int] | None =
     found = {
         "cgroup": host_facts.cgroup_available_bytes(committed=committed),
         "MemAvailable": host_facts.mem_available_bytes(enough=None if enough is None else enough + of_host),
+        "unified memory": unified_free_bytes(),
     }
     left = {name: nbytes for name, nbytes in found.items() if nbytes is not None}
     if "MemAvailable" in left:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from .. import _core
 from ..errors import DriverError
 
@@ -33,3 +35,21 @@ def open_driver(driver: str) -> None:
             "libcuda.so.1 was not found: install the NVIDIA driver, or set CUMEM_SLEEP_DRIVER=sim to run on the"
             f" simulated driver ({error.detail})",
         ) from None
+
+
+def integrated_devices() -> frozenset[int]:
+    """The GPUs whose memory is the host's (GB10): a backup takes of what its segment needs to wake."""
+    return _integrated_devices() if _core.driver_is_open() else frozenset()
+
+
+def unified_free_bytes() -> int | None:
+    """What the driver says is free of memory that GPUs share with the host; None if there is none, or at level 3."""
+    devices = integrated_devices()
+    if not devices or _core.driver_calls_suspended():
+        return None
+    return min(_core.memory_info(device)[0] for device in devices)
+
+
+@functools.cache
+def _integrated_devices() -> frozenset[int]:
+    return frozenset(device for device in range(_core.device_count()) if _core.device_info(device).integrated)

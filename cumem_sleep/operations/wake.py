@@ -12,6 +12,8 @@ from ..backups.backup import Backup
 from ..backups.ranges import NOTHING_DECLARED, Declared, Spans, aligned_inwards, spans_of, without
 from ..codec.decoding import Decoding
 from ..codec.workspace import Workspace, close_all
+from ..core.commitment import left_bytes
+from ..core.driver import integrated_devices
 from ..core.extents import LaneGroup
 from ..core.levels import SegmentGroup
 from ..core.operation import Operation, Operations, Vote
@@ -80,8 +82,13 @@ def check_device_memory(components: Components, segments: Sequence[_core.Segment
 
 def _short(components: Components, segments: Sequence[_core.Segment]) -> list[tuple[int, int, int]]:
     """The devices with less free memory than the segments need there: each with what is needed, and what is free."""
-    found = [(device, nbytes, _core.memory_info(device)[0]) for device, nbytes in wanting(components, segments).items()]
+    found = [(device, nbytes, _free_bytes(device)) for device, nbytes in wanting(components, segments).items()]
     return [(device, needed, free) for device, needed, free in found if needed > free]
+
+
+def _free_bytes(device: int) -> int:
+    free_bytes = _core.memory_info(device)[0]
+    return min([free_bytes, *left_bytes().values()]) if device in integrated_devices() else free_bytes
 
 
 def wake(

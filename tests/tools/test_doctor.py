@@ -503,11 +503,22 @@ def test_level_3_needs_a_new_driver(
         level_3.refuse_unless_possible(0)
 
 
-def test_an_instance_of_a_gpu_is_untested(monkeypatch: pytest.MonkeyPatch) -> None:
-    info = MagicMock(total_bytes=1 << 30, virtual_memory=True)
-    info.name = "NVIDIA H100 80GB HBM3 MIG 1g.10gb"
+@pytest.mark.parametrize(
+    ("name", "integrated", "advice"),
+    [
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", False, "an instance of a GPU (MIG)"),
+        ("NVIDIA GB10", True, "its memory is the host's"),
+    ],
+)
+def test_a_gpu_of_which_little_is_known(
+    name: str, integrated: bool, advice: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = MagicMock(total_bytes=1 << 30, virtual_memory=True, integrated=integrated)
+    info.name = name
     monkeypatch.setattr(gpus._core, "device_info", lambda _: info)
-    assert gpus.gpu_device(0).status is CheckStatus.WARN
+    check = gpus.gpu_device(0)
+    assert check.status is CheckStatus.WARN
+    assert advice in check.advice
 
 
 def test_level_3_is_not_tried_with_a_driver_that_bites(monkeypatch: pytest.MonkeyPatch) -> None:

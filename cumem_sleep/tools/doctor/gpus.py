@@ -82,6 +82,11 @@ def gpu_device(device: int) -> Check:
         return Check(
             name, CheckStatus.WARN, found, "an instance of a GPU (MIG) is untested: try cumem-sleep bench on it"
         )
+    if info.integrated:
+        advice = (
+            "its memory is the host's, which is untested: level 1 frees the KV cache alone, level 2 the weights, too"
+        )
+        return Check(name, CheckStatus.WARN, found, advice)
     return Check(name, CheckStatus.OK, found)
 
 
