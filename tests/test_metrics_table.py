@@ -35,12 +35,6 @@ def test_queries_rules_and_dashboards_name_metrics_and_labels_that_exist(name: s
             assert set(said.split("|")) <= set(words), said
 
 
-def test_other_pages_name_metrics_that_exist() -> None:
-    for page in ROOT.glob("docs/*.md"):
-        for found in re.findall(r"`(cumem_sleep_\w+)`", page.read_text()):
-            assert found in ALL or found in ("cumem_sleep_status", "cumem_sleep_deepen", "cumem_sleep_forget"), found
-
-
 def test_a_sample_has_exactly_the_labels_of_its_metric() -> None:
     samples = Samples(metrics.ENGINE)
     with pytest.raises(KeyError):
