@@ -58,6 +58,7 @@ from .operations.checkpoint import checkpoint, why_not_for_ranks
 from .operations.components import Components
 from .operations.forget import forget
 from .operations.look import digests, read_backup, usage
+from .operations.named import adopt, offer
 from .operations.prepare import Preparation, wanted_ahead
 from .operations.sleep import sleep
 from .operations.wake import wake, waking
@@ -573,6 +574,50 @@ class CuMemAllocator:
             )
         check_integer("keep_bytes", keep_bytes, minimum=0)
         return Operation(self._operations, "prepare", self._begin_preparing, (keep_bytes,)).run()
+
+    # Outliving the process
+
+    def offer(self, name: str, tensors: Mapping[str, tuple[int, int]]) -> None:
+        """Let [the vault](vault.md) keep tensors under a name, also when this process has ended, for `adopt`.
+
+        They are backed up now, as by a sleep, in whole segments; the next sleep copies only what has changed since. The
+        name stands for these bytes from here on. Say the same name for the same bytes only: whoever adopts it gets
+        what was offered last.
+
+        Args:
+            name: 1 to 256 characters.
+            tensors: the address and the bytes of each, both multiples of 16, by its name. They are awake, and nothing
+                writes to them meanwhile. (Memory of PyTorch's may be rounded up: its blocks are multiples of 512.)
+
+        Raises:
+            InvalidArgument: bad names; a tensor does not lie in one segment, or there are too many.
+            InvalidState: there is no vault that keeps names; backups are compressed; a tensor sleeps, or something
+                wrote to it meanwhile.
+            OutOfHostMemory: the vault has too little, or keeps less.
+            VaultError: the vault is lost, or another was found meanwhile.
+            DriverError: the driver refused a call.
+        """
+        Operation(self._operations, "offer", offer, (self._components, name, tensors)).run()
+
+    def adopt(self, name: str, tensors: Mapping[str, tuple[int, int]]) -> bool:
+        """Fill tensors with what was kept under a name (`offer`). Every byte is proven by the digests made then.
+
+        Args:
+            tensors: as in `offer`: the same names and sizes, anywhere in memory of this layer.
+
+        Returns:
+            False: nothing is kept under that name, or there is no vault; the tensors are as they were.
+
+        Raises:
+            InvalidArgument: as `offer`.
+            InvalidState: other tensors are kept under that name, or these sleep.
+            VaultError: the bytes that came are not those that were offered, and nobody is given them again; or the
+                vault is lost, or what it says cannot be read.
+            DriverError, OutOfDeviceMemory: the driver refused a call.
+
+            Once something was copied, an error leaves all of these tensors filled with NaN (0xFF).
+        """
+        return Operation(self._operations, "adopt", adopt, (self._components, name, tensors)).run()
 
     def _begin_preparing(self, keep_bytes: int) -> Preparation:
         self._stop_preparing()

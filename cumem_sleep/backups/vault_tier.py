@@ -163,6 +163,25 @@ class VaultTier(Tier):
         if described:
             client.seal(described)
 
+    def keeps_names(self) -> bool:
+        """Whether the vault keeps backups under names when their process has ended. Raises VaultError: none answers."""
+        return self.client().keep_bytes > 0
+
+    def keep(self, name: str, manifest: str, backups: Sequence[Sequence[Extent]]) -> None:
+        """Have these, which are sealed, kept under a name. Raises as `VaultClient.keep`."""
+        client = self.client()
+        mine = [extent for extents in backups for extent in _mine(extents)]
+        for extent in mine:
+            self.check(extent, client)
+        client.keep(name, manifest, mine)
+
+    def adopt(self, device: int, name: str) -> tuple[str, Sequence[Extent]] | None:
+        """What is kept under a name, and its manifest, for copies to `device`; the caller shares the extents then."""
+        found = self.client().adopt(self.gpu(device), name)
+        if found is not None:
+            self._held.update(found[1])
+        return found
+
     def set_needed(self, backups: Sequence[Sequence[Extent]], *, needed: bool) -> list[int]:
         """These backups, each given by its extents, are needed from now on, or merely retained, and may be evicted.
 

@@ -83,19 +83,10 @@ def sleep(
         with timer("quiesce"):
             quiesce(held)
         catalogue.back_up_parts(parts, held)
-        copied, found = [], []
+        copied: list[_core.Segment] = []
+        found: list[_core.Segment] = []
         if backed_up:
-            catalogue.claim(backed_up)
-            with DigestRun(components.digester, backed_up, catalogue.tables_of(backed_up)) as run:
-                digests = _Digests(_to_be_digested(components, backed_up), run, components.tuning.idle_s)
-                backing_up = _BackingUp(components, backed_up, digests, timer)
-                while not backing_up.attempt(copying):
-                    pass
-                copied, found = backing_up.copied, [*backing_up.found.values()]
-                with timer("check"):
-                    if copied:
-                        _check_unchanged(components, backed_up, copied, digests)
-                    catalogue.check_complete(backed_up, digests.taken)
+            copied, found = back_up(components, backed_up, _to_be_digested(components, backed_up), copying, timer)
         not_kept = ""
         if keep:
             with timer("keep"):
@@ -125,6 +116,43 @@ def sleep(
         phases=timer.phases,
         operation=operation,
     )
+
+
+def back_up(
+    components: Components,
+    segments: Sequence[_core.Segment],
+    digested: Sequence[_core.Segment],
+    copying: ExitStack,
+    timer: PhaseTimer,
+    meanwhile: Callable[[], None] | None = None,
+) -> tuple[list[_core.Segment], list[_core.Segment]]:
+    """Bring the backups of awake segments up to date.
+
+    Args:
+        digested: those of them whose bytes are compared.
+        copying: for the caller to leave: then the tier has given back all that it was lent.
+        meanwhile: is called before it is checked that nobody has written since the beginning.
+
+    Returns:
+        What was copied, and what was found in the tier.
+
+    Raises:
+        InvalidState, OutOfHostMemory, DriverError: as `CuMemAllocator.sleep`.
+    """
+    catalogue = components.store.catalogue
+    catalogue.claim(segments)
+    with DigestRun(components.digester, segments, catalogue.tables_of(segments)) as run:
+        digests = _Digests(digested, run, components.tuning.idle_s)
+        backing_up = _BackingUp(components, segments, digests, timer)
+        while not backing_up.attempt(copying):
+            pass
+        if meanwhile is not None:
+            meanwhile()
+        with timer("check"):
+            if backing_up.copied or meanwhile is not None:
+                _check_unchanged(components, segments, backing_up.copied, digests)
+            catalogue.check_complete(segments, digests.taken)
+    return backing_up.copied, [*backing_up.found.values()]
 
 
 def _keep(

@@ -204,6 +204,13 @@ def _vault_status(options: argparse.Namespace) -> int:
     return EXIT_OK
 
 
+def _vault_forget(options: argparse.Namespace) -> int:
+    from . import vault
+
+    vault.forget(options.socket, options.name)
+    return EXIT_OK
+
+
 def _serve(options: argparse.Namespace) -> int:
     from . import serve
 
@@ -245,6 +252,7 @@ _COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = {
     "help": _help,
     "vault": _vault,
     "vault status": _vault_status,
+    "vault forget": _vault_forget,
     "serve": _serve,
     **dict.fromkeys(("status", "sleep", "wake", "stop"), _ask),
 }

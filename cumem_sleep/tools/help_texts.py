@@ -129,6 +129,7 @@ examples:
   cumem-sleep vault --memory 64GiB --gpus 0 1 --socket /run/models/vault.sock
   cumem-sleep vault --memory 200GiB --metrics 9400
   cumem-sleep vault --memory 64GiB --spill /nvme/cumem-sleep --spill-size 500GiB
+  cumem-sleep vault --memory 200GiB --keep-weights 100GiB
   cumem-sleep vault status
   cumem-sleep vault status --json | jq '.clients[].asleep_bytes'
   cumem-sleep vault status --prometheus"""

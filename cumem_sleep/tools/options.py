@@ -129,6 +129,9 @@ def _add_vault(commands: Any) -> None:
     command.add_argument("--spill-size", type=_size, metavar="SIZE", help=text)
     text = "spill in the background so that this much memory is free, or can be at once (default: 0)"
     command.add_argument("--spill-free", type=_size, metavar="SIZE", help=text)
+    text = "keep up to so much under names when nobody has it any more: weights, for the next start of their server"
+    text += " (default: nothing)"
+    command.add_argument("--keep-weights", type=_size, default=0, metavar="SIZE", help=text)
     text = "when it is told to end while others sleep: hand-over (default): end; they wake from its memory"
     text += " themselves. wait: end when they have woken; a second signal ends it"
     command.add_argument("--at-exit", choices=("hand-over", "wait"), default="hand-over", help=text)
@@ -138,6 +141,9 @@ def _add_vault(commands: Any) -> None:
     form = status.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print JSON")
     form.add_argument("--prometheus", action="store_true", help="print metrics as Prometheus reads them")
+    forget = _add(subcommands, "forget", "keep no longer what has this name", "vault forget")
+    forget.add_argument("name", metavar="NAME", help="as `cumem-sleep vault status` shows it")
+    forget.add_argument("--socket", type=_path, metavar="PATH", help=socket_text)
 
 
 def _add_serve(commands: Any) -> None:

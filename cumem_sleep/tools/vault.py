@@ -58,7 +58,17 @@ def serve(options: argparse.Namespace, say: Callable[[str], None]) -> None:
         address = VaultAddress(path)
         try:
             host = VaultHost(threads, say, options.reserved_huge_pages)
-            vault = Vault(address, options.memory, gpus, host, options.slab_size, used_at_once, relays, spill)
+            vault = Vault(
+                address,
+                options.memory,
+                gpus,
+                host,
+                options.slab_size,
+                used_at_once,
+                relays,
+                spill,
+                options.keep_weights,
+            )
         except BaseException:
             address.close()
             raise
@@ -187,7 +197,14 @@ class VaultReport:
             name = f"{client['name']} (pid {client['pid'] or 'unknown'})"
             in_files = [format_bytes(client["spilled_bytes"])] * spills
             clients.add_row(name, *_held(client), *in_files, " ".join(ordinals[gpu["uuid"]] for gpu in client["gpus"]))
-        return [memory, gpus, clients]
+        if not self.facts["keep_bytes"]:
+            return [memory, gpus, clients]
+        memory.add_row("under names", format_bytes(self.facts["kept_bytes"]))
+        memory.add_row("under names, at most", format_bytes(self.facts["keep_bytes"]))
+        kept = _table("kept under a name", "bytes")
+        for each in self.facts["kept"]:
+            kept.add_row(each["name"], format_bytes(each["bytes"]))
+        return [memory, gpus, clients, kept]
 
     def conclusion(self) -> str:
         """What is wrong with the vault, or worth knowing."""
@@ -209,6 +226,21 @@ def look(path: Path | None) -> VaultReport:
     client = VaultClient(path, "vault status")
     try:
         return VaultReport(client.status())
+    finally:
+        client.close()
+
+
+def forget(path: Path | None, name: str) -> None:
+    """Have the vault at that socket keep no longer what has this name.
+
+    Raises:
+        VaultUnavailable: none answers there.
+        InvalidArgument: nothing has.
+    """
+    client = VaultClient(path, "vault forget")
+    try:
+        if not client.drop(name):
+            raise InvalidArgument(f"name={name!r}: the vault keeps nothing under it: see `cumem-sleep vault status`")
     finally:
         client.close()
 

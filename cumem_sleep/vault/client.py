@@ -25,7 +25,7 @@ from .slabs import SlabRange
 DEADLINE_S = 5.0  # of silence: the vault says every second that it is at work
 NO_MORE_FILES = "this process can open no more files: raise the limit of its open files (ulimit -n)"
 _BRIEFLY_S = 1.0  # how long a question of no consequence waits for its answer
-_HAND_OUT = ("reserve", "find")  # backups
+_HAND_OUT = ("reserve", "find", "adopt")  # backups
 _LOOK_INTERVAL_S = 0.02
 
 _Item = TypeVar("_Item")
@@ -160,6 +160,7 @@ class VaultClient:
 
     Attributes:
         gpus: the GPUs that the vault serves, by their UUIDs.
+        keep_bytes: how much the vault keeps under names; 0: nothing.
         instance: names the vault: no other one, before or after it, has the same.
         is_silent: the vault has not answered in time, and nothing has come from it since; see `lost`.
         vault_pid: 0 if this process cannot see it.
@@ -206,6 +207,7 @@ class VaultClient:
             self.close()
             raise VaultUnavailable(f"the vault at {self.path}: {error}") from None
         self.gpus: tuple[str, ...] = tuple(facts["gpus"])
+        self.keep_bytes: int = facts["keep_bytes"]
         self.instance: str = facts["instance"]
 
     def _connect(self) -> tuple[Channel, int]:
@@ -394,6 +396,29 @@ class VaultClient:
             facts = self._readable(self._ask("seal", backups=said)["backups"])
             for (backup, _), now in zip(some, facts, strict=True):
                 self._fill(backup, now)
+
+    def keep(self, name: str, manifest: str, backups: Sequence[VaultBackup]) -> None:
+        """Have these, which are sealed, kept under a name, in place of what had it, also when this process has ended.
+
+        Raises:
+            OutOfHostMemory: the vault does not keep so much.
+            InvalidArgument: the name or the manifest is too long, or there are too many.
+            InvalidState: the vault has evicted one.
+        """
+        self._ask("keep", name=name, manifest=manifest, numbers=_numbers(backups))
+
+    def adopt(self, gpu: str, name: str) -> tuple[str, list[VaultBackup]] | None:
+        """What the vault keeps under a name: its manifest, and a share in each of its backups."""
+        with self._all_or_none() as found:
+            said = self._ask("adopt", gpu=gpu, name=name)
+            if said["backups"] is None:
+                return None
+            found += [self._backup(each) for each in self._readable(said["backups"])]
+            return str(said["manifest"]), found
+
+    def drop(self, name: str) -> bool:
+        """Let the vault forget a name; returns whether it had it."""
+        return bool(self._ask("drop", name=name)["dropped"])
 
     def mark(self, backups: Sequence[VaultBackup], needed: bool) -> list[VaultBackup]:
         """Say whether these are needed, because their segments sleep, or may be evicted; returns what has been."""

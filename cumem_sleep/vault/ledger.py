@@ -4,6 +4,9 @@ Memory comes in slabs. An *entry* is a backup: extents of slabs, shared by the *
 segment. A share is needed (its segment sleeps, or is about to) or retained (its segment is awake). What nobody needs
 may be evicted, least recently used first, and before it what is *expendable*: nothing is evicted for that.
 
+Entries that have a name (`Kept`) outlive their shares. They are retained; but where there are files, they are spilled
+there first, and may be evicted then. With one entry all of a name goes.
+
 Where there is room in files, sealed entries may lie there, too, or there only. What may be done to an entry:
 
 | | in memory, not sealed | in memory, sealed | in memory and in files | in files |
@@ -32,6 +35,7 @@ from typing import NamedTuple
 from ..errors import InvalidArgument, InvalidState, OutOfHostMemory, format_bytes
 from .slabs import UNIT_BYTES, SlabRange, Slabs
 
+MOST_NAMES = 256  # of what is kept; each may have a manifest of a MiB
 FILES = 0  # the slab that is the file to spill to
 _HOLDERS_NAMED = 5  # when memory is short
 
@@ -62,6 +66,21 @@ class Share:
 
 
 @dataclass(eq=False)
+class Kept:
+    """Entries that stay when their process has ended, together or not at all.
+
+    Attributes:
+        manifest: what lies where in them, in the words of who offered them.
+        entries: in that order; all are sealed.
+        nbytes: what they take.
+    """
+
+    manifest: str
+    entries: Sequence[Entry]
+    nbytes: int
+
+
+@dataclass(eq=False)
 class Entry:
     """A backup: where it is, what it is (`key`, once its bytes are proven), and who holds it.
 
@@ -70,6 +89,7 @@ class Entry:
         taken_bytes: how many bytes of the slabs it takes.
         is_expendable: it is never sealed.
         is_distrusted: it holds other bytes than its key says. Nobody finds it, and only who needs it has it still.
+        names: under which it is kept.
         copies: how many copies to and from the extents are under way: until they end nobody else gets the extents.
         spilled: where it lies in the files, or is to lie once it is written.
         is_in_files: it lies there, and all its owners know.
@@ -84,6 +104,7 @@ class Entry:
     is_expendable: bool = False
     is_distrusted: bool = False
     shares: set[Share] = field(default_factory=set)
+    names: set[str] = field(default_factory=set)
     copies: int = 0
     spilled: list[SlabRange] = field(default_factory=list)
     is_in_files: bool = False
@@ -96,6 +117,11 @@ class Entry:
     def needed(self) -> bool:
         """Whether it has to stay."""
         return self.copies > 0 or any(share.needed for share in self.shares)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether there is anybody or anything that it is for."""
+        return bool(self.shares or self.copies or self.names)
 
     @property
     def owners(self) -> set[Hashable]:
@@ -162,7 +188,8 @@ class Ledger:
         self._evictable_in_files = _Queue()  # and nowhere else
         self._shares: dict[Hashable, dict[int, Share]] = {}  # by owner
         self._by_key: dict[Key, Entry] = {}  # but those that are distrusted
-        self._last_number = self._clock = 0
+        self.kept: OrderedDict[str, Kept] = OrderedDict()  # by name, the least recently used first
+        self._last_number = self._clock = self.kept_bytes = 0
         self.claims: Counter[Hashable] = Counter()  # bytes that are set aside for what an owner reserves next
         self.evicted_bytes = 0
         self.memory, self.files = Slabs(), Slabs()
@@ -220,6 +247,8 @@ class Ledger:
                 continue
             entry.is_distrusted = True
             del self._by_key[entry.key]
+            for name in [*entry.names]:
+                self.forget(name)
             for share in [share for share in entry.shares if not share.needed]:
                 self._leave(share)
 
@@ -292,6 +321,59 @@ class Ledger:
             if share is not None:
                 self._leave(share)
 
+    # Names
+
+    def keep(self, name: str, manifest: str, owner: Hashable, numbers: Sequence[int], most_bytes: int) -> None:
+        """Keep these entries under a name, in place of what had it. What was used least recently goes, until all that
+        is kept takes at most so many bytes.
+
+        Raises:
+            InvalidState: the owner has no such share, or an entry is not sealed or holds other bytes than it says.
+            OutOfHostMemory: these alone take more. In both cases nothing has changed.
+        """
+        entries = [self.share(owner, number).entry for number in numbers]
+        for number, entry in zip(numbers, entries, strict=True):
+            if entry.key is None or entry.is_distrusted:
+                raise InvalidState(f"backup {number} is not proven: it cannot be kept under a name")
+        needed = sum(entry.taken_bytes for entry in set(entries))
+        if needed > most_bytes:
+            raise OutOfHostMemory(needed, most_bytes, "vault", "its --keep-weights is all that it keeps under names")
+        self.forget(name)
+        for entry in set(entries):
+            self.kept_bytes += 0 if entry.names else entry.taken_bytes
+            entry.names.add(name)
+            self._settle(entry)
+        self.kept[name] = Kept(manifest, entries, needed)
+        while self.kept_bytes > most_bytes or len(self.kept) > MOST_NAMES:
+            self.forget(next(iter(self.kept)))
+
+    def adopt(self, owner: Hashable, gpu: str, name: str) -> tuple[str, list[Share]] | None:
+        """What is kept under a name: its manifest, and a new share on each entry, which the owner needs."""
+        if name not in self.kept:
+            return None
+        self.kept.move_to_end(name)
+        kept = self.kept[name]
+        return kept.manifest, [self._new_share(entry, owner, gpu) for entry in kept.entries]
+
+    def forget(self, name: str) -> bool:
+        """Keep that no longer; returns whether it was kept. Who has a share has it still."""
+        kept = self.kept.pop(name, None)
+        for entry in set(kept.entries) if kept else ():
+            entry.names.discard(name)
+            self.kept_bytes -= 0 if entry.names else entry.taken_bytes
+            self._settle(entry)
+        return kept is not None
+
+    def forget_for_room(self, nbytes: int) -> bool:
+        """Forget a name whose entries would be spilled first, the one used least recently, if such take so much."""
+        stuck = {
+            name: {e for e in kept.entries if e.queue is self._spillable and not e.needed}
+            for name, kept in self.kept.items()
+        }
+        if sum(entry.taken_bytes for entry in set().union(*stuck.values())) < nbytes:
+            return False
+        return self.forget(next(name for name, entries in stuck.items() if entries))
+
     def drop_owner(self, owner: Hashable) -> None:
         """Give back what the owner has."""
         del self.claims[owner]
@@ -357,15 +439,23 @@ class Ledger:
         """
         before = self.files.free_bytes
         while self.files.free_bytes - before < nbytes and (retained := next(self._retained_in_files(), None)):
-            while retained.shares:
+            while retained.shares or retained.names:
                 self._evict(retained)
         return self.files.free_bytes > before
 
-    def begin_spill(self, entry: Entry) -> None:
-        """Set its place in files aside, and evict what is merely retained there; a copy of it is under way then."""
+    def begin_spill(self, entry: Entry) -> bool:
+        """Set its place in files aside, and evict what is merely retained there; a copy of it is under way then.
+
+        Returns:
+            False if nobody holds it by now: what was evicted may have had its name.
+        """
+        if not entry.is_held:
+            return False
+        self.begin_copy(entry)
         self.evict_in_files(entry.taken_bytes - self.files.free_bytes)
         entry.spilled = self.files.take(entry.taken_bytes)
-        self.begin_copy(entry)
+        self._settle(entry)
+        return True
 
     def end_spill(self, entry: Entry, *, is_written: bool) -> None:
         """The copy is not under way any more. If it `is_written`, its owners know, and look for it in files only."""
@@ -433,6 +523,8 @@ class Ledger:
             for share in entry.shares:
                 for group in ((None, None), (share.owner, None), (None, share.gpu), (share.owner, share.gpu)):
                     needed[group] = needed.get(group, False) or share.needed
+            if entry.names:
+                needed.setdefault((None, None), False)
             is_shared = len(entry.owners) > 1
             for each, is_needed in needed.items():
                 sums = held[each]
@@ -491,7 +583,7 @@ class Ledger:
 
     def _settle(self, entry: Entry) -> None:
         """Let it wait where it belongs now: after all others, if that is another queue. If it is nobody's, it goes."""
-        if not entry.shares and not entry.copies:
+        if not entry.is_held:
             self._free(entry)
         queue = self._queue_for(entry)
         if queue is entry.queue:
@@ -507,9 +599,10 @@ class Ledger:
 
     def _queue_for(self, entry: Entry) -> _Queue | None:
         """As the table above says."""
-        if not entry.shares and not entry.copies:
+        if not entry.is_held:
             return None
-        if not entry.needed:
+        is_to_be_spilled = bool(entry.names) and self.files.nbytes > 0 and not entry.is_in_files
+        if not entry.needed and not is_to_be_spilled:
             if entry.is_expendable:
                 return self._expendable
             return self._evictable if entry.extents else self._evictable_in_files
@@ -537,6 +630,8 @@ class Ledger:
             return
         for share in list(entry.shares):
             self._leave(share)
+        for name in [*entry.names]:
+            self.forget(name)
         self.evicted_bytes += entry.taken_bytes
 
     def _free(self, entry: Entry) -> None:

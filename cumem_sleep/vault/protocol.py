@@ -30,12 +30,14 @@ import numpy.typing as npt
 
 from ..errors import DriverError, InvalidArgument, InvalidState, OutOfHostMemory, VaultError
 
-VERSION = 8
+VERSION = 9
 MAX_REQUEST_BYTES = 2 << 20
 MAX_REQUEST_VALUES = 1 << 17  # numbers, strings and so on: parsing them takes the vault 15 to 35 ms
 MAX_ANSWER_BYTES = 64 << 20
 MAX_AT_ONCE = 1 << 16  # of one list in a request
 MAX_ROWS = 1 << 15  # of a table in a request: a megabyte of text, and a few milliseconds
+MAX_KEPT = 1 << 13  # backups under one name, 0.1 s of the vault: a server says it once
+MAX_MANIFEST = 1 << 20  # characters
 MAX_BACKUPS = 1 << 9  # that a request is about: the vault needs about 15 µs for each
 MAX_DESCRIPTORS = 253  # of one message: SCM_MAX_FD
 BUSY_INTERVAL_S = 1.0

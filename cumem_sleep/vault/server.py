@@ -81,6 +81,7 @@ class Vault:
         used_at_once: Sequence[VaultGpu] = (),
         relays: Sequence[VaultGpu] = (),
         spill: SpillPlan | None = None,
+        keep_bytes: int = 0,
     ) -> None:
         """Nothing is taken yet.
 
@@ -88,6 +89,7 @@ class Vault:
             used_at_once: GPUs that get their contexts at the start. The first of all gets it in any case.
             relays: GPUs whose links help others, once they have a context.
             spill: what may be spilled, if anything is to be.
+            keep_bytes: the most that is kept under names.
 
         Raises:
             InvalidArgument: a size makes no sense, or there is no GPU.
@@ -129,6 +131,7 @@ class Vault:
             self._gpu_lost,
             Relaying([gpu.ordinal for gpu in relays]),
             spills,
+            keep_bytes,
         )
         self.memory_bytes = self._pool.memory_bytes
         self._selector = selectors.DefaultSelector()

@@ -92,6 +92,7 @@ class Service:
         gpu_lost: Callable[[VaultError], None],
         relaying: Relaying,
         spills: tuple[SpillFile, SpillPlan, int] | None = None,
+        keep_bytes: int = 0,
     ) -> None:
         """Nothing is done yet.
 
@@ -104,6 +105,7 @@ class Service:
             gpu_lost: is called when no call for a GPU works any more.
             relaying: whose links may carry copies for other GPUs.
             spills: the file to spill to, how, and the bytes of the ring that they are read through.
+            keep_bytes: the most that is kept under names, when nobody has it any more.
         """
         self._path, self._pool, self._sessions = path, pool, sessions
         self._post, self._end, self._fail, self._gpu_lost = post, end, fail, gpu_lost
@@ -117,7 +119,7 @@ class Service:
         # Who waits until what was lent is not here any more, and what is answered then.
         self._returning: list[tuple[_Request, Sequence[BorrowedMemory], Callable[[], _Answer]]] = []
         self._refused = self.cut_off = 0  # requests, and clients (by `Vault`)
-        self._spills = spills
+        self._spills, self._keep_bytes = spills, keep_bytes
         self._spiller: Spiller | None = None
 
     def begin(self, gpus: Iterable[VaultGpu]) -> None:
@@ -239,6 +241,7 @@ class Service:
             "instance": self._instance,
             "version": __version__,
             "memory_bytes": self._pool.memory_bytes,
+            "keep_bytes": self._keep_bytes,
             "gpus": list(self._gpus),
             "simulated": _core.driver_is_simulated(),
         }
@@ -304,7 +307,14 @@ class Service:
         missing = each.needed_bytes - available - self._pool.bytes_to_come()
         if missing <= 0:
             return True
-        return self._spiller is not None and not each.expendable and self._spiller.make_room(missing)
+        if self._spiller is None or each.expendable:
+            return False
+        while not self._spiller.make_room(missing):
+            if not self._pool.ledger.forget_for_room(missing):
+                return False
+            available = self._pool.ledger.available_bytes(each.asked.session.owner)
+            missing = each.needed_bytes - available - self._pool.bytes_to_come()
+        return True
 
     def _may_have(self, each: _Reservation, available: int) -> bool:
         """Whether there will be, if others who fall asleep seal their backups soon: then these can be spilled.
@@ -342,6 +352,29 @@ class Service:
             ledger.seal(owner, share.number, key)
         self.serve_waiting()
         return self._handed_out(asked.session, shares)
+
+    def _keep(self, asked: _Request) -> _Answer:
+        """These backups, under a name."""
+        name, manifest = text(asked.body, "name"), text(asked.body, "manifest", protocol.MAX_MANIFEST)
+        numbers = integers(asked.body, "numbers", protocol.MAX_KEPT)
+        self._pool.ledger.keep(name, manifest, asked.session.owner, numbers, self._keep_bytes)
+        self.serve_waiting()
+        return {}
+
+    def _adopt(self, asked: _Request) -> _Answer:
+        """What is kept under a name."""
+        gpu, name = self._gpu(asked.body), text(asked.body, "name")
+        found = self._pool.ledger.adopt(asked.session.owner, gpu.uuid, name)
+        if found is None:
+            return {"backups": None}
+        manifest, shares = found
+        return {"manifest": manifest, **self._handed_out(asked.session, shares)}
+
+    def _drop(self, asked: _Request) -> _Answer:
+        """Forget a name."""
+        is_dropped = self._pool.ledger.forget(text(asked.body, "name"))
+        self.serve_waiting()
+        return {"dropped": is_dropped}
 
     def _mark(self, asked: _Request) -> _Answer:
         numbers = integers(asked.body, "numbers", protocol.MAX_BACKUPS)
@@ -651,6 +684,9 @@ class Service:
             "saved_bytes": ledger.saved_bytes,
             **self._files_status(),
             "evicted_bytes": ledger.evicted_bytes,
+            "keep_bytes": self._keep_bytes,
+            "kept_bytes": ledger.kept_bytes,
+            "kept": [{"name": name, "bytes": kept.nbytes} for name, kept in ledger.kept.items()],
             "waiting": len(self._waiting),
             "refused": self._refused,
             "cut_off": self.cut_off,
@@ -719,6 +755,9 @@ _REQUESTS: Mapping[str, _Handler] = {
     "reserve": Service._reserve,
     "find": Service._find,
     "seal": Service._seal,
+    "keep": Service._keep,
+    "adopt": Service._adopt,
+    "drop": Service._drop,
     "mark": Service._mark,
     "distrust": Service._distrust,
     "owners": Service._owners,

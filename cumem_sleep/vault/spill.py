@@ -341,9 +341,11 @@ class Spiller:
             return
         sizes = accumulate(entry.taken_bytes for entry in ready)
         entries = [entry for entry, end in zip(ready, sizes, strict=True) if end - entry.taken_bytes < _BATCH_BYTES]
+        entries = [entry for entry in entries if self._ledger.begin_spill(entry)]
+        if not entries:
+            self._post(self._changed)
+            return
         self._batch = _Batch(entries, is_awaited)
-        for entry in entries:
-            self._ledger.begin_spill(entry)
         parts = [part for entry in entries for part in entry.spilled]
         requests = [request for entry in entries for request in self._requests(entry, entry.extents)]
         future = self._file.worker.submit(_write, self._file, self._batch, parts, requests, self._is_reading)
@@ -370,7 +372,7 @@ class Spiller:
         if self._is_closed:  # the ledger is left as it is
             return
         batch, self._batch = self._batch, None
-        held = [entry for entry in batch.entries if entry.shares and self._may_tell(entry)]
+        held = [entry for entry in batch.entries if (entry.shares or entry.names) and self._may_tell(entry)]
         error = future.exception()
         if error is None:
             self.written = self.written.plus(batch.nbytes, time.monotonic() - batch.began)

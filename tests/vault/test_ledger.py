@@ -52,7 +52,9 @@ def check(books: Ledger, coming: Mapping[Entry, Sequence[SlabRange]] = MappingPr
         covered[extent.slab].append((extent.offset, extent.nbytes))
     assert shares_of(books) == {share.number: share for entry in books._entries for share in entry.shares}
     for entry in books._entries:
-        assert entry.shares or entry.copies, "an entry that nobody holds"
+        assert entry.shares or entry.copies or entry.names, "an entry that nobody holds"
+        assert entry.names == {name for name, kept in books.kept.items() if entry in kept.entries}
+        assert not entry.names or (entry.key is not None and not entry.is_distrusted)
         assert all(share.entry is entry for share in entry.shares)
         assert entry.key is None or entry.is_distrusted or books._by_key[entry.key] is entry, "two of the same bytes"
         assert not entry.is_distrusted or all(share.needed for share in entry.shares)
@@ -75,6 +77,8 @@ def check(books: Ledger, coming: Mapping[Entry, Sequence[SlabRange]] = MappingPr
     check_files(books)
     trusted = {entry.key for entry in books._entries if not entry.is_distrusted}
     assert books._by_key.keys() == trusted - {None}
+    assert books.kept_bytes == sum(entry.taken_bytes for entry in books._entries if entry.names)
+    assert books._entries >= {entry for kept in books.kept.values() for entry in kept.entries}
     check_what_is_held(books)
 
 
@@ -85,13 +89,14 @@ def queues(books: Ledger) -> dict[str, ledger_module._Queue]:
 
 def check_queue(books: Ledger, entry: Entry) -> None:
     """It waits in the one queue that the ledger's table says, or in none."""
-    is_retained = not entry.needed
+    is_needed = entry.needed or bool(entry.names and books.files.nbytes and not entry.is_in_files)
+    is_retained = not is_needed
     wanted = {
         "expendable": is_retained and entry.is_expendable,
         "evictable": is_retained and not entry.is_expendable and entry.extents != [],
         "evictable_in_files": is_retained and not entry.extents,
-        "spillable": entry.needed and entry.key is not None and not entry.spilled,
-        "droppable": entry.needed and entry.is_in_files and entry.extents != [] and not entry.copies,
+        "spillable": is_needed and entry.key is not None and not entry.spilled,
+        "droppable": is_needed and entry.is_in_files and entry.extents != [] and not entry.copies,
     }
     assert {name: entry in queue for name, queue in queues(books).items()} == wanted
 
@@ -117,7 +122,7 @@ def check_what_is_held(books: Ledger) -> None:
         for entry in books._entries:
             meant = [share for share in entry.shares if owner in (None, share.owner) and gpu in (None, share.gpu)]
             copies = entry.copies if owner is gpu is None else 0
-            if meant or copies:
+            if meant or copies or (entry.names and owner is gpu is None):
                 is_needed = copies > 0 or any(share.needed for share in meant)
                 needed += entry.taken_bytes * is_needed
                 retained += entry.taken_bytes * (not is_needed)
@@ -253,6 +258,123 @@ def test_what_is_set_aside_for_one_owner_is_reserved_by_no_other() -> None:
     check(books)
 
 
+class TestKept:
+    def kept(self, books: Ledger, names: str, units: int = 2) -> None:
+        """Each under a name, by an owner of that name that has ended."""
+        for name in names:
+            shares = books.reserve(name, GPU, [UNIT_BYTES] * units)
+            for share in shares:
+                books.seal(name, share.number, key(f"{name}{share.number}"))
+            books.keep(name, f"of {name}", name, [share.number for share in shares], 6 * UNIT_BYTES)
+            books.drop_owner(name)
+            check(books)
+
+    def test_it_outlives_its_owner_within_the_quota_the_least_recently_used_going_first(self) -> None:
+        books = ledger()
+        self.kept(books, "xyz")
+        assert (list(books.kept), books.kept_bytes) == (["x", "y", "z"], 6 * UNIT_BYTES)
+        assert books.adopt("a", GPU, "x")
+        self.kept(books, "w")
+        assert list(books.kept) == ["z", "x", "w"]
+        with pytest.raises(OutOfHostMemory, match="keep-weights"):
+            self.kept(books, "u", 7)
+        assert list(books.kept) == ["z", "x", "w"]
+        manifest, shares = books.adopt("b", GPU, "x")  # type: ignore[misc]
+        assert (manifest, len(shares)) == ("of x", 2)
+        assert books.forget("x")
+        assert not books.forget("x")
+        books.drop_owner("a")
+        assert all(books.find_share("b", share.number) for share in shares)
+        check(books)
+
+    def test_there_are_not_too_many_names(self) -> None:
+        books = ledger()
+        self.kept(books, "x")
+        _, shares = books.adopt("a", GPU, "x")  # type: ignore[misc]
+        for number in range(ledger_module.MOST_NAMES):
+            books.keep(f"{number}", "", "a", [shares[0].number], SLAB)
+        assert len(books.kept) == ledger_module.MOST_NAMES
+        assert "x" not in books.kept
+        check(books)
+
+    def test_equal_bytes_are_held_once_whoever_has_them(self) -> None:
+        books = ledger()
+        self.kept(books, "x", 3)
+        found = books.find("a", GPU, key("x1"))
+        assert found is not None
+        books.keep("other", "", "a", [found.number], 6 * UNIT_BYTES)
+        assert books.kept_bytes == 3 * UNIT_BYTES
+        books.drop_owner("a")
+        books.forget("x")
+        check(books)
+        assert books.kept_bytes == UNIT_BYTES == 2 * SLAB - books.memory.free_bytes
+
+    def test_what_is_not_proven_is_not_kept(self) -> None:
+        books = ledger()
+        good, bad = books.reserve("a", GPU, [UNIT_BYTES] * 2)
+        books.seal("a", good.number, key("x"))
+        self.kept(books, "y")
+        for doubtful in ([good.number, bad.number], [good.number, 99]):
+            with pytest.raises(InvalidState):
+                books.keep("y", "", "a", doubtful, SLAB)
+        assert books.kept["y"].manifest == "of y"
+        books.keep("z", "", "a", [good.number], SLAB)
+        books.distrust("a", [good.number])
+        assert list(books.kept) == ["y"]
+        check(books)
+
+    def test_with_one_entry_all_of_a_name_gives_way(self) -> None:
+        books = ledger(1)
+        self.kept(books, "xy", 3)
+        books.reserve("a", GPU, [3 * UNIT_BYTES])
+        assert list(books.kept) == ["y"]
+        check(books)
+
+    def test_it_moves_to_files_before_it_gives_way(self) -> None:
+        books = Ledger(4 * UNIT_BYTES)
+        books.memory.add(1, SLAB)
+        self.kept(books, "xyz")
+        assert books.available_bytes() == 2 * UNIT_BYTES
+        for entry in books.to_spill(4 * UNIT_BYTES, lambda _: True):
+            assert books.begin_spill(entry)
+            books.end_spill(entry, is_written=True)
+        check(books)
+        assert books.available_bytes() == 6 * UNIT_BYTES
+        books.reserve("a", GPU, [6 * UNIT_BYTES])
+        assert list(books.kept) == ["x", "y", "z"]
+        check(books)
+        chosen = books.to_spill(2 * UNIT_BYTES, lambda _: True)  # of z, in place of x
+        assert [books.begin_spill(entry) for entry in chosen] == [True, True]
+        assert list(books.kept) == ["y", "z"]
+        for entry in chosen:
+            books.end_spill(entry, is_written=True)
+        check(books)
+
+    def test_what_lost_its_name_for_another_is_not_spilled(self) -> None:
+        books = Ledger(2 * UNIT_BYTES)
+        books.memory.add(1, SLAB)
+        self.kept(books, "x", 3)
+        first, second, third = (entry for entry in books.kept["x"].entries)
+        for entry in (first, second):
+            books.begin_spill(entry)
+            books.end_spill(entry, is_written=True)
+        assert books.begin_spill(third)  # and all of x goes for it
+        assert not books.kept
+        books.end_spill(third, is_written=False)
+        check(books)
+        assert not books.begin_spill(third)
+        assert (books.memory.free_bytes, books.files.free_bytes) == (SLAB, 2 * UNIT_BYTES)
+
+    def test_without_room_in_files_it_gives_way_if_that_is_enough(self) -> None:
+        books = Ledger(UNIT_BYTES)
+        books.memory.add(1, SLAB)
+        self.kept(books, "xyz")
+        assert not books.forget_for_room(7 * UNIT_BYTES)
+        assert books.forget_for_room(6 * UNIT_BYTES)
+        assert list(books.kept) == ["y", "z"]
+        assert books.available_bytes() == 4 * UNIT_BYTES
+
+
 class TestExpendable:
     @pytest.fixture
     def books(self) -> Ledger:
@@ -372,8 +494,7 @@ class LedgerMachine(stateful.RuleBasedStateMachine):
     def spill(self, units: int) -> None:
         retained = {number for number, share in shares_of(self.books).items() if not share.entry.needed}
         for entry in self.books.to_spill(units * UNIT_BYTES, lambda _: True):
-            if not entry.copies:
-                self.books.begin_spill(entry)
+            if not entry.copies and self.books.begin_spill(entry):
                 self.writing.append(entry)
         assert self.mine.keys() - shares_of(self.books).keys() <= retained, "something needed was evicted"
         self.forget_evicted()
@@ -474,6 +595,50 @@ class LedgerMachine(stateful.RuleBasedStateMachine):
         assert (found is not None) == is_there
         if found is not None:
             self.mine[found.number] = owner
+
+    @stateful.precondition(lambda self: self.mine)
+    @stateful.rule(data=st.data(), name=st.sampled_from("mn"), count=st.integers(1, 3), units=st.integers(0, 24))
+    def keep(self, data: st.DataObject, name: str, count: int, units: int) -> None:
+        owner, first = self.some(data)
+        numbers = [first, *(number for number, whose in self.mine.items() if whose == owner)][:count]
+        entries = [self.books.share(owner, number).entry for number in numbers]
+        may = all(entry.key is not None and not entry.is_distrusted for entry in entries)
+        fits = sum(entry.taken_bytes for entry in set(entries)) <= units * UNIT_BYTES
+        before = dict(self.books.kept)
+        try:
+            self.books.keep(name, "manifest", owner, numbers, units * UNIT_BYTES)
+        except InvalidState:
+            assert not may
+            assert self.books.kept == before
+        except OutOfHostMemory:
+            assert not fits
+            assert self.books.kept == before
+        else:
+            assert may
+            assert fits
+            assert self.books.kept[name].entries == entries
+            assert self.books.kept_bytes <= units * UNIT_BYTES
+        self.forget_evicted()
+
+    @stateful.rule(owner=owners, name=st.sampled_from("mn"))
+    def adopt(self, owner: str, name: str) -> None:
+        found = self.books.adopt(owner, GPU, name)
+        assert (found is not None) == (name in self.books.kept)
+        if found is not None:
+            assert [share.entry for share in found[1]] == self.books.kept[name].entries
+            self.mine.update((share.number, owner) for share in found[1])
+
+    @stateful.rule(name=st.sampled_from("mn"))
+    def forget(self, name: str) -> None:
+        was_kept = name in self.books.kept
+        assert self.books.forget(name) == was_kept
+        assert name not in self.books.kept
+
+    @stateful.rule(units=st.integers(1, 24))
+    def forget_for_room(self, units: int) -> None:
+        before = self.books.available_bytes(), self.books._spillable.nbytes
+        if self.books.forget_for_room(units * UNIT_BYTES):
+            assert (self.books.available_bytes(), self.books._spillable.nbytes) != before
 
     @stateful.precondition(lambda self: self.mine)
     @stateful.rule(data=st.data(), needed=st.booleans())
