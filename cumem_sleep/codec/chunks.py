@@ -107,12 +107,6 @@ class ChunkBatch:
         """Where each chunk's content is on the device."""
         return np.concatenate([run.address + CHUNK_BYTES * np.arange(len(run)) for run in self.runs])
 
-    @property
-    def addresses_in_extents(self) -> Integers:
-        """Where kernels find each encoded chunk, if they reach its extent."""
-        starts = [run.extent.address + run.offset + np.cumsum(run.sizes) - run.sizes for run in self.runs]
-        return np.concatenate(starts)
-
     def pieces(self, address: int) -> list[Piece]:
         """The encoded chunks, as they are copied between the extents and a slot whose chunks begin at `address`."""
         starts = accumulate((run.bytes for run in self.runs), initial=address)

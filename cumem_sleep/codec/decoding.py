@@ -6,9 +6,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
-import numpy as np
-import numpy.typing as npt
-
 from .. import _core
 from ..core.copy_chooser import CopyChooser
 from ..core.extents import LaneGroup
@@ -42,8 +39,7 @@ class Decoding:
         self._batches = workspace.batches(runs)
         self._mapped = mapped
         self._completed = completed
-        # Or being copied. With where kernels find each chunk; None: nowhere on the device.
-        self._copied: deque[tuple[Slot, ChunkBatch, npt.NDArray[np.int64] | None]] = deque()
+        self._copied: deque[tuple[Slot, ChunkBatch]] = deque()  # or being copied
         self._decoded: deque[tuple[Slot, list[_core.Segment]]] = deque()  # or being decoded: what is whole then
 
     def step(self) -> int:
@@ -63,11 +59,7 @@ class Decoding:
         self._tell_of_decoded()
         begin = time.perf_counter()  # before pinning, because copies in flight go on meanwhile
         slot.use(self._lane_group).pin(run.extent for run in batch.runs)
-        if self._workspace.has_memory:
-            self._copy(slot, batch, begin)
-        else:
-            self._copied.append((slot, batch, None))
-            self._decode_next()
+        self._copy(slot, batch, begin)
         return len(batch) * CHUNK_BYTES
 
     def finish(self) -> None:
@@ -85,7 +77,7 @@ class Decoding:
         choice = self._chooser.next()
         if choice.alone:
             self._workspace.finish()
-            for other, _, _ in self._copied:
+            for other, _ in self._copied:
                 other.synchronize()
             begin = time.perf_counter()
         by_kernel = not choice.by_engine
@@ -93,7 +85,7 @@ class Decoding:
             by_kernel = slot.opened_lane.begin(piece.extent, piece.rows, out=False, by_kernel=by_kernel)
         if not (by_kernel or choice.by_engine):
             self._chooser.best = None
-        self._copied.append((slot, batch, slot.chunks_address + batch.starts))
+        self._copied.append((slot, batch))
         if choice.alone:
             slot.synchronize()
             self._chooser.record(batch.bytes, time.perf_counter() - begin)
@@ -106,14 +98,11 @@ class Decoding:
             self._chooser.record(batch.bytes, time.perf_counter() - begin)
 
     def _decode_next(self) -> None:
-        slot, batch, sources = self._copied.popleft()
+        slot, batch = self._copied.popleft()
         for segment_id in dict.fromkeys(run.segment.id for run in batch.runs):
             self._mapped(segment_id)
         slot.opened_lane.join()
-        if sources is None:
-            self._workspace.decode_without_memory(slot, batch)
-        else:
-            slot.decode(batch, sources)
+        slot.decode(batch, slot.chunks_address + batch.starts)
         self._decoded.append((slot, [run.segment for run in batch.runs if run.is_last]))
 
     def _tell_of_decoded(self) -> None:

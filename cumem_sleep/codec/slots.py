@@ -46,7 +46,7 @@ class Slot:
         self.stream = _core.CopyStream(device)  # before the block: destroyed in this order if nobody closes it
         self.lane: Lane | None = None
         self._block, self._offset = block, number * head_bytes(most_rows)
-        self.table = address or block.address + self._offset
+        self.table = address
 
     def use(self, lane_group: LaneGroup) -> Lane:
         """A lane of `lane_group`, for everything that is begun from here on."""
@@ -145,8 +145,7 @@ class Slot:
     def _set_rows(self, table: npt.NDArray[np.uint64]) -> None:
         """Set the table of the next kernel."""
         self._in_block(0, table.nbytes)[:] = table.reshape(-1).view(np.uint8)
-        if self._address:
-            self.stream.to_device(self.table, self._block, self._offset, table.nbytes)
+        self.stream.to_device(self.table, self._block, self._offset, table.nbytes)
 
     def _zero_counters(self, chunks: ChunkBatch | Integers) -> int:
         """The address of a counter for each of `chunks`, all zero."""

@@ -15,9 +15,8 @@ import numpy as np
 from .. import _core
 from ..core import log
 from ..core.extents import Lane, LaneGroup
-from ..core.pinned import bounce_block, pinned_block
+from ..core.pinned import pinned_block
 from ..core.tuning import Tuning
-from . import codecs
 from .chunks import ChunkBatch, EncodedRun, Encoding, batches
 from .codec import CHUNK_BYTES, Code, Layout
 from .memory import take_memory, workspace_bytes
@@ -29,8 +28,7 @@ class Workspace:
     """The slots of one device. A context manager; after leaving it, nothing is in flight and all memory is freed.
 
     Attributes:
-        has_memory: chunks can be encoded. Decoding works without, so that what fits can wake, but slowly: kernels read
-            host memory, or the CPU decodes.
+        has_memory: there are slots. Without them nothing is encoded or decoded here.
         slot_bytes: how many bytes of encoded chunks fit into a slot.
     """
 
@@ -49,18 +47,18 @@ class Workspace:
         self._warned = False
         self._slots: list[Slot] = []  # before the memory: destroyed in this order if nobody closes them
         self._sampling = _core.CopyStream(device)
-        self._blocks: list[_core.HostBlock] = []  # the slots' tables with samples, and what is copied without memory
         if small:
             spare_bytes = min(spare_bytes, workspace_bytes(tuning, tuning.slots, tuning.slot_bytes[-1]))
         self._memory, slots, self.slot_bytes = take_memory(device, tuning, spare_bytes)
         self.has_memory = self._memory is not None
+        self._block: _core.HostBlock | None = None  # the slots' tables, and samples
         try:
             head = head_bytes(tuning.rows)
-            self._blocks.append(pinned_block(slots * head + SAMPLES_BYTES, device, -1))
-            self._planner = Planner(tuning, ready, self._sampling, self._blocks[0], small=small)
-            for number in range(slots):
-                at = self._memory.address + number * (head + self.slot_bytes) if self._memory is not None else 0
-                self._slots.append(Slot(device, at, tuning.rows, self._blocks[0], number))
+            self._block = pinned_block(slots * head + SAMPLES_BYTES, device, -1)
+            self._planner = Planner(tuning, ready, self._sampling, self._block, small=small)
+            for number in range(slots if self.has_memory else 0):
+                at = self._memory.address + number * (head + self.slot_bytes) if self._memory else 0
+                self._slots.append(Slot(device, at, tuning.rows, self._block, number))
         except BaseException:
             self.close()
             raise
@@ -76,8 +74,8 @@ class Workspace:
         with ExitStack() as stack:
             if self._memory is not None:
                 stack.callback(self._memory.close)
-            for block in self._blocks:
-                stack.callback(block.close)
+            if self._block is not None:
+                stack.callback(self._block.close)
             # First, because an ExitStack goes from the last to the first. Leaving a stream waits for its work.
             for stream in [self._sampling, *(slot.stream for slot in self._slots)]:
                 stack.enter_context(stream)
@@ -136,7 +134,8 @@ class Workspace:
             slot.use(lane_group)
             slot.encode(batch)
             self._slots[self._current - 1].copy()
-        self._slots[self._current].copy()
+        for slot in self._slots:
+            slot.copy()
 
     def finish(self) -> None:
         """Wait for everything that was begun.
@@ -173,43 +172,6 @@ class Workspace:
             target.finish()
             targets = targets[len(batch) :]
         return target.chunks_address
-
-    def decode_without_memory(self, slot: Slot, batch: ChunkBatch) -> None:
-        """As `Slot.decode`, where there is no device memory that the chunks could be copied to; slowly.
-
-        Kernels read them in their extents, or else in a pinned copy. Where the driver pins nothing more, because that
-        takes memory for page tables, the CPU decodes them.
-
-        Raises:
-            DriverError, OutOfHostMemory: the driver refused.
-            CodecError: the kernel failed.
-        """
-        if slot.opened_lane.kernels_reach:
-            slot.decode(batch, batch.addresses_in_extents)
-            return
-        if len(self._blocks) == 1:
-            self._blocks.append(bounce_block(len(self._slots) * self.slot_bytes, self._device))
-        staging, start = self._blocks[1], self._current * self.slot_bytes
-        if not staging.pinned:
-            self._decode_by_cpu(slot, batch, staging)
-            return
-        copy = np.frombuffer(memoryview(staging), np.uint8)
-        for piece in batch.pieces(start):
-            content = slot.opened_lane.content(piece.extent, piece.offset, piece.bytes)
-            copy[piece.address : piece.address + piece.bytes] = content
-        slot.decode(batch, staging.address + start + batch.starts)
-
-    @staticmethod
-    def _decode_by_cpu(slot: Slot, batch: ChunkBatch, staging: _core.HostBlock) -> None:
-        """By the reference, chunk by chunk, at some 300 MB/s: it needs nothing but the memory that is mapped."""
-        decoded = np.frombuffer(memoryview(staging), np.uint8, CHUNK_BYTES)
-        for run in batch.runs:
-            for number in range(len(run)):
-                chunk = run.part(number, number + 1)
-                stored = slot.opened_lane.content(chunk.extent, chunk.offset, chunk.bytes)
-                decoded[:] = codecs.decode(chunk.code, stored, chunk.sizes)
-                slot.stream.to_device(chunk.address, staging, 0, CHUNK_BYTES)
-                slot.stream.synchronize()
 
     def batches(self, runs: Iterable[EncodedRun]) -> Iterator[ChunkBatch]:
         """The chunks in batches that fit into a slot, in order."""

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from itertools import chain
+
+import numpy as np
 
 from .. import _core
 from ..backups.backup import Backup
 from ..backups.ranges import NOTHING_DECLARED, Declared, Spans, aligned_inwards, spans_of, without
+from ..codec.codec import CHUNK_BYTES
 from ..codec.decoding import Decoding
 from ..codec.workspace import Workspace, close_all
 from ..core.commitment import left_bytes
@@ -17,6 +20,7 @@ from ..core.driver import integrated_devices
 from ..core.extents import LaneGroup
 from ..core.levels import SegmentGroup
 from ..core.operation import Operation, Operations, Vote
+from ..core.pinned import bounce_block
 from ..core.segments import by_device, total_bytes
 from ..digest.digester import DigestRun
 from ..digest.reference import Digest
@@ -247,30 +251,60 @@ def _copies(
     mapping: _core.ThreadPool,
     digests: DigestRun | None,
     workspaces: Mapping[int, Workspace],
-) -> list[deque[Transfer | Decoding]]:
+) -> list[deque[Transfer | Decoding | _DecodingByCpu]]:
     """The copies to each device, which are made one after the other: each has the whole link.
 
     Args:
         streams: their owner; once it is closed, nothing is in flight.
         digests: begun for segments that have arrived.
     """
-    copies: list[deque[Transfer | Decoding]] = []
+    copies: list[deque[Transfer | Decoding | _DecodingByCpu]] = []
     for device, mine in by_device(restored).items():
-        queue: deque[Transfer | Decoding] = deque()
+        queue: deque[Transfer | Decoding | _DecodingByCpu] = deque()
         backups = [components.store.catalogue.get_or_raise(segment) for segment in mine]
         if raw := [backup for backup in backups if backup.encoding is None]:
             queue.append(_transfer_in(components, device, raw, lane_group, streams, mapping, digests))
         if encoded := [backup for backup in backups if backup.encoding is not None]:
-            runs = [*chain.from_iterable(backup.runs() for backup in encoded)]
-            workspace = workspaces[device]
-            nbytes = sum(run.bytes for run in runs) if workspace.has_memory else 0
-            chooser = components.choosers.of(
-                device, workspace.lanes(lane_group), nbytes, components.tuning.slots_timed_bytes
-            )
-            completed = digests.start if digests is not None else _nothing
-            queue.append(Decoding(runs, workspace, lane_group, chooser, mapping.wait, completed))
+            workspace, completed = workspaces[device], digests.start if digests is not None else _nothing
+            if workspace.has_memory:
+                runs = [*chain.from_iterable(backup.runs() for backup in encoded)]
+                lanes, timed_bytes = workspace.lanes(lane_group), components.tuning.slots_timed_bytes
+                chooser = components.choosers.of(device, lanes, sum(run.bytes for run in runs), timed_bytes)
+                queue.append(Decoding(runs, workspace, lane_group, chooser, mapping.wait, completed))
+            else:
+                queue.append(_DecodingByCpu(encoded, mapping.wait, completed))
         copies.append(queue)
     return copies
+
+
+class _DecodingByCpu:
+    """In place of a `Decoding` where a device has no memory for a workspace, at some 300 MB/s: so what fits wakes."""
+
+    def __init__(
+        self,
+        backups: Iterable[Backup],
+        mapped: Callable[[int], None],
+        completed: Callable[[Sequence[_core.Segment]], None],
+    ) -> None:
+        self._left, self._mapped, self._completed = deque(backups), mapped, completed
+
+    def step(self) -> int:
+        """Decode one more backup; returns its bytes, 0 if none is left."""
+        if not self._left:
+            return 0
+        backup = self._left.popleft()
+        segment = backup.segment
+        self._mapped(segment.id)
+        with closing(bounce_block(CHUNK_BYTES, segment.device)) as block, _core.CopyStream(segment.device) as stream:
+            for offset in range(0, segment.bytes, CHUNK_BYTES):
+                np.frombuffer(memoryview(block), np.uint8)[:] = backup.read(offset, CHUNK_BYTES)
+                stream.to_device(segment.address + offset, block, 0, CHUNK_BYTES)
+                stream.synchronize()
+        self._completed([segment])
+        return segment.bytes
+
+    def finish(self) -> None:
+        """Nothing is in flight."""
 
 
 def _transfer_in(

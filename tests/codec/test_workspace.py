@@ -20,10 +20,11 @@ from compression import (
     write,
     zeros,
 )
-from support import DEVICE_BYTES, MIB, PAGE
+from support import DEVICE_BYTES, PAGE
 
 from cumem_sleep import CuMemAllocator, _core, sim
 from cumem_sleep.codec.codec import ROW_BYTES
+from cumem_sleep.codec.kernels import SimulatedKernels
 
 pytestmark = pytest.mark.sim
 
@@ -53,32 +54,22 @@ class TestFullDevice:
 
     @pytest.mark.slow
     @pytest.mark.parametrize("free_bytes", [0, PAGE])
-    def test_wake_with_room_for_the_segments_only(self, allocator: CuMemAllocator, free_bytes: int) -> None:
+    @pytest.mark.parametrize("unpinned", [False, True], ids=["", "as after level 3"])
+    def test_wake_with_room_for_the_segments_only(
+        self, allocator: CuMemAllocator, free_bytes: int, unpinned: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The CPU decodes, and no kernel."""
         contents = self.fill(allocator)
         allocator.sleep()
+        if unpinned:
+            allocator._store.memory.unpin()
+        monkeypatch.setattr(SimulatedKernels, "decode", None)
         assert encodings(allocator, contents) == ["bf16", "bf16"]
         sim.configure(device_bytes=sum(segment.bytes for segment in _core.segments()) + free_bytes)
         assert allocator.wake_up().verified_bytes == 6 * PAGE
         check_bytes(contents)
         assert sim.stats().live_handles == len(_core.segments())
         assert _core.memory_info(0)[0] == free_bytes
-
-    def test_what_is_decoded_in_place_is_pinned_first(
-        self, allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """As after level 3, for which backups are unpinned. There is no memory for a copy of what is encoded."""
-        monkeypatch.setattr(CuMemAllocator.tuning, "table_bytes_per_gib", 2 * MIB)
-        contents = self.fill(allocator)
-        allocator.sleep()
-        registered = sim.stats().registered_bytes
-        allocator._store.memory.unpin()
-        assert sim.stats().registered_bytes < registered
-        tables_bytes = allocator._store.memory.device_bytes_to_pin(_core.segments())
-        assert tables_bytes > 0
-        sim.configure(device_bytes=sum(segment.bytes for segment in _core.segments()) + tables_bytes)
-        allocator.wake_up()
-        assert sim.stats().registered_bytes == registered
-        check_bytes(contents)
 
     @pytest.mark.parametrize("call", ["cuMemUnmap", "cuMemRelease", "cuMemAddressFree"])
     def test_memory_of_the_codec_that_the_driver_keeps_is_given_back_later(
@@ -100,13 +91,10 @@ class TestFullDevice:
         assert sim.stats().reserved_bytes == held.reserved_bytes - BENCH_BYTES[0]
 
 
-@pytest.mark.parametrize("spare_bytes", [DEVICE_BYTES, 0], ids=["with memory", "without"])
-def test_slots_have_tables_of_their_own(allocator: CuMemAllocator, spare_bytes: int) -> None:
+def test_slots_have_tables_of_their_own(allocator: CuMemAllocator) -> None:
     """They lie in one block. The simulated driver runs one kernel at a time, so a wake would not notice."""
     fill(allocator, bf16)  # so that the driver is open
-    with allocator._compressor.workspace(0, spare_bytes) as workspace:
+    with allocator._compressor.workspace(0, DEVICE_BYTES) as workspace:
         heads = [slot._in_block(0, slot._most_rows * (ROW_BYTES + 4)) for slot in workspace._slots]
         assert not any(np.shares_memory(one, other) for one, other in itertools.combinations(heads, 2))
         assert len({slot.table for slot in workspace._slots}) == len(workspace._slots) > 1
-        if not spare_bytes:
-            assert [slot.table for slot in workspace._slots] == [head.ctypes.data for head in heads]

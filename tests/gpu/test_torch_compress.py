@@ -573,7 +573,7 @@ def test_on_a_full_device_backups_are_stored_as_they_are(
 
 
 def test_wake_with_room_for_the_weights_alone(allocator: CuMemAllocator) -> None:
-    """Kernels decode what they read from host memory."""
+    """The CPU decodes."""
     weights = placed(allocator, [bf16(64 * MIB), noise(64 * MIB), normal(torch.float16, 64 * MIB)])
     expected = bytes_of(weights)
     allocator.sleep()

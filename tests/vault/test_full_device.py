@@ -115,7 +115,7 @@ def test_tag_by_tag_with_the_cache_first(allocator: CuMemAllocator, level: int) 
     check(contents)
 
 
-def test_where_the_driver_pins_no_copy_the_cpu_decodes(
+def test_where_the_driver_pins_nothing_the_cpu_copies(
     allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Page tables for pinned memory are in the memory that lacks."""
