@@ -41,6 +41,7 @@ class Way(NamedTuple):
 
 COLD, PREPARED, OWN = {"CUMEM_SLEEP_PREPARE": "0"}, {"CUMEM_SLEEP_PREPARE": "1"}, {"CUMEM_SLEEP_DISABLE": "1"}
 WAYS = {
+    "default": Way("this layer, nothing set: as prepared, because host memory has room for it", {}),
     "cold": Way("this layer; the first sleep takes and pins its host memory", COLD),
     "touched": Way(
         "as cold, right after another process used as much host memory: the VM has its RAM by then", COLD, touched=True
@@ -98,7 +99,7 @@ def serve(way: str, server: Server, arguments: argparse.Namespace, facts: dict[s
         if "CUMEM_SLEEP_COMPRESS" in WAYS[way].environment:  # how far weights shrink depends on their values
             facts["bytes_of_normal_values"] = int(server.call_worker("fill_with_normal_values"))
         before = server.complete(PROMPT, TOKENS).tokens
-        if WAYS[way].environment.items() >= PREPARED.items():
+        if way == "default" or WAYS[way].environment.items() >= PREPARED.items():
             facts["prepared_after_s"] = wait_until_prepared(server, 60)
         if WAYS[way].touched:
             touch_host_memory(int(SHAPES[arguments.shape].weights_bytes * 1.1))

@@ -52,6 +52,7 @@ from .errors import (
     OutOfDeviceMemory,
     check_bool,
     check_integer,
+    format_bytes,
     shown,
 )
 from .operations.checkpoint import checkpoint, why_not_for_ranks
@@ -59,15 +60,15 @@ from .operations.components import Components
 from .operations.forget import forget
 from .operations.look import digests, read_backup, usage
 from .operations.named import adopt, offer
-from .operations.prepare import Preparation, wanted_ahead
+from .operations.prepare import Preparation, Unasked, wanted_ahead
 from .operations.sleep import sleep
 from .operations.wake import wake, waking
 from .ranks.agreement import Agreement, RankVote
 from .ranks.group import as_group
 from .ranks.mesh import connect
 from .regions import Regions, plan_of
-from .report import BackupPlace, OperationTotals, SleepReport, TagUsage, WakeReport
-from .settings import Settings
+from .report import BackupPlace, OperationTotals, PhaseTimer, SleepReport, TagUsage, WakeReport
+from .settings import PREFIX, Settings
 from .store.copier import CopyChoosers
 
 # Their threads are stopped in order at exit. One that nobody uses any more stays here while a thread works for it.
@@ -623,10 +624,46 @@ class CuMemAllocator:
         self._stop_preparing()
         if self._store.memory.vault is not None:
             self._store.memory.vault.read_ahead()
-        preparation = Preparation(wanted_ahead(self._components), self._components, keep_bytes)
+        segments, _ = wanted_ahead(self._components)
+        preparation = Preparation(segments, self._components, keep_bytes)
         self._preparation = preparation  # before it starts: whatever happens, it can be stopped
         preparation.start()
         return preparation
+
+    def _prepare_where_there_is_room(self) -> None:
+        """As `prepare`, which nobody asked for: if host memory has room for all ranks, and as long as it has.
+
+        Ends with the first sleep; what that has backed up stays as ever.
+        """
+        speaks = self._agreement is None or self._agreement.mesh.rank == 0
+        try:
+            with self._vote_of_ranks("prepare") as vote:
+                said = Operation(self._operations, "prepare", self._begin_unasked, (vote,), vote=vote).run()
+        except CumemSleepError as error:
+            said = f"cumem-sleep makes no backups ahead, so the first sleep copies everything: {error}"
+        if speaks:
+            log.info("%s (%sPREPARE=auto)", said, PREFIX)
+
+    def _begin_unasked(self, vote: Vote) -> str:
+        self._stop_preparing()
+        segments, needed_bytes = wanted_ahead(self._components)
+        totals, own = self._operations.totals, self._store.catalogue.own
+        if self._agreement is not None:
+            self._agreement.gave_back = False
+        unasked = Unasked(own, self._agreement, lambda: sum(each.count for each in totals.values()))
+        preparation = Preparation(segments, self._components, unasked=unasked)
+        try:
+            if own is not None:  # the vault's limits are looked at when it takes the memory
+                # Each rank commits its own and then looks, so the last one sees what all of them will take.
+                own.commit_ahead(needed_bytes, lambda: preparation.share_to_come(needed_bytes))
+            vote.agree(PhaseTimer())
+        except BaseException:
+            preparation.stop()
+            raise
+        self._preparation = preparation
+        preparation.start()
+        each = "" if self._agreement is None else " in each worker"
+        return f"cumem-sleep makes backups ahead, so the first sleep copies nothing: {format_bytes(needed_bytes)}{each}"
 
     def _left_pool(self) -> None:
         """A thread has left a pool, whose memory is complete now."""
@@ -636,7 +673,7 @@ class CuMemAllocator:
                 log.run(self._lock, self._components.warm_up)
             except CumemSleepError as error:  # no reason for what was allocated to fail
                 log.warning("sleep and wake were not made ready, the first ones take longer: %s", error)
-        if self.settings.prepare and self._prepares_after_pools:
+        if self.settings.prepare is True and self._prepares_after_pools:
             try:
                 self.prepare()
             except CumemSleepError as error:

@@ -34,6 +34,14 @@ def prepare_after_warm_up() -> None:
     CuMemAllocator._prepares_after_pools = False
 
 
+def prepare_where_there_is_room(allocator: CuMemAllocator) -> None:
+    """Make backups ahead that nobody asked for, if host memory has room for those of all ranks, which all call this.
+
+    They are given back when less is left than is reserved for others.
+    """
+    allocator._prepare_where_there_is_room()
+
+
 def may_be_asleep(allocator: CuMemAllocator) -> bool:
     """False: nothing is asleep. It costs nothing to ask."""
     return allocator._operations.may_be_asleep

@@ -158,6 +158,13 @@ def _parse_bytes(text: str) -> int:
 FLAG = SettingKind(
     (bool,), "True or False", lambda _: True, lambda text: _FLAGS[text.lower()], f"one of {', '.join(_FLAGS)}"
 )
+_FLAG_OR_AUTO = SettingKind(
+    (bool, str),
+    f"auto, or {FLAG.expected}",
+    lambda value: value == "auto" or isinstance(value, bool),
+    lambda text: text if text == "auto" else FLAG.parse(text),
+    f"auto, or {FLAG.written}",
+)
 BYTES = replace(whole(0, MOST_BYTES), parse=_parse_bytes, written="a number of bytes, as 1073741824, 30GiB or 500MB")
 TOKEN = SettingKind(  # what HTTP's headers take
     (str,),
@@ -345,8 +352,11 @@ class Settings(_FromEnvironment):
         "Threads that prefault new host memory ahead of the copies, up to 1024.",
         "¾ of the cores, at most 16",
     )
-    prepare: bool = setting(
-        FLAG, False, "`1`: start `prepare()` whenever a memory pool is left; in vLLM, after its warm-up."
+    prepare: bool | str = setting(
+        _FLAG_OR_AUTO,
+        "auto",
+        "`1`: start `prepare()` whenever a memory pool is left; in vLLM, after its warm-up. `auto`: in vLLM, after its"
+        " warm-up, [where host memory has room](vllm.md#backups-made-ahead).",
     )
     prepare_bytes_per_second: int = setting(
         BYTES,

@@ -80,6 +80,17 @@ time.sleep(600)
             process.kill()
         assert mine.others()[groups[0]] == 0
 
+    def test_do_not_see_what_was_given_up_after_a_fork(
+        self, groups: list[pathlib.Path], mine: Commitment, other: Commitment
+    ) -> None:
+        """The child lives longer, and has the folders open still."""
+        mine.set(MIB)
+        folders = [os.dup(folder) for folder in mine._folders.values()]  # as a child has them
+        mine.set(0)
+        assert other.others() == dict.fromkeys(groups, 0)
+        for folder in folders:
+            os.close(folder)
+
     def test_cannot_make_it_take_long(self, groups: list[pathlib.Path], mine: Commitment) -> None:
         """Somebody locks a page here and a page there."""
         calls: list[object] = []

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import random
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from weakref import WeakValueDictionary
 
 from .. import _core, host_facts
-from ..core.commitment import Commitment, left_bytes, require_room
+from ..core.commitment import BETWEEN_TRIES_S, Commitment, left_bytes, require_room, reserved_bytes
 from ..core.extents import Extent
 from ..core.pinned import node_of
 from ..core.tuning import Tuning
@@ -23,6 +24,7 @@ from .tier import Footprint, HostLimit, NotYet, Tier, TryLock, budget_limits
 _BETWEEN_LOOKS_S = 0.02  # at the limits, while pages are prefaulted
 # To a look at thousands of blocks, which takes milliseconds of the thread that pins, for which all else waits.
 _PAUSE_PER_LOOK = 20
+_TRIES = 10  # of two that look at the same time both may find too little
 
 
 class HostTier(Tier):
@@ -35,6 +37,8 @@ class HostTier(Tier):
         self._untouched: WeakValueDictionary[int, _core.HostBlock] = WeakValueDictionary()
         self._to_touch: WeakValueDictionary[int, _core.HostBlock] = WeakValueDictionary()  # of these, not released
         self._commitment = Commitment()
+        self._to_come: Callable[[], int] = int  # of what is taken ahead, which leaves so much of each limit:
+        self._reserved: Mapping[str, int] = {}
         self._look_at = 0.0  # when the limits are next looked at while pages are prefaulted
         self._held_bytes = 0  # without what waits to be released
         self._releasing = _Releasing(try_lock, tuning)
@@ -109,8 +113,41 @@ class HostTier(Tier):
     def _show(self) -> list[_core.HostBlock]:
         """Show other processes what is yet to be touched. Returns its blocks."""
         blocks = _not_pinned(self._to_touch)
-        self._commitment.set(sum(max(0, block.bytes - block.prefaulted_bytes) for block in blocks))
+        to_touch = sum(max(0, block.bytes - block.prefaulted_bytes) for block in blocks)
+        self._commitment.set(to_touch + self._to_come())
         return blocks
+
+    def commit_ahead(self, nbytes: int, to_come: Callable[[], int]) -> None:
+        """What nobody asked for is about to take so much, bit by bit: until `to_come` says 0, no other process counts
+        on what that says.
+
+        Raises:
+            OutOfHostMemory: a limit leaves less than that, beside its reserve and what others are about to touch.
+        """
+
+        def not_yet() -> None:
+            raise NotYet
+
+        self._reserved = reserved_bytes()
+        self._show()
+        for _ in range(_TRIES):
+            with suppress(NotYet):
+                self._commitment.take(nbytes, partial(self._check_reserve, nbytes), not_yet)
+                self._to_come = to_come
+                return
+            time.sleep(random.uniform(*BETWEEN_TRIES_S))
+        self._check_reserve(nbytes, self._commitment.others())
+        raise OutOfHostMemory(nbytes, 0, "MemAvailable", "other processes are taking it")
+
+    def check_reserve(self) -> None:
+        """
+        Raises:
+            OutOfHostMemory: a limit leaves less than its reserve.
+        """
+        self._check_reserve(0, {})
+
+    def _check_reserve(self, nbytes: int, others: Mapping[Path, int]) -> None:
+        require_room(nbytes + self._promised_bytes(), others, reserved=self._reserved)
 
     def _all_touched(self) -> None:
         self._show()

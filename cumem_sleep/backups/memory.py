@@ -197,9 +197,13 @@ class BackupMemory:
         if self._catalogue.own is not None:
             self._catalogue.own.finish_releasing()
 
-    def clear(self) -> None:
-        """Forget every backup of an awake segment; returns when the memory has gone back to the system."""
+    def give_up(self) -> None:
+        """Forget every backup of an awake segment; the memory goes back to the system soon."""
         self._catalogue.forget({b.segment.id for b in self._catalogue if not b.is_needed_asleep})
+
+    def clear(self) -> None:
+        """As `give_up`; returns when the memory has gone back to the system."""
+        self.give_up()
         self.settle()
 
     def leave(self) -> None:

@@ -27,6 +27,7 @@ from .driver import unified_free_bytes
 # mean to touch, is passed over then.
 FOR_OTHERS_S = 60.0
 HOST_RESERVE_BYTES = 2 << 30  # who takes all there is leaves so much: for servers' own memory, the interpreter
+_RESERVED_SHARE = 16  # who takes what it can do without leaves a sixteenth, if that is more
 BETWEEN_TRIES_S = (0.005, 0.05)  # at random, so that of two that try at the same time one comes first
 _PAGE_BYTES = 4096
 _FLOCK = "hhqqi0q"  # struct flock: type, whence, start, length, pid
@@ -94,16 +95,15 @@ class Commitment:
         self._pages = -(-nbytes // _PAGE_BYTES)
         if self._pages and not self._folders:
             self._folders, self._first = _open_folders(), random.randrange(_FIRST_RANGES)
-        if self._pages == 0:
-            _close(self._folders.values())  # with the locks
-            self._folders = {}
-            return
         kind = fcntl.F_RDLCK if self._pages > before else fcntl.F_UNLCK
         start, end = sorted((before, self._pages))
         if start < end:
             for folder in self._folders.values():
                 with suppress(OSError):
                     fcntl.fcntl(folder, fcntl.F_OFD_SETLK, _flock(kind, self._first + start, end - start))
+        if self._pages == 0:
+            _close(self._folders.values())
+            self._folders = {}
 
     def others(self) -> dict[Path, int]:
         """What all others have committed, in bytes, by the folder of the memory control group."""
@@ -115,11 +115,20 @@ class Commitment:
                 _close(folders.values())
 
 
-def require_room(nbytes: int, committed: Mapping[Path, int] | None = None, note: str = "") -> None:
-    """Every limit leaves so much beside what others have committed. Raises OutOfHostMemory: one does not."""
-    for name, left in left_bytes(nbytes, committed).items():
-        if left < nbytes:
-            raise OutOfHostMemory(nbytes, max(0, left), name, note)
+def require_room(
+    nbytes: int, committed: Mapping[Path, int] | None = None, note: str = "", reserved: Mapping[str, int] | None = None
+) -> None:
+    """Every limit leaves so much beside what others have committed, and what is reserved of it.
+
+    Raises:
+        OutOfHostMemory: one does not.
+    """
+    reserved = reserved or {}
+    for name, left in left_bytes(nbytes + max(reserved.values(), default=0), committed).items():
+        reserve = reserved.get(name, 0)
+        if left - reserve < nbytes:
+            note = note or (f"{format_bytes(reserve)} are reserved for others" if reserve else "")
+            raise OutOfHostMemory(nbytes, max(0, left - reserve), name, note)
 
 
 def left_bytes(enough: int | None = None, committed: Mapping[Path, int] | None = None) -> dict[str, int]:
@@ -140,6 +149,13 @@ def left_bytes(enough: int | None = None, committed: Mapping[Path, int] | None =
     if "MemAvailable" in left:
         left["MemAvailable"] -= of_host
     return left
+
+
+def reserved_bytes() -> dict[str, int]:
+    """What is left to others of each limit, by name, by who takes what it can do without."""
+    found = {"cgroup": host_facts.cgroup_limit_bytes(), "MemAvailable": host_facts.mem_total_bytes()}
+    known = {name: total for name, total in found.items() if total is not None}
+    return {name: max(HOST_RESERVE_BYTES, total // _RESERVED_SHARE) for name, total in known.items()}
 
 
 def _open_folders() -> dict[Path, int]:

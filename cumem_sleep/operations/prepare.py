@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from numbers import Real
 
 from .. import _core
@@ -20,16 +21,45 @@ from ..core.extents import Piece
 from ..core.levels import dropped_at_level, in_pools
 from ..core.segments import by_device, total_bytes
 from ..digest.digester import DigestRun
-from ..errors import CodecError, CumemSleepError, InvalidArgument, InvalidArgumentType, InvalidState
+from ..errors import (
+    CodecError,
+    CumemSleepError,
+    InvalidArgument,
+    InvalidArgumentType,
+    InvalidState,
+    OutOfHostMemory,
+    format_bytes,
+)
+from ..ranks.agreement import Agreement
 from .components import Components
 
 _SHORTEST_PAUSE_S = 0.0002  # in which other threads get the allocator
 _LONGEST_TIMEOUT_S = 1e9  # decades
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.02, 1.0  # for a tier that is still taking memory
+LOOK_S = 1.0  # between looks at what is left of host memory
 
 
-def wanted_ahead(components: Components) -> list[_core.Segment]:
-    """What a sleep at level 1 would back up.
+class _Slept(Exception):
+    """Of what nobody asked for, nothing is made any more: a sleep has backed up all, or drops it."""
+
+
+@dataclass
+class Unasked:
+    """What is made ahead because host memory has room for it: when it ends, and is given back.
+
+    Attributes:
+        own: where it is, if that is memory of this process, of which limits of the host leave a reserve.
+        agreement: with the other ranks, all of which give it back if one does.
+        changes: how many operations have put memory to sleep or woken it.
+    """
+
+    own: HostTier | None
+    agreement: Agreement | None
+    changes: Callable[[], int]
+
+
+def wanted_ahead(components: Components) -> tuple[list[_core.Segment], int]:
+    """What a sleep at level 1 would back up, and the least host memory that takes.
 
     Raises:
         OutOfHostMemory: a limit leaves too little for all of it, compressed or not.
@@ -39,8 +69,9 @@ def wanted_ahead(components: Components) -> list[_core.Segment]:
     wanted = [segment for segment in awake if is_dropped and not is_dropped(segment.tag)]
     components.store.catalogue.back_up_parts({}, wanted)
     memory = components.store.memory
-    memory.make_room(memory.needed_bytes(wanted, compressed=components.compressor.on), wanted)
-    return wanted
+    needed_bytes = memory.needed_bytes(wanted, compressed=components.compressor.on)
+    memory.make_room(needed_bytes, wanted)
+    return wanted, needed_bytes
 
 
 def dropped_awake() -> list[_core.Segment]:
@@ -63,8 +94,18 @@ class Preparation:
         error: why it ended early, or None; what was backed up by then stays.
     """
 
-    def __init__(self, segments: Sequence[_core.Segment], components: Components, keep_bytes: int) -> None:
-        self.wanted_bytes = total_bytes(segments)
+    def __init__(
+        self,
+        segments: Sequence[_core.Segment],
+        components: Components,
+        keep_bytes: int = 0,
+        unasked: Unasked | None = None,
+    ) -> None:
+        self.wanted_bytes = self._rest_bytes = total_bytes(segments)
+        self._unasked = unasked
+        self._changes = unasked.changes() if unasked else 0
+        self._look_at = 0.0  # when the reserve is next looked at
+        self._gave_back_bytes = 0
         self._segments = segments
         self._keep_bytes = keep_bytes
         self._components = components
@@ -116,12 +157,41 @@ class Preparation:
         """
         self._is_ended_by_finaliser |= self._worker.is_this_thread
         self._worker.stop()
+        self._rest_bytes = 0
+
+    def share_to_come(self, nbytes: int) -> int:
+        """Of so many bytes, how many are for segments that it has not come to yet."""
+        return nbytes * max(0, self._rest_bytes) // max(1, self.wanted_bytes)
 
     def _run(self) -> None:
+        try:
+            self._make()
+            if self._unasked is not None and self._unasked.own is not None:
+                while self._store.memory.bytes and not self._worker.pause(LOOK_S):
+                    with self._turn():
+                        pass
+        except _Slept:
+            pass
+        except BaseException as error:
+            self.error = error if isinstance(error, CumemSleepError) else InvalidState(f"prepare failed: {error!r}")
+            if nbytes := self._gave_back_bytes:  # not with the lock held: whoever logs may be waiting for it
+                log.warning(
+                    "cumem-sleep gives back %s of backups made ahead, so the next sleep copies everything: %s",
+                    format_bytes(nbytes),
+                    error,
+                )
+            else:
+                log.warning("prepare ended early, the next sleep copies the rest: %s", error)
+        finally:
+            self._rest_bytes = 0
+            self._prune()
+
+    def _make(self) -> None:
         try:
             with _core.RelaxedCapture(), DigestRun(self._components.digester, self._segments) as digests:
                 self._components.warm_up()
                 for segment in self._segments:
+                    self._rest_bytes -= segment.bytes
                     self._prepare(segment, digests)
                 if self._keep_bytes:
                     self._pin_for_kept()
@@ -129,13 +199,9 @@ class Preparation:
                     raise InvalidState(
                         "prepare was ended by a finaliser, which the garbage collector happened to run on its thread"
                     )
-        except BaseException as error:
-            self.error = error if isinstance(error, CumemSleepError) else InvalidState(f"prepare failed: {error!r}")
-            log.warning("prepare ended early, the next sleep copies the rest: %s", error)
         finally:
             while self._workspaces:
                 self._workspaces.popitem()[1].close()
-            self._prune()
 
     def _prepare(self, segment: _core.Segment, digests: DigestRun) -> None:
         """Back up one segment. Waits, without the lock, while the tier has yet to take memory for it."""
@@ -278,19 +344,53 @@ class Preparation:
 
     @contextmanager
     def _step(self, segment: _core.Segment, backup: Backup | None = None) -> Iterator[bool]:
-        """Holds the allocator's lock; gives whether the segment is still awake (and this backup still to be made)."""
+        """As `_turn`; gives whether the segment is still awake (and this backup still to be made)."""
+        with self._turn() as mine, _core.HeldSegments([segment] if mine else []) as held:
+            awake = bool(held) and segment.sleep == _core.Segment.Sleep.AWAKE
+            yield awake and (backup is None or backup.being_prepared)
+
+    @contextmanager
+    def _turn(self) -> Iterator[bool]:
+        """Holds the allocator's lock; gives False if it is asked to stop before that is free.
+
+        Raises:
+            _Slept, OutOfHostMemory: what nobody asked for ends.
+        """
         while not self._worker.asked_to_stop:
             # Never waits for the lock: its holder may be waiting for this thread to stop.
             with self._store.lock.if_free() as has_lock:
                 if has_lock:
-                    with _core.HeldSegments([segment]) as held:
-                        awake = bool(held) and segment.sleep == _core.Segment.Sleep.AWAKE
-                        yield awake and (backup is None or backup.being_prepared)
+                    self._look()
+                    yield True
             if has_lock:
                 return
             self._worker.pause(self._tuning.prepare_poll_s)
         self._is_cut_short = True
         yield False
+
+    def _look(self) -> None:
+        """Whether what nobody asked for goes on."""
+        if (unasked := self._unasked) is None:
+            return
+        if unasked.changes() != self._changes:
+            raise _Slept
+        now, agreement = time.monotonic(), unasked.agreement
+        if unasked.own is None or now < self._look_at:
+            return
+        self._look_at = now + LOOK_S
+        memory = self._store.memory
+        try:
+            unasked.own.check_reserve()
+            if agreement is not None:
+                agreement.listen(0)
+                if agreement.gave_back:
+                    raise OutOfHostMemory(0, 0, "MemAvailable", "another rank has given its own back")
+        except OutOfHostMemory:
+            if agreement is not None and not agreement.gave_back:
+                agreement.tell_gave_back()
+            self._gave_back_bytes = memory.bytes
+            memory.give_up()
+            raise
 
     def _prune(self) -> None:
         """Drop backups that are incomplete or of freed segments: now, or when the operation that runs now has ended."""

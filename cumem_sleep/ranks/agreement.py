@@ -50,6 +50,7 @@ class Agreement:
         self.round = 0  # the last one that this rank has begun, or missed
         self.missed = False  # the others have decided a round without this rank, just before its current one
         self.heard: defaultdict[int, _Heard] = defaultdict(_Heard)  # what is known of a round
+        self.gave_back = False  # another rank has given back what all of them had made ahead
         self._told: dict[int, Decision] = {}  # where there is no record: what rank 0 said
 
     def listen(self, timeout_s: float) -> None:
@@ -124,7 +125,14 @@ class Agreement:
             self.listen(LOOK_S)
         return self._told[round_]
 
+    def tell_gave_back(self) -> None:
+        """Tell the other ranks that this one has given back what all of them had made ahead."""
+        self.mesh.send(RankMessage(MessageKind.GAVE_BACK, self.round))
+
     def _take(self, sender: int, message: RankMessage) -> None:
+        if message.kind is MessageKind.GAVE_BACK:
+            self.gave_back = True
+            return
         heard = self.heard[message.round]
         if message.kind is MessageKind.BEGUN:
             heard.operations[sender] = message.operation

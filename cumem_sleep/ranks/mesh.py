@@ -39,6 +39,7 @@ class MessageKind(str, Enum):
     VOTE = "vote"  # its half is done and can be undone; or it failed
     YOURS = "yours"  # rank 0 may decide: this rank will not go back on its vote
     DECIDED = "decided"  # by rank 0
+    GAVE_BACK = "gave back"  # of no round: the backups that it made ahead
 
 
 @dataclass(frozen=True)

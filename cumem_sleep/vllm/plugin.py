@@ -17,7 +17,7 @@ from .. import _core
 from ..allocator import CuMemAllocator
 from ..core.levels import is_checkpoint
 from ..errors import CumemSleepError, InvalidState
-from ..for_plugin import prepare_after_warm_up
+from ..for_plugin import prepare_after_warm_up, prepare_where_there_is_room
 from ..settings import FLAG, PREFIX, Settings
 from . import (
     compatibility,
@@ -191,19 +191,30 @@ def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def compile_or_warm_up_model(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """The worker's method. After it, the engine's workers form a group and, if set so, prepare their first sleep."""
+    """The worker's method. After it, the engine's workers form a group and prepare their first sleep."""
     worker, allocator = worker_checkpoint.of(self), CuMemAllocator.instance
     if allocator is not None and (why := worker_refusals.why_not(worker, "compile_or_warm_up_model", allocator)):
         return worker_refusals.refuse(worker, "compile_or_warm_up_model", why)
     result = worker.compile_or_warm_up_model(*args, **kwargs)
     engine_group.join(worker)
-    allocator = CuMemAllocator.instance
-    if allocator is not None and allocator.settings.prepare and allocator.get_current_usage():
+    _prepare(worker)
+    return result
+
+
+def _prepare(worker: Any) -> None:
+    """As the settings say; all ranks of an engine call this."""
+    if (allocator := CuMemAllocator.instance) is None:
+        return
+    settings = allocator.settings
+    if settings.prepare == "auto":
+        config = getattr(getattr(worker, "vllm_config", None), "model_config", None)
+        if settings.retain_backups and getattr(config, "enable_sleep_mode", False):
+            prepare_where_there_is_room(allocator)
+    elif settings.prepare and allocator.get_current_usage():
         try:
             allocator.prepare(keep_bytes=kv_blocks.bytes_to_prepare(worker))
         except CumemSleepError as error:
             logger.warning("prepare did not begin, so the first sleep copies everything: %s", error)
-    return result
 
 
 def sleep(self: Any, level: int = 1, **kwargs: Any) -> Any:

@@ -7,10 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from cumem_sleep import host_facts
+from cumem_sleep.core.commitment import reserved_bytes
 from cumem_sleep.host_facts import (
     cgroup_available_bytes,
     cgroup_limit_bytes,
     mem_available_bytes,
+    mem_total_bytes,
     usable_cores,
 )
 
@@ -75,6 +78,26 @@ class TestMemAvailable:
         available = mem_available_bytes()
         assert available is not None
         assert MIB < available < 1 << 50
+
+
+@pytest.mark.parametrize(
+    ("total", "limit", "expected"),
+    [
+        (2048 * GIB, "max", {"MemAvailable": 128 * GIB}),
+        (2048 * GIB, 96 * GIB, {"MemAvailable": 128 * GIB, "cgroup": 6 * GIB}),
+        (16 * GIB, 8 * GIB, {"MemAvailable": 2 * GIB, "cgroup": 2 * GIB}),
+    ],
+)
+def test_a_share_is_reserved_of_each_limit(
+    system: System, monkeypatch: pytest.MonkeyPatch, total: int, limit: int | str, expected: dict[str, int]
+) -> None:
+    """Of a container's own, too, whatever the host has."""
+    system.write("proc/meminfo", f"MemTotal: {total // 1024} kB\nMemAvailable: 1024 kB")
+    system.write("proc/self/cgroup", "0::/pod")
+    system.group("pod", memory_max=limit, memory_current=GIB)
+    monkeypatch.setattr(host_facts, "cgroup_limit_bytes", lambda: cgroup_limit_bytes(system.root))
+    monkeypatch.setattr(host_facts, "mem_total_bytes", lambda: mem_total_bytes(system.root))
+    assert reserved_bytes() == expected
 
 
 class TestCgroupV2:

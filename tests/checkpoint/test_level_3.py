@@ -20,6 +20,7 @@ from support import (
     HANGS_S,
     PAGE,
     Memory,
+    ample_host_memory,
     assert_no_threads,
     hooks,
     in_thread,
@@ -180,8 +181,21 @@ class TestSleepAndWake:
         with raises(InvalidState, "there is no memory"):
             checkpoint(allocator)
 
-    def test_ends_a_preparation(self, allocator: CuMemAllocator, weights: int) -> None:  # noqa: ARG002
-        preparation = allocator.prepare()
+    @pytest.mark.parametrize("unasked", [False, True])
+    def test_ends_a_preparation(
+        self,
+        allocator: CuMemAllocator,
+        weights: int,  # noqa: ARG002
+        monkeypatch: pytest.MonkeyPatch,
+        unasked: bool,
+    ) -> None:
+        ample_host_memory(monkeypatch)
+        if unasked:
+            allocator._prepare_where_there_is_room()
+        else:
+            allocator.prepare()
+        preparation = allocator._preparation
+        assert preparation is not None
         allocator.sleep(level=3)
         assert_deep(allocator)
         preparation.wait(30)

@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import multiprocessing
 import os
+import pathlib
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -19,7 +20,9 @@ from typing import Any
 from support import PAGE, fresh_allocator, holds, quick_sums
 
 from cumem_sleep import CuMemAllocator, CumemSleepError, RankFailed, _core, host_facts, sim
+from cumem_sleep.backups import host_tier
 from cumem_sleep.digest import digester as digest_device
+from cumem_sleep.operations import prepare
 from cumem_sleep.ranks import mesh as mesh_module
 from cumem_sleep.ranks.decisions import Record
 from cumem_sleep.ranks.mesh import Mesh
@@ -166,6 +169,32 @@ class _Worker:
         return [
             (self._allocator.sleep(1).phases["agree"], self._allocator.wake_up().phases["agree"]) for _ in range(rounds)
         ]
+
+    def begin_unasked(self, ledger: str, left_bytes: int, reserve: int) -> int:
+        """Backups ahead, where so much of host memory is left; how many bytes have one in the end."""
+        host_facts.memory_groups = lambda: [pathlib.Path(ledger)]  # type: ignore[assignment]
+        host_facts.cgroup_available_bytes = lambda **_: None  # type: ignore[assignment]
+        host_facts.mem_available_bytes = lambda **_: left_bytes  # type: ignore[assignment]
+        host_tier.reserved_bytes = lambda: {"MemAvailable": reserve}  # type: ignore[assignment]
+        prepare.LOOK_S = 0.001
+        self._allocator._prepare_where_there_is_room()
+        preparation = self._allocator._preparation
+        while preparation is not None and preparation.running and self._backed_up() < preparation.wanted_bytes:
+            time.sleep(0.001)
+        return self._backed_up()
+
+    def _backed_up(self) -> int:
+        return sum(usage.backed_up_bytes for usage in self._allocator.usage().values())
+
+    def short_of_host_memory(self) -> None:
+        host_facts.mem_available_bytes = lambda **_: 0  # type: ignore[assignment]
+
+    def gave_back(self) -> bool:
+        preparation = self._allocator._preparation
+        assert preparation is not None
+        is_over = preparation.wait(ANSWER_S)
+        host_facts.mem_available_bytes = lambda **_: None  # type: ignore[assignment]
+        return is_over and self._allocator._store.memory.bytes == 0
 
     def raised_before(self, operation: str) -> Outcome:
         """A call whose arguments are refused."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import logging
 import pathlib
 import pickle
 import sys
@@ -23,9 +24,9 @@ from support import Memory, fresh_allocator
 
 sys.path.append(str(pathlib.Path(__file__).parents[1] / "vault"))
 
-from running import RunningVault
+from running import RunningVault, eventually
 
-from cumem_sleep import CuMemAllocator, DriverError, InvalidState, OutOfDeviceMemory, RankFailed, sim
+from cumem_sleep import CuMemAllocator, DriverError, InvalidState, OutOfDeviceMemory, RankFailed, host_facts, sim
 from cumem_sleep.vllm import compatibility, engine_group
 
 skip_unless_vllm()
@@ -259,11 +260,48 @@ class TestExecutor:
             allocator._preparation.wait(30)
             assert allocator.sleep(1).copied_bytes == 0
 
+    @pytest.mark.parametrize(
+        ("left_bytes", "sleeps", "retain", "begins"),
+        [(None, True, True, True), (PAGE, True, True, False), (None, False, True, False), (None, True, False, False)],
+    )
+    def test_by_default_it_prepares_where_there_is_room(
+        self,
+        executor: Any,
+        make_allocator: Any,
+        memory: Memory,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+        left_bytes: int | None,
+        sleeps: bool,
+        retain: bool,
+        begins: bool,
+    ) -> None:
+        """And sleep mode is on: vLLM has this allocator for other purposes, too."""
+        monkeypatch.setattr(host_facts, "mem_available_bytes", lambda **_: left_bytes)
+        monkeypatch.setattr(host_facts, "cgroup_available_bytes", lambda **_: None)
+        executor.driver_worker.worker.vllm_config = types.SimpleNamespace(
+            model_config=types.SimpleNamespace(enable_sleep_mode=sleeps, enable_cumem_allocator=True)
+        )
+        allocator = fresh_allocator(retain_backups=retain)
+        with allocator.use_memory_pool("weights"):
+            address = allocator.malloc(PAGE)
+        content = memory.fill_random(address, PAGE)
+        assert allocator._preparation is None, "the model is still being loaded"
+        monkeypatch.setattr(logging.getLogger("cumem_sleep"), "propagate", True)
+        with caplog.at_level(logging.INFO, "cumem_sleep"):
+            executor.collective_rpc("compile_or_warm_up_model")
+        said = [line for line in dict.fromkeys(caplog.messages) if "CUMEM_SLEEP_PREPARE=auto" in line]
+        assert ["makes backups ahead" in line for line in said] == ([begins] if sleeps and retain else [])
+        assert (allocator._preparation is not None) == begins
+        if begins:
+            eventually(lambda: allocator.usage()["weights"].backed_up_bytes == PAGE, "it has a backup")
+            assert allocator.sleep(1).copied_bytes == 0
+            allocator.wake_up()
+            assert memory.read(address, PAGE) == content
+
     def test_a_preparation_that_cannot_begin(
         self, executor: Any, make_allocator: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        import logging
-
         monkeypatch.setattr(logging.getLogger("cumem_sleep"), "propagate", True)
         allocator = fresh_allocator(prepare=True, host_budget_bytes=1)
         allocator.malloc(PAGE, "weights")
