@@ -1,4 +1,7 @@
-"""PyTorch memory that sleeps: pools, CUDA graphs, kernels in flight, captures. Needs a real GPU."""
+"""PyTorch memory that sleeps: pools, CUDA graphs, kernels in flight, captures. Needs a real GPU.
+
+What vLLM's tests hold its own allocator to is tested by these, on this layer: `benchmarks/upstream_tests.py`.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,18 @@ import ctypes
 import gc
 import itertools
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from snippets import snippet_at
-from support import Memory, digest_of
+from support import Memory, digest_of, fresh_allocator
 
 from cumem_sleep import CuMemAllocator, InvalidState, OutOfDeviceMemory, _core
 from cumem_sleep.core.copy_chooser import CopyChoice, CopyChooser
 from cumem_sleep.digest.digester import DeviceDigester
+from cumem_sleep.vllm import loaded
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("clean_pools")]
 torch = pytest.importorskip("torch")
@@ -481,3 +486,38 @@ def test_peers_keep_their_access(allocator: CuMemAllocator) -> None:
     assert cuda.cuMemGetAccess(ctypes.byref(flags), ctypes.byref(location), ctypes.c_uint64(weights.data_ptr())) == 0
     assert flags.value == 3
     assert torch.equal(weights.cpu(), expected)
+
+
+@pytest.mark.usefixtures("allocator")
+def test_every_tensor_among_dropped_weights_shows_poison() -> None:
+    poisoning = fresh_allocator(poison=True)
+    with poisoning.use_memory_pool("weights"):
+        weight = torch.full((4096,), 0x44, dtype=torch.uint8, device="cuda")
+        other = torch.full((4096,), 0x55, dtype=torch.uint8, device="cuda")
+    addresses = weight.data_ptr(), other.data_ptr()
+    poisoning.sleep(offload_tags=())
+    poisoning.wake_up()
+    assert (weight.data_ptr(), other.data_ptr()) == addresses
+    assert torch.all(weight == 0xFF)
+    assert torch.all(other == 0xFF)
+
+
+@pytest.mark.usefixtures("allocator")
+def test_parameters_that_nobody_loads_again_are_told() -> None:
+    allocator = fresh_allocator()
+    model, draft = torch.nn.Module(), torch.nn.Module()
+    with allocator.use_memory_pool("weights"):
+        for module, name, size in ((model, "large", 30 << 20), (model, "one", 1), (draft, "fc", 12_345)):
+            value = torch.randn(size, dtype=torch.bfloat16, device="cuda")
+            module.register_parameter(name, torch.nn.Parameter(value, requires_grad=False))
+    runner = SimpleNamespace(model=model, drafter=SimpleNamespace(model=draft))
+    worker = SimpleNamespace(model_runner=runner)
+    allocator.sleep(offload_tags=())
+    with loaded.marking(worker):
+        allocator.wake_up()
+    assert loaded.not_loaded(worker) == "large, one, draft.fc"
+    model.one.fill_(1.5)
+    model.large[-1] = 1.5
+    assert loaded.not_loaded(worker) == "draft.fc"
+    draft.fc.zero_()
+    assert loaded.not_loaded(worker) == ""
