@@ -26,12 +26,7 @@ from ..errors import CumemSleepError, OutOfHostMemory, VaultError, VaultLost, Va
 from ..report import BackupPlace
 from ..settings import Settings
 from ..vault import protocol
-from ..vault.client import (
-    DEADLINE_S,
-    LentMemory,
-    VaultBackup,
-    VaultClient,
-)
+from ..vault.client import DEADLINE_S, LentMemory, VaultBackup, VaultClient
 from ..vault.files import read_into
 from ..vault.ledger import FILES, Key
 from ..vault.slabs import SlabRange
@@ -244,8 +239,8 @@ class VaultTier(Tier):
 
     def hear(self) -> None:
         """Where backups lie by now. The vault says so before it gives their memory to others."""
-        if self._client is not None and self._client.slabs.moves:
-            self._client.hear()
+        if self._client is not None:
+            self._client.slabs.hear()
 
     def lane_group(self) -> VaultLaneGroup:  # noqa: D102
         self._relays.clear()
@@ -279,7 +274,7 @@ class VaultTier(Tier):
 
     def read_ahead(self) -> None:
         """What sleeps is about to be woken: let it come from files into memory. Returns at once."""
-        if self._client is not None and self._client.spills:
+        if self._client is not None and self._client.slabs.moves:
             with suppress(VaultError):
                 self._client.read_ahead()
 

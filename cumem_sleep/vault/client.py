@@ -241,11 +241,6 @@ class VaultClient:
         return self._lost
 
     @property
-    def spills(self) -> bool:
-        """Whether the vault keeps backups in files when its memory is short."""
-        return bool(self.slabs.moves)
-
-    @property
     def is_gone(self) -> bool:
         """Whether the vault's process is known to have ended, so that the driver has all that it had of others."""
         try:
@@ -253,10 +248,6 @@ class VaultClient:
         except OSError as error:
             return isinstance(error, ProcessLookupError)
         return False
-
-    def hear(self) -> None:
-        """Of backups that lie elsewhere by now: before this process reads them by itself, and once more afterwards."""
-        self.slabs.hear()
 
     def _take_in_all(self) -> None:
         """What has come."""

@@ -20,7 +20,7 @@ import stat
 import struct
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -293,7 +293,8 @@ def boolean(body: Mapping[str, Any], name: str) -> bool:
 def integers(body: Mapping[str, Any], name: str, most: int = MAX_AT_ONCE) -> list[int]:
     """The list of whole numbers of that name, none negative. Raises Nonsense: there is none."""
     value = _list(body, name, most)
-    _check_numbers(name, value)
+    if not all(type(each) is int and 0 <= each < 1 << 63 for each in value):
+        raise Nonsense(f"{name}: expected whole numbers")
     return value
 
 
@@ -325,11 +326,6 @@ def objects(body: Mapping[str, Any], name: str, most: int) -> list[dict[str, Any
     if not all(isinstance(each, dict) for each in value):
         raise Nonsense(f"{name}: expected objects")
     return value
-
-
-def _check_numbers(name: str, values: Iterable[object]) -> None:
-    if not all(type(each) is int and 0 <= each < 1 << 63 for each in values):
-        raise Nonsense(f"{name}: expected whole numbers")
 
 
 def _list(body: Mapping[str, Any], name: str, most: int) -> list[Any]:

@@ -34,7 +34,6 @@ from .protocol import Nonsense, Table, VaultMessage, boolean, integer, integers,
 from .range_table import SMALL_RANGE_BYTES, check_table, table_pieces
 from .relay import Relaying
 from .session import Session
-from .slabs import SlabRange
 from .spill import REQUESTS_AT_ONCE, FileRead, Spiller, SpillPlan
 
 _MAX_PIECES = 1 << 14  # of one copy: 64 MiB each, or an extent
@@ -227,15 +226,15 @@ class Service:
         asked.session.identity = text(asked.body, "identity", 64)
         asked.session.is_greeted = True
         if self._spiller is not None:
-            descriptors: list[int] = []
+            file, descriptors = self._spiller.file, list[int]()
             try:
                 asked.session.moves = MoveLog()
                 descriptors.append(asked.session.moves.reader())
-                descriptors.append(os.dup(self._file.read_only))
+                descriptors.append(os.dup(file.read_only))
             except OSError:
                 protocol.close_all(descriptors)
                 raise VaultError(memory.NO_MORE_FILES) from None
-            asked.session.send({"file_bytes": self._file.nbytes, "folder": str(self._file.folder)}, descriptors)
+            asked.session.send({"file_bytes": file.nbytes, "folder": str(file.folder)}, descriptors)
         return {
             "pid": os.getpid(),
             "instance": self._instance,
@@ -431,7 +430,7 @@ class Service:
             if self._spiller is not None and not entry.extents:
                 ring = self._spiller.ring.block
                 for _, start, nbytes in entry.in_files.ranges(offset, size):
-                    yield LinkPiece(ring, start, at, nbytes, source=PieceSource(self._file, number))
+                    yield LinkPiece(ring, start, at, nbytes, source=PieceSource(self._spiller.file, number))
                     at += nbytes
             for slab, start, nbytes in entry.ranges(offset, size):
                 for begin in range(0, nbytes, PIECE_BYTES):
@@ -606,29 +605,17 @@ class Service:
         slabs = {extent.slab for share in there for extent in share.entry.extents}
         for number in sorted(slabs - session.known_slabs):
             self._send_slab(session, number)
-        moves_end = session.moves.end if session.moves else 0
-        return {
-            "backups": [None if share is None else self._described(share) for share in shares],
-            "moves_end": moves_end,
-        }
-
-    def _described(self, share: Share) -> _Answer:
-        entry = share.entry
-        return {
-            "number": share.number,
-            "bytes": entry.nbytes,
-            "extents": self._known_place(entry),
-        }
-
-    def _known_place(self, entry: Entry) -> Sequence[SlabRange]:
-        """Where its owners read it themselves. What is in files may be dropped from memory at any moment."""
-        return entry.spilled if entry.is_in_files else entry.extents
-
-    @property
-    def _file(self) -> SpillFile:
-        """Of a vault that spills."""
-        assert self._spills is not None
-        return self._spills[0]
+        backups = [
+            share
+            and {
+                "number": share.number,
+                "bytes": share.entry.nbytes,
+                # Where its owner reads it itself: what is in files may be dropped from memory at any moment.
+                "extents": share.entry.spilled if share.entry.is_in_files else share.entry.extents,
+            }
+            for share in shares
+        ]
+        return {"backups": backups, "moves_end": session.moves.end if session.moves else 0}
 
     def _owners_of(self, entry: Entry) -> list[Session]:
         return [session for session in self._sessions if session.owner in entry.owners]
@@ -704,7 +691,7 @@ class Service:
         written, read = (spiller.written, spiller.reader.totals) if spiller else (CopyTotals(), CopyTotals())
         return {
             "ring_bytes": spiller.ring.nbytes if spiller else 0,
-            "files_bytes": self._file.nbytes if spiller else 0,
+            "files_bytes": spiller.file.nbytes if spiller else 0,
             "files_free_bytes": self._pool.ledger.files.free_bytes,
             "files_writing_bytes": spiller.writing_bytes if spiller else 0,
             "files_written_bytes": written.nbytes,

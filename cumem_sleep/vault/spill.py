@@ -214,6 +214,7 @@ class Spiller:
     """Spills when it is told to, and reads. Its calls belong to the thread of the service.
 
     Attributes:
+        file: what it spills to.
         reader: of the ring.
         written: since the start, and for how long.
         failure: why the last spill failed, and when; "" once another has not.
@@ -239,7 +240,7 @@ class Spiller:
             tell: tells them. Raises VaultError: not all of them can be told, and none was.
             changed: is called when there may be more memory, or when it has failed.
         """
-        self._pool, self._ledger, self._file = pool, pool.ledger, file
+        self._pool, self._ledger, self.file = pool, pool.ledger, file
         self._free_bytes, self.ring = free_bytes, ring
         self._post, self._may_tell, self._tell = post, may_tell, tell
         self._changed = changed
@@ -252,14 +253,14 @@ class Spiller:
         self._ahead_is_awaited = False  # somebody waits for that memory
         self._wanted: dict[Entry, int] = {}  # to be read ahead, in place of what was used before that time
         self._ahead = ThreadPoolExecutor(1, "vault-read-ahead")
-        for threads in (self._ahead, self._file.worker):
+        for threads in (self._ahead, self.file.worker):
             threads.submit(int)  # have them now: when none can be started, who spills would wait for ever
 
     def close(self) -> None:
         """Wait for what is being written; nobody hears of it any more. No copy from the ring is in flight."""
         self._is_closed = True
         self._ahead.shutdown()
-        self._file.close()
+        self.file.close()
         self.ring.close()
 
     # Reading
@@ -286,7 +287,7 @@ class Spiller:
         self._ahead_bytes, self._ahead_is_awaited = entry.taken_bytes, False
         future = self._ahead.submit(
             _read_ahead,
-            self._file,
+            self.file,
             list(self._requests(entry, extents)),
             lambda: self._is_reading() and not self._ahead_is_awaited,
         )
@@ -348,7 +349,7 @@ class Spiller:
         self._batch = _Batch(entries, is_awaited)
         parts = [part for entry in entries for part in entry.spilled]
         requests = [request for entry in entries for request in self._requests(entry, entry.extents)]
-        future = self._file.worker.submit(_write, self._file, self._batch, parts, requests, self._is_reading)
+        future = self.file.worker.submit(_write, self.file, self._batch, parts, requests, self._is_reading)
         future.add_done_callback(lambda future: self._post(partial(self._written, future)))
 
     def _is_reading(self) -> bool:
@@ -398,7 +399,7 @@ class Spiller:
 
     def room_in_words(self) -> str:
         """How much is free in files, and why nothing is spilled, for an error that says what memory is missing."""
-        free = f"{format_bytes(self._ledger.files.free_bytes)} of {format_bytes(self._file.nbytes)} of files are free"
+        free = f"{format_bytes(self._ledger.files.free_bytes)} of {format_bytes(self.file.nbytes)} of files are free"
         return f"{free}; {self.failure}" if self.failure else free
 
 

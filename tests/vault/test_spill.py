@@ -184,7 +184,7 @@ class SpillingSleeper(Segment):
     def read_itself(self) -> None:
         """As the owner does when the vault has ended."""
         assert self.backup is not None
-        self.client.hear()
+        self.client.slabs.hear()
         parts = [
             os.pread(self.client.slabs.by_number[slab][0], nbytes, offset)
             for slab, offset, nbytes in self.backup.extents

@@ -52,7 +52,7 @@ def test_who_hears_of_a_file_has_it_at_once(
         return real(reader)
 
     monkeypatch.setattr(moves.MoveReader, "read", late)
-    first.client.hear()
+    first.client.slabs.hear()
     assert first.backup is not None
     places = {extent.slab for extent in first.backup.extents}
     assert places == {FILES}, "it has heard of the move"

@@ -75,7 +75,7 @@ def check_vault_spills(what: str, settings: Settings) -> None:
     spills, path = False, None if settings.vault == "auto" else Path(settings.vault)
     if settings.vault != "off":
         with suppress(VaultError), closing(VaultClient(path, "torch_memory_saver")) as vault:
-            spills = vault.spills
+            spills = bool(vault.slabs.moves)
     if not spills:
         raise NotImplementedError(
             f"{what}: only a vault keeps backups on disk: run `cumem-sleep vault --spill DIR --spill-size SIZE`, and"
