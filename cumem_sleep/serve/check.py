@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from . import hardware
 from .command import is_loopback
 from .config import Config, ModelConfig
+from .units import HOST_RESERVE_BYTES
 
 
 def problems(config: Config) -> Iterator[str]:
@@ -22,6 +23,23 @@ def problems(config: Config) -> Iterator[str]:
     front = config.front
     if not front.api_keys and not is_loopback(front.host):
         yield f"front.host: {front.host} is open to other machines, and there are no keys: set api_keys"
+
+
+def kept(config: Config) -> Iterator[str]:
+    """How much of their KV cache models may keep asleep, where that is left to be found out."""
+    room, whose = config.host_memory, "host_memory"
+    if config.vault is not None:
+        room, whose = config.vault.memory, "the vault's memory"
+    elif room is None and (available := hardware.host_available_bytes()) is not None:
+        room, whose = max(0, available - HOST_RESERVE_BYTES), "what the host has free now"
+    left = (
+        "what backups leave of host memory"
+        if room is None
+        else f"what backups leave of {room / (1 << 30):.1f} GiB ({whose})"
+    )
+    for name, model in config.models.items():
+        if model.env.get("CUMEM_SLEEP_KEEP_KV_BYTES", os.environ.get("CUMEM_SLEEP_KEEP_KV_BYTES")) == "auto":
+            yield f"models.{name} keeps of its KV cache {left}"
 
 
 def _of_model(model: ModelConfig, gpus: set[int]) -> Iterator[str]:

@@ -94,18 +94,22 @@ class SimulatedServer:
         kind = "chat.completion" if "chat" in path else "text_completion"
         name = self.options.names[0]
         common = {"id": f"sim-{self.answered}", "created": int(time.time()), "model": name}
+        if path == "/v1/embeddings":
+            data = [{"object": "embedding", "index": 0, "embedding": [1.0, 0.0]}]
+            whole = {"object": "list", "data": data, "model": name, "usage": _tokens(length, 0)}
+            return await _send_all(send, response(200, whole))
         if not asked.get("stream"):
-            text = "".join([word async for word in self._words(asked, length)])
+            words = [word async for word in self._words(asked, length)]
+            text = "".join(words)
             choice = {"message": {"role": "assistant", "content": text}} if kind[0] == "c" else {"text": text}
             choices = [{"index": 0, **choice, "finish_reason": "stop"}]
-            return await _send_all(send, response(200, {**common, "object": kind, "choices": choices}))
+            whole = {**common, "object": kind, "choices": choices, "usage": _tokens(length, len(words))}
+            return await _send_all(send, response(200, whole))
         headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         async for word in self._words(asked, length):
-            delta = {"delta": {"content": word}} if kind[0] == "c" else {"text": word}
-            event = {**common, "object": f"{kind}.chunk", "choices": [{"index": 0, **delta, "finish_reason": None}]}
-            data = b"data: " + json.dumps(event).encode() + b"\n\n"
-            await send({"type": "http.response.body", "body": data, "more_body": True})
+            await send(_event(common, kind, word, None))
+        await send(_event(common, kind, "", "stop"))
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
 
     async def _words(self, asked: dict[str, Any], length: int) -> AsyncIterator[str]:
@@ -204,6 +208,22 @@ _MODEL_PATHS = {
     *(("POST", f"/v1/{path}") for path in ("completions", "chat/completions", "responses", "embeddings")),
     *(("POST", path) for path in ("/v1/audio/transcriptions", "/tokenize")),
 }
+
+
+def _tokens(asked: int, answered: int) -> dict[str, int]:
+    return {"prompt_tokens": asked, "completion_tokens": answered, "total_tokens": asked + answered}
+
+
+def _event(common: dict[str, Any], kind: str, word: str, finish_reason: str | None) -> Message:
+    """One of a stream."""
+    delta = {"delta": {"content": word}} if kind == "chat.completion" else {"text": word}
+    event = {
+        **common,
+        "object": f"{kind}.chunk" if kind == "chat.completion" else kind,
+        "choices": [{"index": 0, **delta, "finish_reason": finish_reason}],
+    }
+    data = b"data: " + json.dumps(event).encode() + b"\n\n"
+    return {"type": "http.response.body", "body": data, "more_body": True}
 
 
 def _object(body: bytes) -> dict[str, Any]:

@@ -400,6 +400,8 @@ class Units:
     async def _ask_kept(self, unit: Unit, engine: Engine) -> None:
         with suppress(RuntimeError):  # likewise
             await engine.facts()
+        if engine.kept_bytes:
+            logger.info("%s: keeps %.2f GiB of its KV cache", unit.name, engine.kept_bytes / (1 << 30))
         self._handle(events.KeptBytes(unit.name, engine.kept_bytes))
 
     async def _given_up(self) -> bool:

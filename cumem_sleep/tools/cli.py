@@ -217,8 +217,8 @@ def _serve(options: argparse.Namespace) -> int:
     if not options.check:
         serve.serve(options, lambda line: tell(f"cumem-sleep serve: {line}"))
         return EXIT_OK
-    table, problems = serve.check(options)
-    print_all(table, *([] if problems else [f"{options.config} is valid"]))
+    table, more, problems = serve.check(options)
+    print_all(table, *more, *([] if problems else [f"{options.config} is valid"]))
     for problem in problems:
         _say_error(problem)
     return EXIT_ERROR if problems else EXIT_OK

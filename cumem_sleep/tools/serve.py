@@ -155,8 +155,8 @@ def _not_installed(error: ImportError) -> InvalidArgument:
     )
 
 
-def check(options: argparse.Namespace) -> tuple[Table, list[str]]:
-    """What a file says, model by model, and what will not work here.
+def check(options: argparse.Namespace) -> tuple[Table, list[str], list[str]]:
+    """What a file says, model by model, what that comes to here, and what will not work here.
 
     Raises:
         InvalidArgument: it is wrong, or packages are missing.
@@ -164,7 +164,7 @@ def check(options: argparse.Namespace) -> tuple[Table, list[str]]:
     if options.config is None:
         raise InvalidArgument("--check needs a file, as in `cumem-sleep serve models.yaml --check`")
     config = _with_options(read(options.config), options)
-    from ..serve.check import problems
+    from ..serve.check import kept, problems
     from ..serve.masking import masked
 
     table = _table("model", "GPUs", "share", "idle", "keep", "aliases", "server")
@@ -173,7 +173,7 @@ def check(options: argparse.Namespace) -> tuple[Table, list[str]]:
         gpus = ", ".join(str(gpu) for gpu in model.gpus)
         server = model.url or masked(" ".join(model.command or ()))
         _add_row(table, name, gpus, f"{model.share:g}", idle, f"{model.keep:g} s", ", ".join(model.aliases), server)
-    return table, [f"{options.config}: {problem}" for problem in problems(config)]
+    return table, list(kept(config)), [f"{options.config}: {problem}" for problem in problems(config)]
 
 
 def _with_options(config: Config, options: argparse.Namespace) -> Config:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import socket
@@ -17,7 +18,7 @@ from typing import Any
 import httpx
 import pytest
 import uvloop
-from servers_of_tests import command, config, phases, running, until
+from servers_of_tests import client_of, command, config, phases, running, until
 
 from cumem_sleep.serve import fleet as fleets
 from cumem_sleep.serve import hardware, policy, servers, units
@@ -73,6 +74,19 @@ async def test_requests_wake_their_models_and_nothing_is_left_in_the_end(tmp_pat
         assert "simulated_server" in fleet.log_tail("a")[1]
     assert not sockets.exists()
     assert all(pid is not None and not lives(pid) for pid in pids)
+
+
+async def test_simulated_answers_are_what_clients_of_openai_take(tmp_path: Path) -> None:
+    async with running(config(tmp_path, a={})) as fleet, client_of(fleet) as client:
+        asked = {"model": "a", "prompt": "?", "input": "?", "max_tokens": 3}
+        whole = (await client.post("/v1/completions", json=asked)).json()
+        assert whole["usage"]["completion_tokens"] == 3
+        streamed = (await client.post("/v1/completions", json={**asked, "stream": True})).text
+        *events, done = (line.removeprefix("data: ") for line in streamed.split("\n\n") if line)
+        reasons = [json.loads(event)["choices"][0]["finish_reason"] for event in events]
+        assert (reasons, done) == ([None, None, None, "stop"], "[DONE]")
+        (vector,) = (await client.post("/v1/embeddings", json=asked)).json()["data"]
+        assert vector["embedding"]
 
 
 @pytest.mark.parametrize("key", [None, "key"])
@@ -464,6 +478,7 @@ async def test_kept_kv_cache_leaves_before_a_model_sleeps_deeper(
         assert (status.host.held_bytes, status.host.kept_bytes) == (20 * GIB, 8 * GIB)
         assert f'cumem_sleep_serve_model_kept_bytes{{model="b"}} {4 * GIB}' in exposition(fleet)
         assert f"cumem_sleep_serve_host_kept_bytes {8 * GIB}" in exposition(fleet)
+        assert "b: keeps 4.00 GiB of its KV cache" in caplog.messages
         calls.clear()
         await fleet.wake("d")
         assert calls[: 3 if fails else 2] == ["gave up"] * (2 if fails else 1) + ["sleep"]

@@ -147,6 +147,34 @@ def test_check_names_what_will_not_work_here(
     assert checked(command="vllm serve m")[0] == 0
 
 
+@pytest.mark.parametrize(
+    ("keys", "left"),
+    [
+        ({}, r"5\.0 GiB \(what the host has free now\)"),
+        ({"host_memory": "9GiB"}, r"9\.0 GiB \(host_memory\)"),
+        ({"vault": {"memory": "4GiB"}}, r"4\.0 GiB \(the vault's memory\)"),
+    ],
+)
+def test_check_says_how_much_kv_cache_may_be_kept(
+    keys: dict[str, Any],
+    left: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(hardware, "host_available_bytes", lambda: 7 << 30)
+    file = tmp_path / "models.yaml"
+    budgets: dict[str, dict[str, str]] = {"one": {}, "two": {"CUMEM_SLEEP_KEEP_KV_BYTES": "auto"}}
+    file.write_text(
+        json.dumps({"models": {name: {"command": command(name), "env": env} for name, env in budgets.items()}, **keys})
+    )
+    assert cli.main(["serve", str(file), "--check"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert re.findall(r"models\.(\w+) keeps of its KV cache what backups leave of (.+?\))", said) == [
+        ("two", *re.findall(left, said))
+    ]
+
+
 def test_check_shows_no_key_of_a_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "models.yaml"
     for words in ("--api-key geheimnis", "--api-key=geheimnis", "--api_key geheimnis other", "--api-k geheimnis"):
