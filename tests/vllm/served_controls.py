@@ -155,12 +155,35 @@ async def check_sleeps(checked: Checked) -> None:
             assert b"good good good" in answer.body, answer
 
 
+async def check_that_a_wake_loads(checked: Checked) -> None:
+    """As programs call it that know no more than `/sleep` and `/wake_up`, where a request would load weights, too."""
+    for _ in range(2):
+        for target in ("/sleep?level=0&mode=wait", "/sleep?level=2"):
+            assert (await checked.control(target)).code == 200
+        assert (await checked.control("/wake_up")).json == {"status": "awake", "tags": None}
+        for port in checked.ports:
+            assert (await raw_http.send(port, Request("GET", "/health"))).code == 200
+            assert b"good good good" in (await checked.complete(port)).body
+    assert (await checked.control("/pause?mode=keep&clear_cache=false")).code == 200
+    assert (await checked.control("/resume")).code == 200
+
+
+CHECKS = {
+    "reject": (
+        *(check_that_the_port_gives_nothing, check_that_the_listener_gives_nothing_else),
+        *(check_as_the_front_does, check_sleeps),
+    ),
+    "wake": (check_that_a_wake_loads,),
+}
+
+
 async def check(world: World, servers: int, folder: pathlib.Path) -> None:
     import gate_episodes
 
-    for admin in (str(folder / "admin"), ""):
+    for admin, policy in ((str(folder / "admin"), "reject"), ("", "reject"), ("", "wake")):
         os.environ.update(CUMEM_SLEEP_ADMIN_TOKEN=TOKEN, CUMEM_SLEEP_ADMIN=admin and f"unix:{admin}")
-        plan = gate_episodes.Plan(0, policy="reject", token=True, key=False, plugin=True, servers=servers, root_path="")
+        os.environ["CUMEM_SLEEP_ON_REQUEST"] = policy
+        plan = gate_episodes.Plan(0, policy=policy, token=True, key=False, plugin=True, servers=servers, root_path="")
         world = await World.around(world.client, folder)  # at its end a server forgets its engine
         await world.reset(plan)
         found: list[str] = []
@@ -170,10 +193,7 @@ async def check(world: World, servers: int, folder: pathlib.Path) -> None:
                 app = world.gated(plan, number, found, gate_episodes.Counter())
                 ports.append((await stack.enter_async_context(Server(app, lifespan="on"))).port)
             checked = Checked(world, ports, admin)
-            for each in (
-                *(check_that_the_port_gives_nothing, check_that_the_listener_gives_nothing_else),
-                *(check_as_the_front_does, check_sleeps),
-            ):
+            for each in CHECKS[policy]:
                 await each(checked)
                 print(f"{each.__name__}, {servers} servers, {'with' if admin else 'without'} a listener", flush=True)
         assert not found, found
