@@ -89,7 +89,7 @@ async def test_simulated_answers_are_what_clients_of_openai_take(tmp_path: Path)
         assert vector["embedding"]
 
 
-@pytest.mark.parametrize("key", [None, "key"])
+@pytest.mark.parametrize("key", [pytest.param(None, marks=pytest.mark.slow), "key"])
 async def test_a_server_with_the_gate_sleeps_without_development_mode(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str | None
 ) -> None:
@@ -447,7 +447,7 @@ async def wake_in_turns(fleet: Fleet, *models: str) -> None:
                 await asyncio.sleep(0.01)
 
 
-@pytest.mark.parametrize("fails", [False, True], ids=["", "a reset fails"])
+@pytest.mark.parametrize("fails", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["", "a reset fails"])
 async def test_kept_kv_cache_leaves_before_a_model_sleeps_deeper(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fails: bool
 ) -> None:
@@ -494,7 +494,7 @@ async def test_kept_kv_cache_leaves_before_a_model_sleeps_deeper(
     assert any("a: did not give up the KV cache that it keeps: Failed" in text for text in caplog.messages) == fails
 
 
-@pytest.mark.parametrize("refuses", ["the front", "its server"])
+@pytest.mark.parametrize("refuses", ["the front", pytest.param("its server", marks=pytest.mark.slow)])
 async def test_kept_kv_cache_leaves_before_the_host_lacks_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, refuses: str
 ) -> None:

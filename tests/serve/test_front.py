@@ -459,6 +459,28 @@ async def test_a_client_that_leaves_behind_more_than_is_read_ends_its_request(mo
         await until(lambda: world.fleet.waiting == 0)
 
 
+@pytest.mark.parametrize("dies", [False, True])
+async def test_a_lease_that_is_revoked_before_anything_was_sent_is_taken_anew(
+    dies: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connect, revoked = upstream._connect, list[bool]()
+
+    async def revoke_meanwhile(*arguments: Any) -> None:
+        if not revoked:
+            revoked.append(True)
+            world.fleet.granted[0].revoked.set_result("its server was killed by SIGKILL")
+            await asyncio.sleep(0.01)
+            if dies:
+                raise ConnectionRefusedError
+        await connect(*arguments)
+
+    monkeypatch.setattr(upstream, "_connect", revoke_meanwhile)
+    async with a_world() as world:
+        server = await world.server("one")
+        assert (await world.ask(ask())).code == 200
+        assert (len(server.asked), world.fleet.failures) == (1, []), "nobody is suspected"
+
+
 @pytest.mark.parametrize("when", ["asked", "streamed", "stuck"])
 async def test_a_lease_that_is_revoked_ends_the_request_at_both_ends(when: str) -> None:
     noticed = asyncio.Event()
