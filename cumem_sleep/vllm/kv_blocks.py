@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..allocator import CuMemAllocator
-from ..for_plugin import drop_kept
+from ..errors import format_bytes
+from ..for_plugin import agreement, drop_kept
 from .allocator_calls import AllocatorCall, wrapped
 from .droppable import layer_caches
 from .kept_kv import refusal, version_misfit
@@ -99,6 +100,25 @@ def bytes_to_prepare(worker: Any) -> int:
     if not budget or version_misfit():
         return 0
     return int(answer(worker, "room", budget).get("room", 0))
+
+
+def say_what_auto_keeps(worker: Any) -> None:
+    """Log, once for an engine, how much of its KV cache `CUMEM_SLEEP_KEEP_KV_BYTES=auto` keeps, or would keep."""
+    allocator = _allocator()
+    budget, ranks = allocator.settings.keep_kv_bytes, agreement(allocator)
+    if budget not in ("auto", 0) or version_misfit() or (ranks is not None and ranks.mesh.rank):
+        return
+    try:
+        layout = layout_of(worker)
+        # Others of this engine keep as much, at the same time.
+        room = allocator.kept_room() // (1 if ranks is None else ranks.mesh.size)
+    except Exception as error:  # no reason for a start to fail
+        logger.debug("nobody knows what a sleep could keep of the KV cache: %s", error)
+        return
+    nbytes = layout.block_bytes * layout.num_blocks
+    now = "sleeps keep" if budget else "sleeps clear the KV cache, and would keep"
+    text = f"{now} up to {format_bytes(min(room, nbytes))} of {format_bytes(nbytes)} in each worker"
+    logger.info("cumem-sleep: %s, with CUMEM_SLEEP_KEEP_KV_BYTES=auto", text)
 
 
 def _take_plan(worker: Any, generation: int, blocks: list[int]) -> dict[str, Any]:

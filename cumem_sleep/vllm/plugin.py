@@ -205,16 +205,18 @@ def _prepare(worker: Any) -> None:
     """As the settings say; all ranks of an engine call this."""
     if (allocator := CuMemAllocator.instance) is None:
         return
-    settings = allocator.settings
+    settings, config = allocator.settings, getattr(getattr(worker, "vllm_config", None), "model_config", None)
+    sleeps = getattr(config, "enable_sleep_mode", False)
     if settings.prepare == "auto":
-        config = getattr(getattr(worker, "vllm_config", None), "model_config", None)
-        if settings.retain_backups and getattr(config, "enable_sleep_mode", False):
+        if settings.retain_backups and sleeps:
             prepare_where_there_is_room(allocator)
     elif settings.prepare and allocator.get_current_usage():
         try:
             allocator.prepare(keep_bytes=kv_blocks.bytes_to_prepare(worker))
         except CumemSleepError as error:
             logger.warning("prepare did not begin, so the first sleep copies everything: %s", error)
+    if sleeps:
+        kv_blocks.say_what_auto_keeps(worker)
 
 
 def sleep(self: Any, level: int = 1, **kwargs: Any) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import logging
 import os
 import pathlib
 import sys
@@ -160,6 +161,40 @@ def test_no_more_is_prepared_than_a_sleep_will_keep(
     monkeypatch.setattr(kv_blocks, "_allocator", lambda: allocator)
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__=version))
     assert kv_blocks.bytes_to_prepare(worker) == prepared
+
+
+@pytest.mark.parametrize(
+    ("budget", "rank", "size", "version", "said"),
+    [
+        ("auto", 0, 1, "0.33.0", "sleeps keep up to 300 B of 448 B in each worker"),
+        (0, 0, 1, "0.26.0", "sleeps clear the KV cache, and would keep up to 300 B of 448 B in each worker"),
+        (0, 0, 2, "0.33.0", "would keep up to 150 B of 448 B"),
+        (0, 1, 2, "0.33.0", None),
+        (100, 0, 1, "0.33.0", None),
+        (0, 0, 1, "0.27.0", None),
+    ],
+)
+def test_the_log_says_what_auto_would_keep(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    budget: int | str,
+    rank: int,
+    size: int,
+    version: str,
+    said: str | None,
+) -> None:
+    """Once for all workers of an engine, which keep it at the same time."""
+    ranks = SimpleNamespace(mesh=SimpleNamespace(rank=rank, size=size)) if size > 1 else None
+    settings = SimpleNamespace(keep_kv_bytes=budget)
+    allocator = SimpleNamespace(settings=settings, kept_room=lambda: 300, _agreement=ranks)
+    monkeypatch.setattr(kv_blocks, "_allocator", lambda: allocator)
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__=version))
+    monkeypatch.setattr(logging.getLogger("cumem_sleep"), "propagate", True)
+    with caplog.at_level(logging.INFO, "cumem_sleep"):
+        kv_blocks.say_what_auto_keeps(_worker(7, {"a": _bytes(7, 64)}, [(448, 0)]))
+        kv_blocks.say_what_auto_keeps(None)  # it has no KV cache that anybody knows
+    lines = [line for line in dict.fromkeys(caplog.messages) if "CUMEM_SLEEP_KEEP_KV_BYTES=auto" in line]
+    assert [said in line for line in lines] == ([True] if said else [])
 
 
 def test_each_layer_may_have_a_tensor_of_its_own() -> None:
