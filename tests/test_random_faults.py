@@ -35,9 +35,9 @@ from support import (
     reset_simulation,
     threads_refused,
 )
-from test_state_machine import CALLS as CALLS_OF_OPERATIONS
+from test_segment_states import check_state
 
-from cumem_sleep import CuMemAllocator, CumemSleepError, _core, sim
+from cumem_sleep import CuMemAllocator, CumemSleepError, OutOfHostMemory, _core, sim
 from cumem_sleep.backups.ranges import Spans, spans_of, without
 from cumem_sleep.store.lanes import HostLane
 
@@ -48,7 +48,29 @@ ONLY = os.environ.get("CUMEM_SLEEP_TEST_HISTORY")
 STEPS = 20
 MOST_FAULTS = 5
 MOST_PAGES = 14  # of a device
-CALLS = (*CALLS_OF_OPERATIONS, "cuMemGetAccess", "cuMemsetD32Async", "cuStreamDestroy", "cuMemGetInfo")
+CALLS = (
+    "cuCtxPushCurrent",
+    "cuCtxSynchronize",
+    "cuMemAddressFree",
+    "cuMemAddressReserve",
+    "cuMemAlloc",
+    "cuMemCreate",
+    "cuMemFree",
+    "cuMemHostRegister",
+    "cuMemHostUnregister",
+    "cuMemMap",
+    "cuMemRelease",
+    "cuMemSetAccess",
+    "cuMemUnmap",
+    "cuMemcpyDtoHAsync",
+    "cuMemcpyHtoDAsync",
+    "cuStreamCreate",
+    "cuStreamSynchronize",
+    "cuMemGetAccess",
+    "cuMemsetD32Async",
+    "cuStreamDestroy",
+    "cuMemGetInfo",
+)
 ERRORS = ("CUDA_ERROR_UNKNOWN", "CUDA_ERROR_OUT_OF_MEMORY", "CUDA_ERROR_NOT_PERMITTED")
 BY_LEVEL = _core.BackupPlan.BY_LEVEL
 TAGS = ("weights", "weights", "kv_cache", "default", "lora")
@@ -133,11 +155,14 @@ class History:
         self.spare_pages = choose((0, 0, 1, 8))
         self.log: list[str] = []
         self.report: Any = None  # of the last operation
+        self.driver_has_refused = False  # something, which nobody has tried again since
+        self.has_kept = False  # ranges, for which memory stays pinned
         reset_simulation()
         chosen = {
             "compress": choose(("auto", "auto", "off")),
             "retain_backups": choose((True, True, False)),
             "verify": choose(("wake", "wake", "off")),
+            "host_budget_bytes": choose((None, None, 4 * PAGE)),  # then backups give way, or a sleep is refused
             "poison": self.poison,
         }
         self.allocator: CuMemAllocator = fresh_allocator(**{**chosen, **settings})
@@ -190,16 +215,18 @@ class History:
         with threads_refused() if are_refused else nullcontext():
             error = self.once(name, operation, count)
         sim.reset()
-        assert error is None or count, "failed without a fault"
+        assert error is None or count or lacks_host_memory(error), "failed without a fault"
         finished(error)
         if error is not None:
             self.check()
-            self.report = operation()  # the same call again
-            finished(None)
+            error = self.once(name, operation, 0)  # the same call again
+            assert error is None or lacks_host_memory(error), "failed without a fault"
+            finished(error)
 
     def once(self, name: str, operation: Callable[[], object], faults: int) -> CumemSleepError | None:
         """Do it once, with so many new faults, which stay; the error that it raised."""
         rules = [self.fault() for _ in range(faults)]
+        self.driver_has_refused = bool(rules)
         self.log.append(f"{name} with {rules}")
         for call, after, error_name, times in rules:
             sim.fail(call, after=after, error=error_name, times=times)
@@ -282,8 +309,12 @@ class History:
         self.log.append(f"write 0x{each.address:x}")
 
     def sleep(self) -> None:
-        kind = self.random.choice(("level 1", "level 1", "level 2", "level 3", "tags"))
-        if kind == "tags":
+        kind = self.random.choice(("level 1", "level 1", "level 2", "level 3", "tags", "level 0"))
+        if kind == "level 0":
+            self.attempt(
+                "sleep(0)", lambda: self.allocator.sleep(0), lambda error: self.slept(error, set(), only=set())
+            )
+        elif kind == "tags":
             kept = set(self.random.sample(sorted(set(TAGS)), self.random.randint(1, 3)))
             declared, keep = self.declare(set(TAGS) - kept), {}
             self.attempt(
@@ -296,6 +327,7 @@ class History:
             dropped = {"kv_cache", "weights"} if level == 2 else {"kv_cache"}
             declared = self.declare(dropped)
             keep = {} if level == 2 else self.some_to_keep()
+            self.has_kept |= bool(keep)
             self.attempt(
                 f"sleep({level}, keep={keep}, drop={declared.drop})",
                 lambda: self.allocator.sleep(level, keep=keep or None, drop=declared.drop),
@@ -382,6 +414,7 @@ class History:
         keep: Mapping[int, list[tuple[int, int]]] = MappingProxyType({}),
     ) -> None:
         """`dropped`: the tags, for memory of pools; None: memory of regions was meant."""
+        dropped_bytes = backed_up_bytes = 0
         for segment in _core.segments():
             each = self.expected[segment.id]
             if (each.backup == BY_LEVEL) is (dropped is None):
@@ -398,6 +431,8 @@ class History:
                 kept = union([(at, at + nbytes) for at, nbytes in keep.get(each.address, [])])
                 each.sleep, each.keeps_bytes = DROPPED if is_dropped else BACKED_UP, False
                 each.rest, each.may_come_back = rest, []
+                dropped_bytes += each.bytes * is_dropped
+                backed_up_bytes += each.bytes * (not is_dropped)
                 if is_dropped:
                     before = each.undefined
                     each.lose(without([(0, each.bytes)], rest or []))
@@ -412,6 +447,9 @@ class History:
                 each.sleep, each.keeps_bytes, each.rest = DROPPED if is_dropped else BACKED_UP, is_dropped, rest
             else:
                 each.sleep, each.keeps_bytes, each.rest = AWAKE, False, None
+        if error is None and declared is NOTHING:
+            assert self.report.dropped_bytes == dropped_bytes
+            assert self.report.clean_bytes + self.report.copied_bytes == backed_up_bytes
 
     def wake(self) -> None:
         chosen = self.random.choice((None, None, {"weights"}, {"kv_cache"}, {"weights", "kv_cache"}))
@@ -465,6 +503,7 @@ class History:
         usage = self.allocator.usage().values()
         segments = {segment.id: segment for segment in _core.segments()}
         assert segments.keys() == self.expected.keys()
+        self.check_host_memory(list(segments.values()))
         assert sum(each.asleep_segments for each in usage) == sum(
             each.sleep != AWAKE for each in self.expected.values()
         )
@@ -486,6 +525,22 @@ class History:
                 assert not rest_bytes or self.allocator._store.catalogue.get(segment) is not None, name
                 assert segment.has_memory is each.keeps_bytes, f"{name}: memory that nobody needs"
         assert _core.reclaim() == 0
+
+    def check_host_memory(self, segments: list[_core.Segment]) -> None:
+        catalogue = self.allocator._store.catalogue
+        for segment in segments:
+            backup = None if self.expected[segment.id].rest else catalogue.of(segment)  # of what else is dropped
+            check_state(segment, backup, self.driver_has_refused)
+        held_bytes = self.allocator._store.memory.bytes
+        kept_bytes = sum(each.kept_bytes for each in self.allocator.usage().values())
+        backup_bytes = sum(host_bytes_of(self.allocator, segment) for segment in segments)
+        assert held_bytes >= backup_bytes + kept_bytes
+        assert held_bytes == backup_bytes or self.has_kept
+        assert held_bytes <= (self.allocator.settings.host_budget_bytes or held_bytes)
+
+
+def lacks_host_memory(error: CumemSleepError) -> bool:
+    return isinstance(error, OutOfHostMemory) and error.needed_bytes > error.available_bytes
 
 
 @pytest.fixture

@@ -100,7 +100,7 @@ def after_a_step(vault: LateVault, call: Callable[..., None]) -> Callable[..., N
 class VaultHistory(History):
     def __init__(self, number: int, patch: pytest.MonkeyPatch, vault: LateVault) -> None:
         self.vault = vault
-        super().__init__(number, patch, vault=str(vault.socket))
+        super().__init__(number, patch, vault=str(vault.socket), host_budget_bytes=None)
 
     def attempt(
         self,
