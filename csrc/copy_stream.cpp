@@ -159,23 +159,12 @@ size_t CopyStream::digest(const HostBlock& table, size_t begin, const Rows& cont
 
 void CopyStream::fill(CUdeviceptr address, unsigned char byte, size_t bytes) {
     ContextScope context(device_);
-    Driver::get().memset_d8_async(address, byte, bytes, stream_);
-}
-
-void CopyStream::fill_words(CUdeviceptr address, unsigned int word, size_t bytes) {
-    ContextScope context(device_);
-    Driver::get().memset_d32_async(address, word, bytes / 4, stream_);
+    if ((address | bytes) % 4 == 0)
+        Driver::get().memset_d32_async(address, byte * 0x01010101u, bytes / 4, stream_);
+    else
+        Driver::get().memset_d8_async(address, byte, bytes, stream_);
 }
 
 void CopyStream::synchronize() { wait_for(device_, stream_); }
-
-bool CopyStream::query() const {
-    ContextScope context(device_);
-    RelaxedCaptureScope relaxed;
-    const Driver& driver = Driver::get();
-    const CUresult result = driver.stream_query.attempt(stream_);
-    if (result != CUDA_SUCCESS && result != CUDA_ERROR_NOT_READY) driver.fail(driver.stream_query.name, result);
-    return result == CUDA_SUCCESS;
-}
 
 }  // namespace cumem_sleep

@@ -52,21 +52,14 @@ class CopyStream {
     // and has room for as many `DigestChunk`, and then as many `DigestSums`, as fit; the ones from `begin` on are used,
     // until the stream was waited for. Returns how many.
     size_t digest(const HostBlock& table, size_t begin, const Rows& contents);
-    // Every byte becomes 0xFF: a NaN in every float type. `bytes` is a multiple of 4, as for `zero`.
-    void poison(CUdeviceptr address, size_t bytes) { fill_words(address, 0xFFFFFFFFu, bytes); }
-    void zero(CUdeviceptr address, size_t bytes) { fill_words(address, 0, bytes); }
     void fill(CUdeviceptr address, unsigned char byte, size_t bytes);
     void synchronize();
-    // Whether all work enqueued so far is done.
-    bool query() const;
     void close() noexcept;
 
     int device() const { return device_; }
     CUstream handle() const { return stream_; }
 
   private:
-    void fill_words(CUdeviceptr address, unsigned int word, size_t bytes);
-
     const int device_;
     CUstream stream_ = nullptr;
 };

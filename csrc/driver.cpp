@@ -150,91 +150,32 @@ bool Driver::is_open() noexcept { return open_driver != nullptr; }
 
 bool Driver::is_forked() noexcept { return forked; }
 
-Driver::Driver(const std::string& path) : path_(path) {
-    library_ = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
-    if (!library_) throw DriverError("dlopen", "CUDA_ERROR_NO_DRIVER", dlerror());
-    simulated_ = dlsym(library_, "cumemSimStats") != nullptr;
+Library::Library(const std::string& its_path) : path(its_path), handle_(dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL)) {
+    if (!handle_) throw DriverError("dlopen", "CUDA_ERROR_NO_DRIVER", dlerror());
+}
 
-    // The calls that report the driver's version come first, because an old driver lacks some of the others.
-    resolve(driver_get_version);
-    resolve(get_error_name);
-    resolve(get_error_string);
-    resolve(init);
-    const auto check = [this](const char* call, CUresult result) {
-        if (result != CUDA_SUCCESS) fail(call, result);
-    };
-    check("cuDriverGetVersion", driver_get_version.attempt(&version_));
-    if (version_ < kOldestDriver)
+void* Library::find(const char* symbol) const noexcept { return dlsym(handle_, symbol); }
+
+void* Library::need(const char* symbol) const {
+    if (void* const found = find(symbol)) return found;
+    throw DriverError("dlsym", "CUDA_ERROR_NOT_FOUND",
+                      path + " has no " + symbol + ": update the NVIDIA driver (CUDA 12.0 is needed)");
+}
+
+Driver::Driver(const std::string& path) : library_(path) { check("cuInit", init.attempt(0)); }
+
+int Driver::supported_version() const {
+    int version = 0;
+    check("cuDriverGetVersion", driver_get_version.attempt(&version));
+    if (version < kOldestDriver)
         throw DriverError("cuDriverGetVersion", "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH",
-                          "the driver supports CUDA " + std::to_string(version_ / 1000) + "." +
-                              std::to_string(version_ % 1000 / 10) +
+                          "the driver supports CUDA " + version_text(version) +
                               "; 12.0 is needed for virtual memory management: update the NVIDIA driver");
-    resolve(device_get_count);
-    resolve(device_get_name);
-    resolve(device_get_uuid);
-    resolve(device_can_access_peer);
-    resolve(device_get_attribute);
-    resolve(device_total_mem);
-    resolve(device_get_pci_bus_id);
-    resolve(primary_ctx_retain);
-    resolve(ctx_get_current);
-    resolve(ctx_set_current);
-    resolve(ctx_push_current);
-    resolve(ctx_pop_current);
-    resolve(ctx_synchronize);
-    resolve(mem_alloc);
-    resolve(mem_free);
-    resolve(mem_get_info);
-    resolve(mem_get_allocation_granularity);
-    resolve(mem_address_reserve);
-    resolve(mem_address_free);
-    resolve(mem_create);
-    resolve(mem_release);
-    resolve(mem_map);
-    resolve(mem_unmap);
-    resolve(mem_set_access);
-    resolve(mem_get_access);
-    resolve(mem_export_to_shareable_handle);
-    resolve(mem_import_from_shareable_handle);
-    resolve(mem_get_allocation_properties_from_handle);
-    resolve(mem_host_register);
-    resolve(mem_host_unregister);
-    resolve(stream_create);
-    resolve(stream_destroy);
-    resolve(stream_synchronize);
-    resolve(stream_query);
-    resolve(event_create);
-    resolve(event_record);
-    resolve(event_destroy);
-    resolve(stream_wait_event);
-    resolve(memcpy_dtod_async);
-    resolve(memcpy_htod_async);
-    resolve(memcpy_dtoh_async);
-    resolve(memset_d8_async);
-    resolve(memset_d32_async);
-    resolve(module_load_data);
-    resolve(module_get_function);
-    resolve(launch_kernel);
-    resolve(exchange_capture_mode);
-    resolve_if_found(checkpoint_get_state);
-    resolve_if_found(checkpoint_lock);
-    resolve_if_found(checkpoint_checkpoint);
-    resolve_if_found(checkpoint_restore);
-    resolve_if_found(checkpoint_unlock);
-    check("cuInit", init.attempt(0));
+    return version;
 }
 
-template <typename Function>
-void Driver::resolve_if_found(Call<Function>& call) {
-    call.function_ = reinterpret_cast<decltype(call.function_)>(dlsym(library_, call.symbol));
-}
-
-template <typename Function>
-void Driver::resolve(Call<Function>& call) {
-    resolve_if_found(call);
-    if (!call.found())
-        throw DriverError("dlsym", "CUDA_ERROR_NOT_FOUND",
-                          path_ + " has no " + call.symbol + ": update the NVIDIA driver (CUDA 12.0 is needed)");
+void Driver::check(const char* call, CUresult result) const {
+    if (result != CUDA_SUCCESS) fail(call, result);
 }
 
 std::string Driver::error_name(CUresult result) const {
@@ -253,6 +194,10 @@ void Driver::fail(const char* call, CUresult result, const std::string& segment)
 void Driver::fail_suspended(const char* call) {
     throw InvalidState(std::string(call) +
                        " while the CUDA state of this process is checkpointed (level 3): wake it up first");
+}
+
+std::string version_text(int version) {
+    return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
 }
 
 std::optional<std::string> driver_path() {

@@ -14,7 +14,10 @@
 #include <stdexcept>
 #include <string>
 
-#include "cuda_checkpoint.h"
+#if CUDA_VERSION < 12080
+#error \
+    "these headers are older than CUDA 12.8 and lack its calls for process checkpoints: pip install nvidia-cuda-runtime"
+#endif
 
 namespace cumem_sleep {
 
@@ -85,6 +88,22 @@ class ScopeOfDriverCalls {
 // Whether any lease is open.
 bool driver_is_leased() noexcept;
 
+// A shared object that is open as long as the process lives. Throws DriverError.
+class Library {
+  public:
+    explicit Library(const std::string& its_path);
+    // The address of a symbol; the first returns null, the second throws, if there is none.
+    void* find(const char* symbol) const noexcept;
+    void* need(const char* symbol) const;
+
+    const std::string path;
+
+  private:
+    void* const handle_;
+};
+
+struct OldDriversLackIt {};
+
 // One driver call. Calling it throws DriverError unless CUDA_SUCCESS comes back, and InvalidState while calls are
 // suspended; `attempt`, which answers CUDA_ERROR_NOT_PERMITTED then, is for destructors and for callers that handle the
 // result. `symbol` is the exported name, `name` the documented one.
@@ -94,8 +113,11 @@ class Call;
 template <typename... Args>
 class Call<CUresult(Args...)> {
   public:
-    constexpr Call(const char* call_name, const char* call_symbol) : name(call_name), symbol(call_symbol) {}
-    constexpr explicit Call(const char* call_name) : Call(call_name, call_name) {}
+    Call(const Library& library, const char* call_name, const char* symbol)
+        : name(call_name), function_(reinterpret_cast<Function>(library.need(symbol))) {}
+    Call(const Library& library, const char* call_name) : Call(library, call_name, call_name) {}
+    Call(const Library& library, const char* call_name, OldDriversLackIt)
+        : name(call_name), function_(reinterpret_cast<Function>(library.find(call_name))) {}
 
     void operator()(Args... args) const;
     CUresult attempt(Args... args) const {
@@ -106,11 +128,10 @@ class Call<CUresult(Args...)> {
     bool found() const { return function_ != nullptr; }
 
     const char* const name;
-    const char* const symbol;
 
   private:
-    friend class Driver;
-    CUresult (*function_)(Args...) = nullptr;
+    using Function = CUresult (*)(Args...);
+    const Function function_;
 };
 
 // The driver of this process. Opened once; never closed, because memory may be freed while the process exits.
@@ -127,7 +148,7 @@ class Driver {
     // True in a child forked after `open`: no driver call may be made, no memory of the parent given back.
     static bool is_forked() noexcept;
 
-    const std::string& path() const { return path_; }
+    const std::string& path() const { return library_.path; }
     int version() const { return version_; }
     // True if the library identifies itself as the simulated driver, whatever its file is called.
     bool simulated() const { return simulated_; }
@@ -135,107 +156,118 @@ class Driver {
     [[noreturn]] void fail(const char* call, CUresult result, const std::string& segment = {}) const;
     [[noreturn]] static void fail_suspended(const char* call);
 
-    // Once per process, before everything else.
-    Call<decltype(cuInit)> init{"cuInit"};
-    Call<decltype(cuDriverGetVersion)> driver_get_version{"cuDriverGetVersion"};
-    Call<decltype(cuGetErrorName)> get_error_name{"cuGetErrorName"};
-    Call<decltype(cuGetErrorString)> get_error_string{"cuGetErrorString"};
+  private:
+    const Library library_;
+
+  public:
+    // Before everything else. Those for the version come first, because an old driver lacks some of the others.
+    Call<decltype(cuDriverGetVersion)> driver_get_version{library_, "cuDriverGetVersion"};
+    Call<decltype(cuGetErrorName)> get_error_name{library_, "cuGetErrorName"};
+    Call<decltype(cuGetErrorString)> get_error_string{library_, "cuGetErrorString"};
+
+  private:
+    const int version_ = supported_version();
+
+  public:
+    // Once per process.
+    Call<decltype(cuInit)> init{library_, "cuInit"};
 
     // Devices: an ordinal below cuDeviceGetCount is also the CUdevice handle.
-    Call<decltype(cuDeviceGetCount)> device_get_count{"cuDeviceGetCount"};
-    Call<decltype(cuDeviceGetName)> device_get_name{"cuDeviceGetName"};
-    Call<decltype(cuDeviceGetUuid)> device_get_uuid{"cuDeviceGetUuid", "cuDeviceGetUuid_v2"};
-    Call<decltype(cuDeviceCanAccessPeer)> device_can_access_peer{"cuDeviceCanAccessPeer"};
-    Call<decltype(cuDeviceGetAttribute)> device_get_attribute{"cuDeviceGetAttribute"};
-    Call<decltype(cuDeviceTotalMem)> device_total_mem{"cuDeviceTotalMem", "cuDeviceTotalMem_v2"};
-    Call<decltype(cuDeviceGetPCIBusId)> device_get_pci_bus_id{"cuDeviceGetPCIBusId"};
+    Call<decltype(cuDeviceGetCount)> device_get_count{library_, "cuDeviceGetCount"};
+    Call<decltype(cuDeviceGetName)> device_get_name{library_, "cuDeviceGetName"};
+    Call<decltype(cuDeviceGetUuid)> device_get_uuid{library_, "cuDeviceGetUuid", "cuDeviceGetUuid_v2"};
+    Call<decltype(cuDeviceCanAccessPeer)> device_can_access_peer{library_, "cuDeviceCanAccessPeer"};
+    Call<decltype(cuDeviceGetAttribute)> device_get_attribute{library_, "cuDeviceGetAttribute"};
+    Call<decltype(cuDeviceTotalMem)> device_total_mem{library_, "cuDeviceTotalMem", "cuDeviceTotalMem_v2"};
+    Call<decltype(cuDeviceGetPCIBusId)> device_get_pci_bus_id{library_, "cuDeviceGetPCIBusId"};
 
     // Contexts. Retaining the primary context creates it if needed (0.5 GiB of device memory on an H200). Push and pop
     // must pair up on one thread.
-    Call<decltype(cuDevicePrimaryCtxRetain)> primary_ctx_retain{"cuDevicePrimaryCtxRetain"};
-    Call<decltype(cuCtxGetCurrent)> ctx_get_current{"cuCtxGetCurrent"};
-    Call<decltype(cuCtxSetCurrent)> ctx_set_current{"cuCtxSetCurrent"};
-    Call<decltype(cuCtxPushCurrent)> ctx_push_current{"cuCtxPushCurrent", "cuCtxPushCurrent_v2"};
-    Call<decltype(cuCtxPopCurrent)> ctx_pop_current{"cuCtxPopCurrent", "cuCtxPopCurrent_v2"};
+    Call<decltype(cuDevicePrimaryCtxRetain)> primary_ctx_retain{library_, "cuDevicePrimaryCtxRetain"};
+    Call<decltype(cuCtxGetCurrent)> ctx_get_current{library_, "cuCtxGetCurrent"};
+    Call<decltype(cuCtxSetCurrent)> ctx_set_current{library_, "cuCtxSetCurrent"};
+    Call<decltype(cuCtxPushCurrent)> ctx_push_current{library_, "cuCtxPushCurrent", "cuCtxPushCurrent_v2"};
+    Call<decltype(cuCtxPopCurrent)> ctx_pop_current{library_, "cuCtxPopCurrent", "cuCtxPopCurrent_v2"};
     // Current context required. Invalidates any graph capture in that context, whatever the thread's capture mode.
-    Call<decltype(cuCtxSynchronize)> ctx_synchronize{"cuCtxSynchronize"};
+    Call<decltype(cuCtxSynchronize)> ctx_synchronize{library_, "cuCtxSynchronize"};
     // Current context required. Freeing waits for all running work of the context and, in a thread of relaxed capture
     // mode, leaves captures alone (measured: `wait_for_running_work`).
-    Call<decltype(cuMemAlloc)> mem_alloc{"cuMemAlloc", "cuMemAlloc_v2"};
-    Call<decltype(cuMemFree)> mem_free{"cuMemFree", "cuMemFree_v2"};
-    Call<decltype(cuMemGetInfo)> mem_get_info{"cuMemGetInfo", "cuMemGetInfo_v2"};
+    Call<decltype(cuMemAlloc)> mem_alloc{library_, "cuMemAlloc", "cuMemAlloc_v2"};
+    Call<decltype(cuMemFree)> mem_free{library_, "cuMemFree", "cuMemFree_v2"};
+    Call<decltype(cuMemGetInfo)> mem_get_info{library_, "cuMemGetInfo", "cuMemGetInfo_v2"};
 
     // Virtual memory management. Sizes and addresses are multiples of the granularity. A handle is live from create to
     // release; its memory is freed once it is released and mapped nowhere. Unmap takes whole mappings, does not wait
     // for kernels that use them, and must come before the range is freed. Unmapping drops the access rights.
-    Call<decltype(cuMemGetAllocationGranularity)> mem_get_allocation_granularity{"cuMemGetAllocationGranularity"};
-    Call<decltype(cuMemAddressReserve)> mem_address_reserve{"cuMemAddressReserve"};
-    Call<decltype(cuMemAddressFree)> mem_address_free{"cuMemAddressFree"};
-    Call<decltype(cuMemCreate)> mem_create{"cuMemCreate"};
-    Call<decltype(cuMemRelease)> mem_release{"cuMemRelease"};
-    Call<decltype(cuMemMap)> mem_map{"cuMemMap"};
-    Call<decltype(cuMemUnmap)> mem_unmap{"cuMemUnmap"};
-    Call<decltype(cuMemSetAccess)> mem_set_access{"cuMemSetAccess"};
-    Call<decltype(cuMemGetAccess)> mem_get_access{"cuMemGetAccess"};
+    Call<decltype(cuMemGetAllocationGranularity)> mem_get_allocation_granularity{library_,
+                                                                                 "cuMemGetAllocationGranularity"};
+    Call<decltype(cuMemAddressReserve)> mem_address_reserve{library_, "cuMemAddressReserve"};
+    Call<decltype(cuMemAddressFree)> mem_address_free{library_, "cuMemAddressFree"};
+    Call<decltype(cuMemCreate)> mem_create{library_, "cuMemCreate"};
+    Call<decltype(cuMemRelease)> mem_release{library_, "cuMemRelease"};
+    Call<decltype(cuMemMap)> mem_map{library_, "cuMemMap"};
+    Call<decltype(cuMemUnmap)> mem_unmap{library_, "cuMemUnmap"};
+    Call<decltype(cuMemSetAccess)> mem_set_access{library_, "cuMemSetAccess"};
+    Call<decltype(cuMemGetAccess)> mem_get_access{library_, "cuMemGetAccess"};
     // Physical memory as a file descriptor, for another process to import. Each import is a handle of its own; the
     // memory is freed when all its handles, mappings and descriptors are gone, in every process.
-    Call<decltype(cuMemExportToShareableHandle)> mem_export_to_shareable_handle{"cuMemExportToShareableHandle"};
-    Call<decltype(cuMemImportFromShareableHandle)> mem_import_from_shareable_handle{"cuMemImportFromShareableHandle"};
+    Call<decltype(cuMemExportToShareableHandle)> mem_export_to_shareable_handle{library_,
+                                                                                "cuMemExportToShareableHandle"};
+    Call<decltype(cuMemImportFromShareableHandle)> mem_import_from_shareable_handle{library_,
+                                                                                    "cuMemImportFromShareableHandle"};
     Call<decltype(cuMemGetAllocationPropertiesFromHandle)> mem_get_allocation_properties_from_handle{
-        "cuMemGetAllocationPropertiesFromHandle"};
+        library_, "cuMemGetAllocationPropertiesFromHandle"};
 
     // Host memory. Register: current context required; the memory must be mapped and not registered yet. Unregister
     // takes the base of a whole registered range, in which no copy may be in flight.
-    Call<decltype(cuMemHostRegister)> mem_host_register{"cuMemHostRegister", "cuMemHostRegister_v2"};
-    Call<decltype(cuMemHostUnregister)> mem_host_unregister{"cuMemHostUnregister"};
+    Call<decltype(cuMemHostRegister)> mem_host_register{library_, "cuMemHostRegister", "cuMemHostRegister_v2"};
+    Call<decltype(cuMemHostUnregister)> mem_host_unregister{library_, "cuMemHostUnregister"};
 
     // Streams and copies. The stream's context must be current. Copies of registered host memory return at once; both
     // sides must stay mapped and registered until the stream has been synchronised.
-    Call<decltype(cuStreamCreate)> stream_create{"cuStreamCreate"};
-    Call<decltype(cuStreamDestroy)> stream_destroy{"cuStreamDestroy", "cuStreamDestroy_v2"};
-    Call<decltype(cuStreamSynchronize)> stream_synchronize{"cuStreamSynchronize"};
-    Call<decltype(cuStreamQuery)> stream_query{"cuStreamQuery"};
+    Call<decltype(cuStreamCreate)> stream_create{library_, "cuStreamCreate"};
+    Call<decltype(cuStreamDestroy)> stream_destroy{library_, "cuStreamDestroy", "cuStreamDestroy_v2"};
+    Call<decltype(cuStreamSynchronize)> stream_synchronize{library_, "cuStreamSynchronize"};
     // The event's and the recorded stream's context must be current; a stream of any other may wait for it. Destroying
     // it is fine while it is waited for.
-    Call<decltype(cuEventCreate)> event_create{"cuEventCreate"};
-    Call<decltype(cuEventRecord)> event_record{"cuEventRecord"};
-    Call<decltype(cuEventDestroy)> event_destroy{"cuEventDestroy", "cuEventDestroy_v2"};
-    Call<decltype(cuStreamWaitEvent)> stream_wait_event{"cuStreamWaitEvent"};
-    Call<decltype(cuMemcpyDtoDAsync)> memcpy_dtod_async{"cuMemcpyDtoDAsync", "cuMemcpyDtoDAsync_v2"};
-    Call<decltype(cuMemcpyHtoDAsync)> memcpy_htod_async{"cuMemcpyHtoDAsync", "cuMemcpyHtoDAsync_v2"};
-    Call<decltype(cuMemcpyDtoHAsync)> memcpy_dtoh_async{"cuMemcpyDtoHAsync", "cuMemcpyDtoHAsync_v2"};
-    Call<decltype(cuMemsetD8Async)> memset_d8_async{"cuMemsetD8Async"};
-    Call<decltype(cuMemsetD32Async)> memset_d32_async{"cuMemsetD32Async"};
+    Call<decltype(cuEventCreate)> event_create{library_, "cuEventCreate"};
+    Call<decltype(cuEventRecord)> event_record{library_, "cuEventRecord"};
+    Call<decltype(cuEventDestroy)> event_destroy{library_, "cuEventDestroy", "cuEventDestroy_v2"};
+    Call<decltype(cuStreamWaitEvent)> stream_wait_event{library_, "cuStreamWaitEvent"};
+    Call<decltype(cuMemcpyDtoDAsync)> memcpy_dtod_async{library_, "cuMemcpyDtoDAsync", "cuMemcpyDtoDAsync_v2"};
+    Call<decltype(cuMemcpyHtoDAsync)> memcpy_htod_async{library_, "cuMemcpyHtoDAsync", "cuMemcpyHtoDAsync_v2"};
+    Call<decltype(cuMemcpyDtoHAsync)> memcpy_dtoh_async{library_, "cuMemcpyDtoHAsync", "cuMemcpyDtoHAsync_v2"};
+    Call<decltype(cuMemsetD8Async)> memset_d8_async{library_, "cuMemsetD8Async"};
+    Call<decltype(cuMemsetD32Async)> memset_d32_async{library_, "cuMemsetD32Async"};
 
     // Kernels. The context must be current in which the module was loaded; it is never unloaded. A launch returns at
     // once, and the kernel reaches registered host memory by its host address where the device says so.
-    Call<decltype(cuModuleLoadData)> module_load_data{"cuModuleLoadData"};
-    Call<decltype(cuModuleGetFunction)> module_get_function{"cuModuleGetFunction"};
-    Call<decltype(cuLaunchKernel)> launch_kernel{"cuLaunchKernel"};
+    Call<decltype(cuModuleLoadData)> module_load_data{library_, "cuModuleLoadData"};
+    Call<decltype(cuModuleGetFunction)> module_get_function{library_, "cuModuleGetFunction"};
+    Call<decltype(cuLaunchKernel)> launch_kernel{library_, "cuLaunchKernel"};
 
     // Swaps the calling thread's capture mode. In CU_STREAM_CAPTURE_MODE_RELAXED a thread may make calls that another
     // thread's capture would otherwise forbid, and that would invalidate it.
-    Call<decltype(cuThreadExchangeStreamCaptureMode)> exchange_capture_mode{"cuThreadExchangeStreamCaptureMode"};
+    Call<decltype(cuThreadExchangeStreamCaptureMode)> exchange_capture_mode{library_,
+                                                                            "cuThreadExchangeStreamCaptureMode"};
 
-    // Process checkpoints (checkpoint.h), since driver 570: older ones lack the calls. No context required.
-    Call<decltype(cuCheckpointProcessGetState)> checkpoint_get_state{"cuCheckpointProcessGetState"};
-    Call<decltype(cuCheckpointProcessLock)> checkpoint_lock{"cuCheckpointProcessLock"};
-    Call<decltype(cuCheckpointProcessCheckpoint)> checkpoint_checkpoint{"cuCheckpointProcessCheckpoint"};
-    Call<decltype(cuCheckpointProcessRestore)> checkpoint_restore{"cuCheckpointProcessRestore"};
-    Call<decltype(cuCheckpointProcessUnlock)> checkpoint_unlock{"cuCheckpointProcessUnlock"};
+    // Process checkpoints (checkpoint.h), since driver 570: older ones lack them. No context required.
+    Call<decltype(cuCheckpointProcessGetState)> checkpoint_get_state{library_, "cuCheckpointProcessGetState",
+                                                                     OldDriversLackIt{}};
+    Call<decltype(cuCheckpointProcessLock)> checkpoint_lock{library_, "cuCheckpointProcessLock", OldDriversLackIt{}};
+    Call<decltype(cuCheckpointProcessCheckpoint)> checkpoint_checkpoint{library_, "cuCheckpointProcessCheckpoint",
+                                                                        OldDriversLackIt{}};
+    Call<decltype(cuCheckpointProcessRestore)> checkpoint_restore{library_, "cuCheckpointProcessRestore",
+                                                                  OldDriversLackIt{}};
+    Call<decltype(cuCheckpointProcessUnlock)> checkpoint_unlock{library_, "cuCheckpointProcessUnlock",
+                                                                OldDriversLackIt{}};
 
   private:
     explicit Driver(const std::string& path);
+    int supported_version() const;
+    void check(const char* call, CUresult result) const;
 
-    template <typename Function>
-    void resolve(Call<Function>& call);
-    template <typename Function>
-    void resolve_if_found(Call<Function>& call);
-
-    std::string path_;
-    void* library_ = nullptr;
-    int version_ = 0;
-    bool simulated_ = false;
+    const bool simulated_ = library_.find("cumemSimStats") != nullptr;
 };
 
 template <typename... Args>
@@ -247,6 +279,8 @@ void Call<CUresult(Args...)>::operator()(Args... args) const {
 
 // The path that this process's driver was opened from, or nothing if the process has no usable driver.
 std::optional<std::string> driver_path();
+// As "12.8" of 12080.
+std::string version_text(int version);
 bool driver_is_simulated();
 
 // For destructors and rollback: runs `step` once more if it throws or returns false, because one refused call (another

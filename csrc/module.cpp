@@ -22,7 +22,6 @@
 #include "driver.h"
 #include "errors.h"
 #include "free_listener.h"
-#include "heap_reserve.h"
 #include "host_memory.h"
 #include "interpreter.h"
 #include "invariants.h"
@@ -100,7 +99,6 @@ void bind_checkpoint(py::module_& module) {
 }
 
 void bind_devices(py::module_& module) {
-    module.def("numa_node", &numa_node, py::arg("pci_bus_id"));
     py::class_<DeviceInfo>(module, "DeviceInfo")
         .def_readonly("name", &DeviceInfo::name)
         .def_readonly("pci_bus_id", &DeviceInfo::pci_bus_id)
@@ -369,11 +367,8 @@ void bind_copies(py::module_& module) {
                 return self.digest(table, begin, rows);
             },
             py::arg("table"), py::arg("begin"), py::arg("contents"))
-        .def("poison", &CopyStream::poison, py::arg("address"), py::arg("bytes"), NoGil())
-        .def("zero", &CopyStream::zero, py::arg("address"), py::arg("bytes"), NoGil())
         .def("fill", &CopyStream::fill, py::arg("address"), py::arg("byte"), py::arg("bytes"), NoGil())
         .def("synchronize", &CopyStream::synchronize, NoGil())
-        .def("query", &CopyStream::query, NoGil(), "Whether all work enqueued so far is done.")
         .def(
             "__enter__", [](CopyStream& self) -> CopyStream& { return self; }, py::return_value_policy::reference)
         .def("__exit__",
@@ -428,13 +423,8 @@ void bind_operations(py::module_& module) {
 }
 
 void bind_threads(py::module_& module) {
-    module.def("thread_name", &thread_name, "Of a thread of this layer; empty on any other.");
-    module.def("thread_names", &thread_names, "Of all threads of this layer that still run.");
     module.def("allow_threads", &allow_threads, py::arg("count"),
                "For tests: only this many more threads can be started; a negative number lifts the limit.");
-    py::class_<HeapReserve>(module, "HeapReserve",
-                            "While it exists, this thread can allocate so much in small pieces without a system call.")
-        .def(py::init<size_t>(), py::arg("bytes"), NoGil());
 }
 
 // In production tasks are C++ only.
@@ -499,7 +489,7 @@ std::string built_with() {
 #else
     const std::string compiler = "GCC " __VERSION__;
 #endif
-    return compiler + ", CUDA " + std::to_string(CUDA_VERSION / 1000) + "." + std::to_string(CUDA_VERSION % 1000 / 10);
+    return compiler + ", CUDA " + version_text(CUDA_VERSION);
 }
 
 }  // namespace

@@ -129,15 +129,15 @@ PyObject* OperationLock::run(PyObject* called) {
     } catch (const std::exception&) {
         return work().release().ptr();
     }
-    while (!ended.is_set()) {
+    while (thread.joinable()) {
         if (stopping.caller_runs_handlers.exchange(false) && !of_handler && handlers_raise()) {
             of_handler = raised();
             stopping.is_asked = true;
         }
         const WithoutInterpreter unlocked;
         while (!ended.wait(kBetweenLooks) && !stopping.caller_runs_handlers) continue;
+        if (ended.is_set()) thread.join();
     }
-    thread.join();  // which has let go of the interpreter lock
     if (const Error& first = of_handler ? of_handler : error) throw py::error_already_set(*first);
     if (!result) throw std::bad_alloc();
     return result.release().ptr();

@@ -7,8 +7,6 @@
 #include <unistd.h>
 
 #include <climits>
-#include <memory>
-#include <mutex>
 #include <system_error>
 #include <utility>
 
@@ -17,41 +15,6 @@ namespace cumem_sleep {
 namespace {
 
 std::atomic<int> threads_allowed{-1};
-// Of a thread that is started here. Made by its starter, and so that the thread itself need not allocate: where memory
-// is short, the starter gets the error.
-struct Started {
-    explicit Started(std::string its_name) : name(std::move(its_name)) {}
-
-    const std::string name;
-    Started *before = nullptr, *after = nullptr;  // in `at_work`
-};
-
-// Needs no destructor, for which the C library would allocate.
-thread_local Started* started_here = nullptr;
-
-std::mutex at_work_mutex;
-Started* at_work = nullptr;
-
-class AtWork {
-  public:
-    explicit AtWork(Started& thread) : thread_(thread) {
-        started_here = &thread_;
-        std::lock_guard<std::mutex> lock(at_work_mutex);
-        thread_.after = std::exchange(at_work, &thread_);
-        if (thread_.after) thread_.after->before = &thread_;
-    }
-    ~AtWork() {
-        std::lock_guard<std::mutex> lock(at_work_mutex);
-        (thread_.before ? thread_.before->after : at_work) = thread_.after;
-        if (thread_.after) thread_.after->before = thread_.before;
-        started_here = nullptr;
-    }
-    AtWork(const AtWork&) = delete;
-    AtWork& operator=(const AtWork&) = delete;
-
-  private:
-    Started& thread_;
-};
 
 // Blocks this thread's signals for a scope: a thread started inside inherits that.
 class SignalsBlocked {
@@ -70,10 +33,6 @@ class SignalsBlocked {
   private:
     sigset_t before_;
 };
-
-// Locked during a fork, whose child would otherwise find it locked for ever if another thread had it just then.
-[[maybe_unused]] const int registered =
-    pthread_atfork([] { at_work_mutex.lock(); }, [] { at_work_mutex.unlock(); }, [] { at_work_mutex.unlock(); });
 
 }  // namespace
 
@@ -97,23 +56,12 @@ std::thread start_thread(const std::string& name, std::function<void()> work) {
             throw std::system_error(std::make_error_code(std::errc::resource_unavailable_try_again), "refused");
         if (threads_allowed.compare_exchange_weak(allowed, allowed - 1)) break;
     }
-    auto started = std::make_unique<Started>(name);
     const SignalsBlocked blocked;
-    return std::thread([started = std::move(started), work = std::move(work)] {
-        const AtWork here(*started);
-        pthread_setname_np(pthread_self(), started->name.c_str());
+    return std::thread([name, work = std::move(work)] {
+        pthread_setname_np(pthread_self(), name.c_str());
         work();
     });
 }
-
-std::vector<std::string> thread_names() {
-    std::lock_guard<std::mutex> lock(at_work_mutex);
-    std::vector<std::string> names;
-    for (const Started* thread = at_work; thread; thread = thread->after) names.push_back(thread->name);
-    return names;
-}
-
-const char* thread_name() { return started_here ? started_here->name.c_str() : ""; }
 
 void allow_threads(int count) noexcept { threads_allowed = count; }
 

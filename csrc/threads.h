@@ -7,7 +7,6 @@
 #include <functional>
 #include <string>
 #include <thread>
-#include <vector>
 
 namespace cumem_sleep {
 
@@ -31,12 +30,6 @@ class Event {
 // Starts a thread with this name (15 characters at most) that blocks signals. Throws std::system_error, or
 // std::bad_alloc, if no thread can be started.
 std::thread start_thread(const std::string& name, std::function<void()> work);
-
-// The name of this thread, if it was started here, or "".
-const char* thread_name();
-
-// The names of all threads started here that are at work; in a forked child, those of its parent.
-std::vector<std::string> thread_names();
 
 // For tests: only this many more threads can be started; a negative number lifts the limit.
 void allow_threads(int count) noexcept;

@@ -7,7 +7,17 @@ import time
 from collections.abc import Callable
 
 import pytest
-from support import MIB, PAGE, SIMULATED, Memory, ample_host_memory, in_thread, patch_prefault, quick_sums
+from support import (
+    MIB,
+    PAGE,
+    SIMULATED,
+    Memory,
+    ample_host_memory,
+    in_thread,
+    patch_prefault,
+    quick_sums,
+    thread_name,
+)
 
 from cumem_sleep import CuMemAllocator, OutOfHostMemory, _core
 from cumem_sleep.operations.prepare import Preparation
@@ -35,7 +45,7 @@ def until_asked_to_stop(preparation: Preparation) -> None:
 
 
 def on_preparing_thread() -> bool:
-    return _core.thread_name() == PREPARING
+    return thread_name() == PREPARING
 
 
 def fill(allocator: CuMemAllocator, memory: Memory, *tags: str) -> dict[int, bytes]:

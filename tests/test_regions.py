@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from support import AWAKE, BACKED_UP, DROPPED, MIB, PAGE, SIMULATED, Memory, bf16_weights
+from support import AWAKE, BACKED_UP, DROPPED, MIB, PAGE, SIMULATED, Memory, bf16_weights, thread_name
 
 from cumem_sleep import (
     CuMemAllocator,
@@ -78,7 +78,7 @@ class TestRoomForAWake:
         cached: list[_core.Scratch] = [_core.Scratch(0, _core.memory_info(0)[0] // PAGE * PAGE)]
 
         def trim() -> None:
-            assert _core.thread_name() == "", "it runs what the garbage collector finds, which may call the allocator"
+            assert thread_name() == "", "it runs what the garbage collector finds, which may call the allocator"
             cached.pop().close()
 
         pools.trim = trim  # type: ignore[method-assign]

@@ -136,7 +136,6 @@ class TestTwoProcesses:
             with _core.CopyStream(0) as stream:
                 stream.to_host(block, 0, imported.address, nbytes)
                 stream.synchronize()
-                assert stream.query()
                 reader = os.open(f"/proc/self/fd/{block.fd}", os.O_RDONLY)
                 link.send(None, reader)
                 os.close(reader)
@@ -417,7 +416,6 @@ class TestFaults:
             with _core.CopyStream(0) as stream:
                 stream.to_host(block, 0, imported.address, nbytes)
                 stream.synchronize()
-                stream.query()
             return bytes(memoryview(block))
 
     def held(self) -> tuple[Any, ...]:
@@ -440,7 +438,7 @@ class TestFaults:
         sim.reset()
         self.cycle(address, make)
         made = {call: count for call, count in sim.stats().calls.items() if count}
-        assert {"cuMemExportToShareableHandle", "cuMemImportFromShareableHandle", "cuStreamQuery"} <= set(made)
+        assert {"cuMemExportToShareableHandle", "cuMemImportFromShareableHandle"} <= set(made)
         before, errors = self.held(), set()
         for call, count in made.items():
             for after in range(count):
@@ -529,26 +527,3 @@ class TestFork:
             """
         )
         assert_clean_exit(process)
-
-
-def test_a_stream_tells_whether_its_copies_are_done() -> None:
-    process = run_script(
-        """
-        allocator = CuMemAllocator(Settings(driver="sim"))
-        address = allocator.malloc(PAGE)
-        block = _core.HostBlock(PAGE, -1)
-        block.prefault(0, PAGE)
-        block.pin(0)
-        with _core.CopyStream(0) as stream:
-            assert stream.query()
-            stream.to_host(block, 0, address, PAGE)
-            assert not stream.query()
-            stream.synchronize()
-            assert stream.query()
-            sim.fail("cuStreamQuery", error="CUDA_ERROR_ILLEGAL_ADDRESS")
-            with raises(DriverError, "cuStreamQuery", "CUDA_ERROR_ILLEGAL_ADDRESS"):
-                stream.query()
-        """,
-        CUMEM_SLEEP_SIM_COPY_DELAY_US="2000000",
-    )
-    assert_clean_exit(process)

@@ -11,7 +11,17 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 
 import pytest
-from support import PAGE, Memory, assert_clean_exit, assert_no_threads, hooks, in_thread, run_script, threads_refused
+from support import (
+    PAGE,
+    Memory,
+    assert_clean_exit,
+    assert_no_threads,
+    hooks,
+    in_thread,
+    run_script,
+    thread_name,
+    threads_refused,
+)
 
 from cumem_sleep import CuMemAllocator, CumemSleepError, InvalidState, _core, host_facts
 from cumem_sleep.operations import prepare
@@ -52,8 +62,8 @@ class TestRun:
 
     def test_returns_and_raises_what_the_work_does(self) -> None:
         lock = _core.OperationLock()
-        assert lock.run(_core.thread_name) == "cumem-operation"
-        assert lock.run(lambda: lock.run(_core.thread_name)) == "cumem-operation"
+        assert lock.run(thread_name) == "cumem-operation"
+        assert lock.run(lambda: lock.run(thread_name)) == "cumem-operation"
         with pytest.raises(KeyError, match="this"):
             lock.run(lambda: {}["this"])
         assert_no_threads()
@@ -66,7 +76,7 @@ class TestRun:
     def test_where_no_thread_can_be_had(self) -> None:
         with threads_refused():
             assert _core.OperationLock().run(threading.get_ident) == threading.get_ident()
-            assert in_thread(lambda: _core.OperationLock().run(_core.thread_name)) == ""
+            assert in_thread(lambda: _core.OperationLock().run(thread_name)) == ""
 
     @pytest.mark.parametrize("error", [KeyboardInterrupt, TimeoutError])
     def test_handlers_run_when_it_has_ended(self, handler: Handler, error: type[BaseException]) -> None:

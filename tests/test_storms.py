@@ -238,7 +238,7 @@ FINALISERS = """
                 self.extra = allocator.malloc(PAGE, "extra")
 
         def __del__(self):
-            name = _core.thread_name() or "python"
+            name = thread_name() or "python"
             ran[name] = ran.get(name, 0) + 1
             try:
                 if self.extra:

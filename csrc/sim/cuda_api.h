@@ -6,6 +6,4 @@
 
 #pragma GCC visibility push(default)
 #include <cuda.h>
-
-#include "../cuda_checkpoint.h"
 #pragma GCC visibility pop

@@ -34,7 +34,8 @@ void finish(Simulation& sim, Work& work) {
 }
 
 void run_stream(const std::shared_ptr<Stream>& stream) {
-    keep_library_loaded();  // before the lock: the dynamic loader has its own
+    keep_library_loaded();                             // before the lock: the dynamic loader has its own
+    pthread_setname_np(pthread_self(), "sim-stream");  // else it has the name of the thread that began the stream
     Simulation& sim = Simulation::instance();
     this_thread().runs_stream_work = true;
     Lock lock(sim.mutex);

@@ -70,7 +70,7 @@ class Slot:
     def encode(self, batch: ChunkBatch) -> None:
         """Begin to encode a batch; `copy`, or at the latest `finish`, begins to copy it."""
         self._set_rows(rows(batch.parameters, batch.addresses, self.chunks_address + batch.starts, batch.sizes))
-        self.stream.zero(self.chunks_address, batch.bytes)
+        self.stream.fill(self.chunks_address, 0, batch.bytes)
         counters = self._zero_counters(batch)
         with launching(self.stream):
             kernels_of(batch.layout).encode(batch.layout, self.table, counters, len(batch))
@@ -153,7 +153,7 @@ class Slot:
             self.read_counters()
         address = self._address + self._most_rows * ROW_BYTES + 4 * sum(map(len, self._counted))
         self._counted.append(chunks)
-        self.stream.zero(address, 4 * len(chunks))
+        self.stream.fill(address, 0, 4 * len(chunks))
         return address
 
     def _in_block(self, at: int, nbytes: int) -> Bytes:

@@ -305,5 +305,5 @@ def _spoil(tensors: Sequence[_Tensor]) -> None:
     for device, mine in by_device(_as_segments(tensors)).items():
         with _core.CopyStream(device) as stream:
             for each in mine:
-                stream.poison(each.address, each.bytes)
+                stream.fill(each.address, 0xFF, each.bytes)
             stream.synchronize()

@@ -151,18 +151,8 @@ def wake(
                         _wait_for(timer, mapping, restored)
                         _wait_for(timer, mapping_dropped, dropped)
                     with timer("copy"), ExitStack() as streams:
-                        copies = (
-                            _copies(
-                                components,
-                                restored,
-                                lane_group,
-                                streams,
-                                mapping,
-                                digests if checked else None,
-                                workspaces,
-                            )
-                            if lane_group is not None
-                            else []
+                        copies = _copies(
+                            components, restored, lane_group, streams, mapping, digests if checked else None, workspaces
                         )
                         begun, half = 0, catalogue.content_bytes(restored) // 2
                         while copies:
@@ -246,7 +236,7 @@ def _lost(
 def _copies(
     components: Components,
     restored: Sequence[_core.Segment],
-    lane_group: LaneGroup,
+    lane_group: LaneGroup | None,
     streams: ExitStack,
     mapping: _core.ThreadPool,
     digests: DigestRun | None,
@@ -259,6 +249,8 @@ def _copies(
         digests: begun for segments that have arrived.
     """
     copies: list[deque[Transfer | Decoding | _DecodingByCpu]] = []
+    if lane_group is None:  # nothing is restored
+        return copies
     for device, mine in by_device(restored).items():
         queue: deque[Transfer | Decoding | _DecodingByCpu] = deque()
         backups = [components.store.catalogue.get_or_raise(segment) for segment in mine]
@@ -365,7 +357,7 @@ def _fill(components: Components, lost: Sequence[tuple[_core.Segment, Spans]]) -
         if segment.tag != "kv_cache":
             with _core.CopyStream(segment.device) as stream:
                 for begin, end in aligned_inwards(spans):
-                    stream.poison(segment.address + begin, end - begin)
+                    stream.fill(segment.address + begin, 0xFF, end - begin)  # a NaN in every float type
                 stream.synchronize()
     for fill in components.fills:
         fill(lost)

@@ -21,6 +21,8 @@ _ROW_BYTES = 32  # of a piece in the table of a kernel
 _LEAST_ROWS = 512  # of such a table: it stays pinned from one operation to the next
 _PART_BYTES = 64 << 10  # of an extent: one block of the kernel copies no more at a time, so that all have work
 _HEAP_BYTES = 16 << 10  # more than the driver allocates when it registers a block
+_MOST_HEAP_BYTES = 32 << 20  # half of what one heap of a thread can hold
+_HEAP_PIECE_BYTES = 60 << 10  # smaller than what the C library maps by itself
 
 
 class HostLaneGroup(LaneGroup):
@@ -49,7 +51,7 @@ class HostLaneGroup(LaneGroup):
         self._look_again = look_again
         self._all_used = all_used
         self._prefaulted: _core.ThreadPool | None = None
-        self._heap: _core.HeapReserve | None = None
+        self._top_of_heap = b""
         self._expected: set[int] = set()  # ids of blocks
         self._stack = ExitStack()
         self.has_kernel = True
@@ -58,7 +60,7 @@ class HostLaneGroup(LaneGroup):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stack.close()
-        self._heap = None
+        self._top_of_heap = b""
         self._all_used()
 
     def end(self) -> None:
@@ -79,8 +81,9 @@ class HostLaneGroup(LaneGroup):
         if not tasks:
             return
         if self._prefaulted is None:
-            # Now, because each step by which this thread's heap grows would wait for the threads that prefault.
-            self._heap = _core.HeapReserve(_HEAP_BYTES * len(tasks))
+            # Now, because each step by which this thread's heap grows would wait for the threads that prefault, often
+            # for 20 ms, and the driver allocates here when it registers a block. What is freed below stays.
+            self._top_of_heap = _grown_heap(min(_HEAP_BYTES * len(tasks), _MOST_HEAP_BYTES))
             # Looked up here, because `prepare` needs none.
             threads = self._threads or host_facts.prefault_threads(_MOST_PREFAULT_THREADS)
             self._prefaulted = self._stack.enter_context(_core.ThreadPool(threads))
@@ -172,6 +175,11 @@ class HostLane(Lane):
         """From then on the table can be used anew."""
         super().synchronize()
         self._used = 0
+
+
+def _grown_heap(nbytes: int) -> bytes:
+    """Let this thread's heap grow so much, page faults included; what is returned keeps it from shrinking."""
+    return [b"\1" * _HEAP_PIECE_BYTES for _ in range(nbytes // _HEAP_PIECE_BYTES + 2)][-1]
 
 
 def blocks_of(extents: Iterable[Extent]) -> list[_core.HostBlock]:

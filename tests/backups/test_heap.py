@@ -15,7 +15,7 @@ from cumem_sleep.store import lanes
 # counted, because a new one would get the heap of one that has.
 COUNT_FAULTS = """
 import ctypes, resource, threading
-from cumem_sleep import _core
+from cumem_sleep.store.lanes import _grown_heap
 
 libc = ctypes.CDLL(None)
 libc.malloc.restype = ctypes.c_void_p
@@ -24,7 +24,7 @@ all_counted = threading.Barrier(2)
 faults = {}
 
 def count(nbytes):
-    reserve = _core.HeapReserve(nbytes)
+    top = _grown_heap(nbytes) if nbytes else b""
     before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
     for _ in range(300):
         ctypes.memset(libc.malloc(12 << 10), 1, 12 << 10)
@@ -54,11 +54,11 @@ def test_it_comes_before_pages_are_prefaulted_and_for_every_block(
 ) -> None:
     """Later, each step by which the heap grows would wait for the threads that prefault."""
     seen: list[str] = []
-    reserved = _core.HeapReserve
+    grown_heap = lanes._grown_heap
 
-    def reserve(nbytes: int) -> _core.HeapReserve:
-        seen.append(f"reserve {nbytes}")
-        return reserved(nbytes)
+    def grow(nbytes: int) -> bytes:
+        seen.append(f"grow {nbytes}")
+        return grown_heap(nbytes)
 
     def prefault_ahead(block: _core.HostBlock, offset: int, nbytes: int) -> _core.Task:
         def run() -> None:
@@ -69,11 +69,11 @@ def test_it_comes_before_pages_are_prefaulted_and_for_every_block(
 
     address = allocator.malloc(3 * PAGE)
     content = memory.fill_random(address, 3 * PAGE)
-    monkeypatch.setattr(_core, "HeapReserve", reserve)
+    monkeypatch.setattr(lanes, "_grown_heap", grow)
     monkeypatch.setattr(_core, "prefault_task", prefault_ahead)
     allocator.sleep()
     blocks = -(-3 * PAGE // allocator.tuning.slab_bytes)
-    assert seen[0] == f"reserve {blocks * lanes._HEAP_BYTES}"
+    assert seen[0] == f"grow {blocks * lanes._HEAP_BYTES}"
     assert "prefault" in seen[1:]
     assert seen.count(seen[0]) == 1
     allocator.wake_up()

@@ -26,6 +26,7 @@ from support import (
     in_thread,
     patch_prefault,
     run_script,
+    thread_name,
     threads_of_ours,
 )
 
@@ -69,7 +70,7 @@ class Gate:
         hold = _core.OperationLock.hold
 
         def refused(lock: _core.OperationLock, wait: bool = True) -> Any:
-            if _core.thread_name() == GIVING_BACK:
+            if thread_name() == GIVING_BACK:
                 self.tries += 1
                 if not self.is_open:
                     return contextlib.nullcontext(False)
@@ -119,7 +120,7 @@ def closed_by(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def noted(block: _core.HostBlock) -> None:
         if block.bytes == MIB:  # others are no backups
-            closed.append(_core.thread_name())
+            closed.append(thread_name())
         close(block)
 
     monkeypatch.setattr(_core.HostBlock, "close", noted)
@@ -234,7 +235,7 @@ class TestGivingBack:
             hooks().cumem_sleep_free(freed, PAGE, 0, None) if through_hook else allocator.free(freed)
 
         def free_and_close(block: _core.HostBlock) -> None:
-            if not begun and _core.thread_name() == GIVING_BACK:
+            if not begun and thread_name() == GIVING_BACK:
                 begun.append("freeing")
                 in_thread(free)
             close(block)
@@ -410,14 +411,14 @@ class TestGivingBack:
         close = _core.HostBlock.close
 
         def slow(block: _core.HostBlock) -> None:
-            if _core.thread_name() == GIVING_BACK:
+            if thread_name() == GIVING_BACK:
                 time.sleep(0.002)
             close(block)
 
         monkeypatch.setattr(_core.Worker, "pause", noted)
         monkeypatch.setattr(_core.HostBlock, "close", slow)
         monkeypatch.setattr(
-            host_facts, "mem_available_bytes", lambda **_: left if _core.thread_name() == GIVING_BACK else None
+            host_facts, "mem_available_bytes", lambda **_: left if thread_name() == GIVING_BACK else None
         )
         self.going(unretained, memory)
         wait_for_the_end(unretained)

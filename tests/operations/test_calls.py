@@ -9,7 +9,7 @@ from contextlib import closing
 
 import numpy as np
 import pytest
-from support import MIB, PAGE, digest_by_the_kernel, forget_devices, fresh_allocator
+from support import MIB, PAGE, digest_by_the_kernel, forget_devices, fresh_allocator, threads_of_ours
 
 from cumem_sleep import CuMemAllocator, DriverError, InvalidState, _core, sim
 from cumem_sleep.backups.catalogue import Catalogue
@@ -182,7 +182,7 @@ def test_what_fits_into_one_batch_is_mapped_without_a_thread(monkeypatch: pytest
     to_device = _core.CopyStream.to_device
 
     def noted(stream: _core.CopyStream, address: int, block: _core.HostBlock, offset: int, nbytes: int) -> None:
-        at_work.extend(_core.thread_names())
+        at_work.extend(threads_of_ours())
         to_device(stream, address, block, offset, nbytes)
 
     monkeypatch.setattr(_core.CopyStream, "to_device", noted)

@@ -19,7 +19,7 @@ def test_bytes_by_the_kernel(allocator: CuMemAllocator, memory: Memory) -> None:
     _core.load_copy_kernel(0)
     with _core.CopyStream(0) as stream:
         for offset, nbytes in ((0, PAGE), (16, 48), (32, 1), (64, 16 * 1000 + 7), (PAGE - 16, 16), (0, 0)):
-            stream.zero(address, PAGE)
+            stream.fill(address, 0, PAGE)
             stream.to_device_by_kernel(address + offset, block, offset, nbytes)
             stream.synchronize()
             expected = bytes(offset) + bytes(content[offset : offset + nbytes]) + bytes(PAGE - offset - nbytes)
