@@ -418,8 +418,7 @@ void bind_operations(py::module_& module) {
              "Wait until it has ended, at most this long; returns whether it has.")
         .def("stop", &Worker::stop, "Ask it to stop and wait until it has; on its own thread only ask.")
         .def_property_readonly("running", &Worker::running)
-        .def_property_readonly("asked_to_stop", &Worker::asked_to_stop)
-        .def_property_readonly("is_this_thread", &Worker::is_this_thread);
+        .def_property_readonly("asked_to_stop", &Worker::asked_to_stop);
 }
 
 void bind_threads(py::module_& module) {

@@ -56,8 +56,6 @@ void Worker::perform(PyObject* work) noexcept {
 
 bool Worker::running() const noexcept { return started_ && !ended_.is_set() && process_ == getpid(); }
 
-bool Worker::is_this_thread() const noexcept { return thread_role.worker == this; }
-
 bool Worker::pause(double seconds) const {
     const WithoutInterpreter unlocked;
     const auto end = Clock::now() + std::chrono::duration_cast<std::chrono::nanoseconds>(Seconds(seconds));
@@ -86,7 +84,7 @@ bool Worker::wait(std::optional<double> timeout_s) const {
 
 void Worker::stop() {
     ask_to_stop();
-    if (!is_this_thread()) wait(std::nullopt);
+    if (thread_role.worker != this) wait(std::nullopt);
 }
 
 }  // namespace cumem_sleep

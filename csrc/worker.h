@@ -24,7 +24,6 @@ class Worker : public std::enable_shared_from_this<Worker> {
     bool running() const noexcept;
     void ask_to_stop() noexcept { asked_.set(); }
     bool asked_to_stop() const noexcept { return asked_.is_set(); }
-    bool is_this_thread() const noexcept;
     // Waits until it is asked to stop, but no longer than this; returns whether it was.
     bool pause(double seconds) const;
     // Waits until it has ended, and checks for requests to stop meanwhile; returns whether it has ended.

@@ -28,6 +28,7 @@ from .core.cuda_state import CudaState
 from .core.driver import integrated_devices
 from .core.levels import (
     DEFERRABLE_TAGS,
+    DROPPED_AT_LEVEL_1,
     IsDropped,
     by_plan,
     dropped_at_level,
@@ -385,16 +386,8 @@ class CuMemAllocator:
             arguments = (self._components, vote, meant, by_plan(is_dropped), "sleep", kept, self._declared(drop))
             if is_checkpoint(level):
                 return self._with_checkpoint(lambda: sleep(*arguments), vote, CudaUse.LEASE_UNLESS_AWAY)
-            return Operation(
-                self._operations,
-                "sleep",
-                sleep,
-                arguments,
-                vote=vote,
-                counts_as="sleep",
-                uses_cuda=CudaUse.LEASE_UNLESS_AWAY,
-                frees_unused=True,
-            ).run()
+            uses = CudaUse.LEASE_UNLESS_AWAY
+            return Operation(self._operations, "sleep", sleep, arguments, vote, "sleep", uses, frees_unused=True).run()
 
     def _dropped(
         self, level: int | str | Iterable[str] | None, offload_tags: str | Iterable[str] | None
@@ -424,16 +417,8 @@ class CuMemAllocator:
         """A sleep at level 1, and then on to level 3."""
         if not _core.driver_calls_suspended():
             gc.collect()  # a finaliser that runs later might call the driver, and wait forever
-        return Operation(
-            self._operations,
-            "sleep",
-            self._checkpoint,
-            (sleep_first,),
-            vote=vote,
-            counts_as="sleep",
-            uses_cuda=uses_cuda,
-            frees_unused=True,
-        ).run()
+        work = self._checkpoint, (sleep_first,)
+        return Operation(self._operations, "sleep", *work, vote, "sleep", uses_cuda, frees_unused=True).run()
 
     def _checkpoint(self, sleep_first: Callable[[], SleepReport]) -> SleepReport:
         self._stop_preparing()
@@ -487,15 +472,8 @@ class CuMemAllocator:
         with self._vote_of_ranks("discard") as vote:
             meant, may_go = in_pools(self._used_tags.checked(tags)), self._declared(drop)
             arguments = (self._components, vote, meant, lambda _: True, "discard", None, may_go)
-            return Operation(
-                self._operations,
-                "discard",
-                sleep,
-                arguments,
-                vote=vote,
-                counts_as="discard",
-                uses_cuda=CudaUse.LEASE_UNLESS_AWAY,
-            ).run()
+            uses = CudaUse.LEASE_UNLESS_AWAY
+            return Operation(self._operations, "discard", sleep, arguments, vote, "discard", uses).run()
 
     def wake_up(
         self,
@@ -758,9 +736,7 @@ class CuMemAllocator:
         return Operation(self._operations, "kept_room", self._kept_room, uses_cuda=CudaUse.LEASE_UNLESS_AWAY).run()
 
     def _kept_room(self) -> int:
-        is_dropped = dropped_at_level(1)
-        assert is_dropped is not None
-        return self._store.memory.left_bytes([segment for segment in in_pools()() if not is_dropped(segment.tag)])
+        return self._store.memory.left_bytes([s for s in in_pools()() if s.tag not in DROPPED_AT_LEVEL_1])
 
     def get_current_usage(self) -> int:
         """Bytes of all segments without a plan of their own, mapped or not (vLLM wants none before its own)."""
@@ -801,14 +777,9 @@ class CuMemAllocator:
             return Operation(self._operations, "release_backups", self._release_retained).run()
         with self._vote_of_ranks("release_backups") as vote:
             meant = in_pools(self._used_tags.checked(tags))
-            return Operation(
-                self._operations,
-                "release_backups",
-                forget,
-                (self._components, vote, meant, self._declared(drop)),
-                vote=vote,
-                uses_cuda=CudaUse.LEASE_UNLESS_AWAY,
-            ).run()
+            arguments = (self._components, vote, meant, self._declared(drop))
+            uses = CudaUse.LEASE_UNLESS_AWAY
+            return Operation(self._operations, "release_backups", forget, arguments, vote, uses_cuda=uses).run()
 
     def _release_retained(self) -> int:
         self._stop_preparing()

@@ -190,10 +190,8 @@ class CheckpointFailed(CumemSleepError):
         self.reason = reason
         self.state = state
         self.lost = lost or state == "FAILED"
-        advice = {
-            "CHECKPOINTED": "nothing is lost: call wake_up again",
-            "LOCKED": "nothing is lost: call wake_up again",
-        }.get(state, "call wake_up again, or restart this process")
+        is_whole = state in ("CHECKPOINTED", "LOCKED")
+        advice = "nothing is lost: call wake_up again" if is_whole else "call wake_up again, or restart this process"
         if self.lost:
             advice = "CUDA cannot restore it any more: restart this process"
         super().__init__(

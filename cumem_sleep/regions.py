@@ -152,14 +152,9 @@ class Regions:
         """
         check_bool("with_left", with_left)
         meant = self._meant(tags)
-        return Operation(
-            self._operations,
-            "sleep",
-            partial(sleep, with_left=with_left),
-            (self._components, Vote(), meant, _by_its_plan),
-            counts_as="sleep",
-            uses_cuda=CudaUse.LEASE_UNLESS_AWAY,
-        ).run()
+        work, arguments = partial(sleep, with_left=with_left), (self._components, Vote(), meant, _by_its_plan)
+        uses = CudaUse.LEASE_UNLESS_AWAY
+        return Operation(self._operations, "sleep", work, arguments, counts_as="sleep", uses_cuda=uses).run()
 
     def wake(
         self,

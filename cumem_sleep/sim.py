@@ -115,14 +115,7 @@ def stats() -> SimStats:
         driver.cumemSimCallName(index).decode(): driver.cumemSimCallsMade(index)
         for index in range(driver.cumemSimCallCount())
     }
-    return SimStats(
-        held.live_handles,
-        held.mapped_bytes,
-        held.reserved_bytes,
-        held.registered_bytes,
-        types.MappingProxyType(calls),
-        held.blocked_calls,
-    )
+    return SimStats(**{name: getattr(held, name) for name in _COUNTED}, calls=types.MappingProxyType(calls))
 
 
 def process_memory(pid: int, uuid: str) -> tuple[int, int]:
@@ -165,16 +158,13 @@ def library_path() -> pathlib.Path:
     return path
 
 
+_COUNTED = ("live_handles", "mapped_bytes", "reserved_bytes", "registered_bytes", "blocked_calls")
+
+
 class _Statistics(ctypes.Structure):
     """`CumemSimStatistics` of csrc/sim/control.h."""
 
-    _fields_ = [
-        ("live_handles", ctypes.c_uint64),
-        ("mapped_bytes", ctypes.c_uint64),
-        ("reserved_bytes", ctypes.c_uint64),
-        ("registered_bytes", ctypes.c_uint64),
-        ("blocked_calls", ctypes.c_uint64),
-    ]
+    _fields_ = [(name, ctypes.c_uint64) for name in _COUNTED]
 
 
 def _driver() -> ctypes.CDLL:
@@ -184,7 +174,7 @@ def _driver() -> ctypes.CDLL:
     path = _core.driver_path()
     if path is not None and not _core.driver_is_simulated():
         raise InvalidState(f"this process runs on a real CUDA driver ({path}), not on the simulated one")
-    return _open(path if path is not None else str(library_path()))
+    return _open(path or str(library_path()))
 
 
 _TEXT, _NUMBER, _NUMBERS = ctypes.c_char_p, ctypes.c_uint64, ctypes.POINTER(ctypes.c_uint64)

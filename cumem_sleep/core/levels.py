@@ -14,13 +14,14 @@ from ..errors import InvalidArgument, InvalidArgumentType, shown
 
 # The only tags that a wake by tags may leave asleep, and that a level may drop (as in vLLM).
 DEFERRABLE_TAGS = ("weights", "kv_cache")
+DROPPED_AT_LEVEL_1 = ("kv_cache",)
 
 # What each level does, and which tags it drops; it backs up the rest. None: it touches no memory.
 LEVELS: Mapping[int, tuple[str, tuple[str, ...] | None]] = {
     0: ("keep all", None),
-    1: ("back up all but kv_cache", ("kv_cache",)),
+    1: ("back up all but kv_cache", DROPPED_AT_LEVEL_1),
     2: ("drop weights and kv_cache", DEFERRABLE_TAGS),
-    3: ("level 1, then the CUDA state leaves the GPU", ("kv_cache",)),
+    3: ("level 1, then the CUDA state leaves the GPU", DROPPED_AT_LEVEL_1),
 }
 _CHECKPOINT = 3
 _DESCRIBED = [f"{level} ({text})" for level, (text, _) in LEVELS.items()]
@@ -28,9 +29,8 @@ EXPECTED_LEVELS = f"expected {', '.join(_DESCRIBED[:-1])} or {_DESCRIBED[-1]}"
 
 IsDropped = Callable[[str], bool]
 SegmentChoice = Callable[[_core.Segment], bool]
-SegmentGroup = Callable[
-    [], list[_core.Segment]
-]  # the segments that a call is about: those that there are at the moment
+# The segments that a call is about: those that there are at the moment.
+SegmentGroup = Callable[[], list[_core.Segment]]
 
 
 def dropped_at_level(level: object) -> IsDropped | None:

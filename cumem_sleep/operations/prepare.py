@@ -18,7 +18,7 @@ from ..codec.codec import CHUNK_BYTES
 from ..codec.workspace import Workspace
 from ..core import log
 from ..core.extents import Piece
-from ..core.levels import dropped_at_level, in_pools
+from ..core.levels import DROPPED_AT_LEVEL_1, in_pools
 from ..core.segments import by_device, total_bytes
 from ..digest.digester import DigestRun
 from ..errors import (
@@ -64,9 +64,7 @@ def wanted_ahead(components: Components) -> tuple[list[_core.Segment], int]:
     Raises:
         OutOfHostMemory: a limit leaves too little for all of it, compressed or not.
     """
-    is_dropped, meant = dropped_at_level(1), in_pools()
-    awake = [segment for segment in meant() if segment.sleep == _core.Segment.Sleep.AWAKE]
-    wanted = [segment for segment in awake if is_dropped and not is_dropped(segment.tag)]
+    wanted = _awake(is_dropped=False)
     components.store.catalogue.back_up_parts({}, wanted)
     memory = components.store.memory
     needed_bytes = memory.needed_bytes(wanted, compressed=components.compressor.on)
@@ -74,10 +72,10 @@ def wanted_ahead(components: Components) -> tuple[list[_core.Segment], int]:
     return wanted, needed_bytes
 
 
-def dropped_awake() -> list[_core.Segment]:
-    """What a sleep at level 1 would drop, and may keep ranges of."""
-    is_dropped, awake = dropped_at_level(1), _core.Segment.Sleep.AWAKE
-    return [s for s in in_pools()() if s.sleep == awake and is_dropped and is_dropped(s.tag)]
+def _awake(*, is_dropped: bool) -> list[_core.Segment]:
+    """What of this memory a sleep at level 1 would drop, and may keep ranges of; or else back up."""
+    awake = _core.Segment.Sleep.AWAKE
+    return [s for s in in_pools()() if s.sleep == awake and (s.tag in DROPPED_AT_LEVEL_1) == is_dropped]
 
 
 class Preparation:
@@ -114,8 +112,6 @@ class Preparation:
         self._bytes_per_second = components.settings.prepare_bytes_per_second
         self._workspaces: dict[int, Workspace] = {}  # by device
         self._checked_devices: set[int] = set()  # had room for all of it uncompressed when checked
-        self._is_ended_by_finaliser = False
-        self._is_cut_short = False
         self._due = time.monotonic()  # when the next piece may be copied
         self.error: CumemSleepError | None = None
         self._worker = _core.Worker("cumem-prepare")
@@ -153,9 +149,8 @@ class Preparation:
     def stop(self) -> None:
         """End it after the piece that is being copied. What was backed up stays. Stopping again does nothing.
 
-        Where the garbage collector runs a finaliser on its own thread, that only asks it to end, and `error` says so.
+        A finaliser that the garbage collector runs on its own thread only asks it to end.
         """
-        self._is_ended_by_finaliser |= self._worker.is_this_thread
         self._worker.stop()
         self._rest_bytes = 0
 
@@ -195,10 +190,6 @@ class Preparation:
                     self._prepare(segment, digests)
                 if self._keep_bytes:
                     self._pin_for_kept()
-                if self._is_cut_short and self._is_ended_by_finaliser:
-                    raise InvalidState(
-                        "prepare was ended by a finaliser, which the garbage collector happened to run on its thread"
-                    )
         finally:
             while self._workspaces:
                 self._workspaces.popitem()[1].close()
@@ -245,7 +236,7 @@ class Preparation:
 
     def _pin_for_kept(self) -> None:
         """Pin what a sleep may keep of memory that it drops: after the backups, which it gives way to."""
-        for segments in by_device(dropped_awake()).values():
+        for segments in by_device(_awake(is_dropped=True)).values():
             nbytes, pinned_bytes = min(self._keep_bytes, total_bytes(segments)), 1
             while pinned_bytes:
                 with self._step(segments[0]) as mine:
@@ -365,7 +356,6 @@ class Preparation:
             if has_lock:
                 return
             self._worker.pause(self._tuning.prepare_poll_s)
-        self._is_cut_short = True
         yield False
 
     def _look(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
@@ -92,11 +92,10 @@ def sleep(
             with timer("keep"):
                 not_kept = _keep(components, keep, asleep_whole, dropped)
         looked_at = {segment.device for segment in segments} if with_left else set()
-        in_use: dict[int, int] = {}
-        agree = partial(_agree, vote, timer, copying, looked_at, in_use)
+        in_use = not_ours(looked_at)
         with timer("release"):
             # Unmaps all, calls `_agree`, and maps all again if that raises (`csrc/transitions.cpp`).
-            freed_bytes = _core.put_to_sleep(asleep_whole, dropped, agree)
+            freed_bytes = _core.put_to_sleep(asleep_whole, dropped, partial(_agree, vote, timer, copying))
         copied_bytes, covered_bytes = catalogue.content_bytes(copied), catalogue.content_bytes(backed_up)
         found_bytes, stored_bytes = catalogue.content_bytes(found), catalogue.stored_bytes(copied)
         parts_bytes = catalogue.content_bytes(segment for segment in dropped if segment.id in parts)
@@ -173,16 +172,9 @@ def _keep(
     )
 
 
-def _agree(
-    vote: Vote, timer: PhaseTimer, copying: ExitStack, looked_at: Collection[int], in_use: dict[int, int]
-) -> None:
-    """All is unmapped. From here on the tier has no hold on this memory, so what is released is free.
-
-    Unless another process has one: `in_use` gets what others use on the devices of `looked_at`, of which this is no
-    part yet. After `agree` nothing may raise.
-    """
+def _agree(vote: Vote, timer: PhaseTimer, copying: ExitStack) -> None:
+    """All is unmapped. From here on the tier has no hold on this memory. After `agree` nothing may raise."""
     copying.close()
-    in_use.update(not_ours(looked_at))
     vote.agree(timer)
 
 
