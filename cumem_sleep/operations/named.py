@@ -34,7 +34,7 @@ from ..errors import (
 )
 from ..report import PhaseTimer
 from .components import Components, quiesce
-from .sleep import back_up
+from .sleep import backing_up
 
 Tensors = Mapping[str, tuple[int, int]]  # address and bytes of each
 
@@ -86,16 +86,14 @@ def offer(components: Components, name: str, tensors: Tensors) -> None:
     segments = list({each.segment.id: each.segment for each in mine}.values())
     if vault is None or not vault.keeps_names():
         raise InvalidState("only a vault with --keep-weights keeps tensors under a name")
-    digests: dict[int, str] = {}
-
-    def digest_tensors() -> None:
-        digests.update((key, str(digest)) for key, digest in components.digester.of(_as_segments(mine)).items())
-
     with _core.HeldSegments(segments) as held, ExitStack() as copying:
         _check_all_there(segments, held)
         quiesce(held)
         store.catalogue.back_up_parts({}, held)
-        back_up(components, held, held, copying, PhaseTimer(), digest_tensors)
+        with backing_up(components, held, held, PhaseTimer(), looks_meanwhile=True) as work:
+            while not work.attempt(copying):
+                pass
+            digests = {key: str(digest) for key, digest in components.digester.of(_as_segments(mine)).items()}
         backups = [store.catalogue.get_or_raise(segment) for segment in segments]
         numbers = {segment.id: number for number, segment in enumerate(segments)}
         places = {

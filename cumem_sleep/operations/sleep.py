@@ -86,7 +86,10 @@ def sleep(
         copied: list[_core.Segment] = []
         found: list[_core.Segment] = []
         if backed_up:
-            copied, found = back_up(components, backed_up, _to_be_digested(components, backed_up), copying, timer)
+            with backing_up(components, backed_up, _to_be_digested(components, backed_up), timer) as work:
+                while not work.attempt(copying):
+                    pass
+            copied, found = work.copied, [*work.found.values()]
         not_kept = ""
         if keep:
             with timer("keep"):
@@ -117,23 +120,22 @@ def sleep(
     )
 
 
-def back_up(
+@contextmanager
+def backing_up(
     components: Components,
     segments: Sequence[_core.Segment],
     digested: Sequence[_core.Segment],
-    copying: ExitStack,
     timer: PhaseTimer,
-    meanwhile: Callable[[], None] | None = None,
-) -> tuple[list[_core.Segment], list[_core.Segment]]:
-    """Bring the backups of awake segments up to date.
+    *,
+    looks_meanwhile: bool = False,
+) -> Iterator[_BackingUp]:
+    """For whoever brings the backups of awake segments up to date inside: by attempts, until one is the last.
+
+    On leaving it is checked that nobody has written to them since.
 
     Args:
         digested: those of them whose bytes are compared.
-        copying: for the caller to leave: then the tier has given back all that it was lent.
-        meanwhile: is called before it is checked that nobody has written since the beginning.
-
-    Returns:
-        What was copied, and what was found in the tier.
+        looks_meanwhile: the caller looks at their bytes, so that is checked even if nothing was copied.
 
     Raises:
         InvalidState, OutOfHostMemory, DriverError: as `CuMemAllocator.sleep`.
@@ -142,16 +144,12 @@ def back_up(
     catalogue.claim(segments)
     with DigestRun(components.digester, segments, catalogue.tables_of(segments)) as run:
         digests = _Digests(digested, run, components.tuning.idle_s)
-        backing_up = _BackingUp(components, segments, digests, timer)
-        while not backing_up.attempt(copying):
-            pass
-        if meanwhile is not None:
-            meanwhile()
+        work = _BackingUp(components, segments, digests, timer)
+        yield work
         with timer("check"):
-            if backing_up.copied or meanwhile is not None:
-                _check_unchanged(components, segments, backing_up.copied, digests)
+            if work.copied or looks_meanwhile:
+                _check_unchanged(components, segments, work.copied, digests)
             catalogue.check_complete(segments, digests.taken)
-    return backing_up.copied, [*backing_up.found.values()]
 
 
 def _keep(
