@@ -30,7 +30,7 @@ def check_found(first: dict[str, int], second: dict[str, int]) -> None:
     check(f"the second finds what the first has copied: {first}, {second}", found)
 
 
-@scenario(**DEV_MODE)
+@scenario(CUMEM_SLEEP_PREPARE="0", **DEV_MODE)
 def two_servers_through_the_vault(folder: Path) -> Facts:
     """The second finds nearly all bytes there."""
     from vault_process import Vault
@@ -86,7 +86,7 @@ def tensor_parallel_2_through_the_vault(folder: Path) -> Facts:
     return _through_a_vault(folder, 4 * GIB, tensor_parallel_size=2)
 
 
-@scenario(gpus=2, **DEV_MODE)
+@scenario(gpus=2, CUMEM_SLEEP_PREPARE="0", **DEV_MODE)
 def replicas_on_two_gpus(folder: Path) -> Facts:
     """Through one vault, which keeps one copy."""
     from vault_process import Vault
