@@ -19,8 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from . import _core
+from .backups.memory import BackupStore
 from .backups.ranges import NOTHING_DECLARED, Declared, declared, ranges_to_keep
-from .backups.store import BackupStore
 from .checkpoint.process import THIS_PROCESS, Checkpointed
 from .codec.compressor import Compressor
 from .core import log

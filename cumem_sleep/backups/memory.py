@@ -1,25 +1,28 @@
-"""Memory for backups: the limits on host memory, what is reserved, and who has to give way."""
+"""All backups of a process, and memory for more: which tier, its limits, what is reserved, and who has to give way."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from itertools import islice
+from pathlib import Path
 
 from .. import _core
 from ..codec.chunks import Encoding
 from ..codec.codecs import least_bytes
+from ..core import log
 from ..core.segments import by_device
 from ..core.tuning import Tuning
 from ..digest.reference import Digest
-from ..errors import OutOfHostMemory
+from ..errors import OutOfHostMemory, VaultUnavailable
 from ..report import BackupPlace
 from ..settings import Settings
 from .backup import Backup, extent_sizes
 from .catalogue import Catalogue
+from .host_tier import HostTier
 from .pruning import PruningLock
 from .tier import Content, Tier
-from .tiers import open_tier
 from .vault_tier import VaultTier
 
 _Sleep = _core.Segment.Sleep
@@ -38,8 +41,22 @@ class BackupMemory:
     def tier(self) -> Tier:
         """Where backups go. Opened at the first use: making a store takes no memory and contacts no vault."""
         if self._catalogue.tier is None:
-            self._catalogue.tier = open_tier(self._settings, self._tuning, self._lock.if_free)
+            self._catalogue.tier = self._wanted_tier()
         return self._catalogue.tier
+
+    def _wanted_tier(self) -> Tier:
+        """The tier that the settings ask for."""
+        own, vault = partial(HostTier, self._settings, self._tuning, self._lock.if_free), self._settings.vault
+        if vault != "auto":
+            return own() if vault == "off" else VaultTier(self._settings, Path(vault))
+        tier = VaultTier(self._settings, None)
+        try:
+            client = tier.client()
+        except VaultUnavailable as error:
+            log.info("CUMEM_SLEEP_VAULT=auto: backups lie in this process's own memory (%s)", error)
+            return own()
+        log.info("CUMEM_SLEEP_VAULT=auto: backups lie in the vault at %s", client.path)
+        return tier
 
     @property
     def vault(self) -> VaultTier | None:
@@ -216,3 +233,17 @@ class BackupMemory:
         """End background work. May be called without the lock."""
         if self._catalogue.own is not None:
             self._catalogue.own.stop()
+
+
+class BackupStore:
+    """All backups of the process: what is where, and the memory for more. What one holds, it knows itself (`Backup`).
+
+    Attributes:
+        catalogue, memory: the two parts, which the allocator's lock guards.
+        lock: the allocator's; whoever takes it forgets the backups of freed segments.
+    """
+
+    def __init__(self, settings: Settings, lock: _core.OperationLock, tuning: Tuning) -> None:
+        self.catalogue = Catalogue(settings.retain_backups)
+        self.lock = PruningLock(lock, self.catalogue)
+        self.memory = BackupMemory(settings, tuning, self.lock, self.catalogue)

@@ -8,7 +8,8 @@ slots of device memory, each with its own stream, so that one slot's copies over
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from itertools import product
 
 import numpy as np
 
@@ -17,9 +18,9 @@ from ..core import log
 from ..core.extents import Lane, LaneGroup
 from ..core.pinned import pinned_block
 from ..core.tuning import Tuning
+from ..errors import OutOfDeviceMemory
 from .chunks import ChunkBatch, EncodedRun, Encoding, batches
 from .codec import CHUNK_BYTES, Code, Layout
-from .memory import take_memory, workspace_bytes
 from .plan import PLANNED_AT_ONCE, SAMPLES_BYTES, Plan, Planner
 from .slots import Slot, head_bytes
 
@@ -49,7 +50,7 @@ class Workspace:
         self._sampling = _core.CopyStream(device)
         if small:
             spare_bytes = min(spare_bytes, workspace_bytes(tuning, tuning.slots, tuning.slot_bytes[-1]))
-        self._memory, slots, self.slot_bytes = take_memory(device, tuning, spare_bytes)
+        self._memory, slots, self.slot_bytes = _take_memory(device, tuning, spare_bytes)
         self.has_memory = self._memory is not None
         self._block: _core.HostBlock | None = None  # the slots' tables, and samples
         try:
@@ -198,3 +199,23 @@ def close_all(workspaces: Collection[Workspace]) -> None:
     with ExitStack() as stack:
         for workspace in workspaces:
             stack.callback(workspace.close)
+
+
+def workspace_bytes(tuning: Tuning, slots: int, slot_bytes: int) -> int:
+    """The size of all slots, in whole pages."""
+    nbytes = slots * (head_bytes(tuning.rows) + slot_bytes)
+    return -(-nbytes // CHUNK_BYTES) * CHUNK_BYTES
+
+
+def _take_memory(device: int, tuning: Tuning, spare_bytes: int) -> tuple[_core.Scratch | None, int, int]:
+    """Memory for slots (None: there is none), how many they are, and how many bytes of encoded chunks each takes.
+
+    Args:
+        spare_bytes: how much may be taken.
+    """
+    for slots, slot_bytes in ((tuning.most_slots, tuning.slot_bytes[0]), *product([tuning.slots], tuning.slot_bytes)):
+        nbytes = workspace_bytes(tuning, slots, slot_bytes)
+        with suppress(OutOfDeviceMemory):
+            if nbytes <= spare_bytes:
+                return _core.Scratch(device, nbytes), slots, slot_bytes
+    return None, tuning.slots, tuning.slot_bytes[-1]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from .. import _core
-from ..backups.store import BackupStore
+from ..backups.memory import BackupStore
 from ..checkpoint.process import THIS_PROCESS, CheckpointRefused
 from ..core import log
 from ..core.segments import awake_in_words

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from .. import _core
+from ..backups.memory import BackupStore
 from ..backups.ranges import Spans
-from ..backups.store import BackupStore
 from ..codec.compressor import Compressor
 from ..core.tuning import Tuning
 from ..digest.digester import DeviceDigester

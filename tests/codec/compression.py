@@ -16,7 +16,7 @@ from cumem_sleep import CuMemAllocator, _core, sim
 from cumem_sleep.codec import exponent
 from cumem_sleep.codec.codec import Bytes, Code
 from cumem_sleep.codec.kernels import SimulatedKernels
-from cumem_sleep.codec.memory import workspace_bytes
+from cumem_sleep.codec.workspace import workspace_bytes
 
 MakeAllocator = Callable[..., CuMemAllocator]
 Contents = dict[int, bytes]  # by address

@@ -18,7 +18,7 @@ from cumem_sleep import BackupMismatch, CuMemAllocator, _core
 from cumem_sleep.codec import exponent as codec
 from cumem_sleep.codec.codec import CHUNK_BYTES, Bytes, Code, parameters_of, rows
 from cumem_sleep.codec.exponent import ExponentLayout
-from cumem_sleep.codec.memory import workspace_bytes
+from cumem_sleep.codec.workspace import workspace_bytes
 from cumem_sleep.core.copy_chooser import CopyChoice, CopyChooser
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("clean_pools")]
