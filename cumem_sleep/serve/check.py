@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Iterator
 
+from .. import host_facts
 from . import hardware
 from .command import is_loopback
 from .config import Config, ModelConfig
@@ -20,6 +21,12 @@ def problems(config: Config) -> Iterator[str]:
         found = set(range(len([each for each in visible.split(",") if each])))
     for name, model in config.models.items():
         yield from (f"models.{name}.{problem}" for problem in _of_model(model, found))
+    if config.vault is not None:
+        total = host_facts.mem_total_bytes()
+        if total is not None and config.vault.memory > total:
+            yield f"vault.memory: this host has {total / (1 << 30):.1f} GiB: give the vault less"
+        if config.vault.spill is not None and not os.access(config.vault.spill, os.W_OK | os.X_OK):
+            yield f"vault.spill: nothing can be written to {config.vault.spill}: make the folder, for this user alone"
     front = config.front
     if not front.api_keys and not is_loopback(front.host):
         yield f"front.host: {front.host} is open to other machines, and there are no keys: set api_keys"

@@ -121,9 +121,10 @@ def test_logs_that_cannot_be_written_end_it_before_it_serves(
 def test_check_names_what_will_not_work_here(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def checked(*options: str, front: str = "{}", **model: Any) -> tuple[int, str]:
+    def checked(*options: str, front: str = "{}", vault: Any = None, **model: Any) -> tuple[int, str]:
         file = tmp_path / "models.yaml"
-        file.write_text(f"front: {front}\nmodels: {json.dumps({'one': {'command': command('one'), **model}})}")
+        section = f"vault: {json.dumps(vault)}\n" if vault else ""
+        file.write_text(f"front: {front}\n{section}models: {json.dumps({'one': {'command': command('one'), **model}})}")
         code = cli.main(["serve", str(file), "--check", *options])
         said = capsys.readouterr()
         assert ("is valid" in said.out) == (code == 0)
@@ -145,6 +146,17 @@ def test_check_names_what_will_not_work_here(
         assert (code, "vllm' here: install it, or write its path" in said) == (2, True), each
     (tmp_path / "vllm").symlink_to("/bin/sh")
     assert checked(command="vllm serve m")[0] == 0
+    code, said = checked(vault={"memory": "1000TiB", "spill": "/no/where", "spill_size": "1GiB"})
+    assert (
+        code,
+        "vault.memory: this host has" in said,
+        "vault.spill: nothing can be written to /no/where" in said,
+    ) == (
+        2,
+        True,
+        True,
+    )
+    assert checked(vault={"memory": "1MiB", "spill": str(tmp_path), "spill_size": "1GiB"})[0] == 0
 
 
 @pytest.mark.parametrize(
