@@ -147,15 +147,9 @@ def test_check_names_what_will_not_work_here(
     (tmp_path / "vllm").symlink_to("/bin/sh")
     assert checked(command="vllm serve m")[0] == 0
     code, said = checked(vault={"memory": "1000TiB", "spill": "/no/where", "spill_size": "1GiB"})
-    assert (
-        code,
-        "vault.memory: this host has" in said,
-        "vault.spill: nothing can be written to /no/where" in said,
-    ) == (
-        2,
-        True,
-        True,
-    )
+    assert code == 2
+    assert "vault.memory: this host has" in said
+    assert "vault.spill: nothing can be written to /no/where" in said
     assert checked(vault={"memory": "1MiB", "spill": str(tmp_path), "spill_size": "1GiB"})[0] == 0
 
 
