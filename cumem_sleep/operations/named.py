@@ -59,7 +59,7 @@ class _Tensor:
         return self.segment.device
 
 
-class _Place(NamedTuple):
+class _TensorPlace(NamedTuple):
     """Where a tensor lies in what is kept, and its digest."""
 
     bytes: int
@@ -97,7 +97,7 @@ def offer(components: Components, name: str, tensors: Tensors) -> None:
         backups = [store.catalogue.get_or_raise(segment) for segment in segments]
         numbers = {segment.id: number for number, segment in enumerate(segments)}
         places = {
-            each.name: _Place(
+            each.name: _TensorPlace(
                 each.bytes, numbers[each.segment.id], each.address - each.segment.address, digests[each.id]
             )
             for each in mine
@@ -173,19 +173,19 @@ def _check_all_there(segments: Sequence[_core.Segment], held: Sequence[_core.Seg
 # The manifest: the digest of the rest and of the name, then JSON, compressed
 
 
-def _manifest(name: str, places: Mapping[str, _Place]) -> str:
+def _manifest(name: str, places: Mapping[str, _TensorPlace]) -> str:
     content = zlib.compress(json.dumps(places, separators=(",", ":")).encode())
     return b64encode(_proof(name, content) + content).decode()
 
 
-def _places(name: str, manifest: str) -> dict[str, _Place]:
+def _places(name: str, manifest: str) -> dict[str, _TensorPlace]:
     try:
         whole = b64decode(manifest, validate=True)
         proof, content = whole[:32], whole[32:]
         if proof != _proof(name, content):
             raise ValueError("its digest differs")
         text = zlib.decompressobj().decompress(content, _MOST_TEXT)
-        return {each: _Place(*place) for each, place in json.loads(text).items()}
+        return {each: _TensorPlace(*place) for each, place in json.loads(text).items()}
     except (ValueError, zlib.error) as error:
         raise VaultError(f"what the vault keeps as {name!r} cannot be read: {error}") from None
 
@@ -194,7 +194,7 @@ def _proof(name: str, content: bytes) -> bytes:
     return sha256(name.encode() + b"\0" + content).digest()
 
 
-def _check_fit(name: str, tensors: Sequence[_Tensor], places: Mapping[str, _Place]) -> None:
+def _check_fit(name: str, tensors: Sequence[_Tensor], places: Mapping[str, _TensorPlace]) -> None:
     wanted = {each.name: each.bytes for each in tensors}
     there = {each: place.bytes for each, place in places.items()}
     if wrong := sorted(wanted.items() ^ there.items()):
@@ -210,7 +210,7 @@ def _copy(
     vault: VaultTier,
     device: int,
     tensors: Sequence[_Tensor],
-    places: Mapping[str, _Place],
+    places: Mapping[str, _TensorPlace],
     extents: Sequence[Extent],
 ) -> None:
     """Through staging memory in two halves. A vault that is lost may still write to that, which nobody else uses then,
@@ -249,7 +249,7 @@ def _pass_on(batch: tuple[Lane, int, list[_Part]] | None) -> None:
             at += part.bytes
 
 
-def _batches(tensors: Sequence[_Tensor], places: Mapping[str, _Place], most_bytes: int) -> list[list[_Part]]:
+def _batches(tensors: Sequence[_Tensor], places: Mapping[str, _TensorPlace], most_bytes: int) -> list[list[_Part]]:
     """All of them in the order of their entries, so much at a time."""
     batches: list[list[_Part]] = [[]]
     left = most_bytes
@@ -283,7 +283,7 @@ def _prove(
     vault: VaultTier,
     name: str,
     tensors: Sequence[_Tensor],
-    places: Mapping[str, _Place],
+    places: Mapping[str, _TensorPlace],
     extents: Sequence[Extent],
 ) -> None:
     """Compare all digests with those of when it was offered."""

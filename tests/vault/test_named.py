@@ -32,6 +32,7 @@ from cumem_sleep import (
     VaultLost,
     sim,
 )
+from cumem_sleep.digest.digester import DeviceDigester
 from cumem_sleep.operations import named
 from cumem_sleep.tools import cli
 from cumem_sleep.vault.client import VaultClient
@@ -241,14 +242,31 @@ def test_a_manifest_that_has_changed_fills_nothing_that_could_be_taken_for_whole
     assert mine.hold(left)
 
 
+@pytest.mark.parametrize("is_backed_up", [False, True])
 def test_what_is_written_to_meanwhile_is_not_offered(
-    keeping: RunningVault, through: CuMemAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch
+    keeping: RunningVault, through: CuMemAllocator, memory: Memory, monkeypatch: pytest.MonkeyPatch, is_backed_up: bool
 ) -> None:
+    """While it is copied, or where nothing has to be, while each tensor is digested."""
     mine = Tensors(through, memory, OFFERED).fill()
-    around_copies(monkeypatch, after=lambda: memory.write(mine.places["w"][0], b"other bytes"))
+
+    def write() -> None:
+        memory.write(mine.places["w"][0], b"other bytes")
+
+    if is_backed_up:
+        through.offer(NAME, mine.places)
+        digests_of = DeviceDigester.of
+
+        def written(*arguments: Any) -> Any:
+            write()
+            return digests_of(*arguments)
+
+        monkeypatch.setattr(DeviceDigester, "of", written)
+    else:
+        around_copies(monkeypatch, after=write)
+    before = keeping.status()["kept"]
     with pytest.raises(InvalidState, match="was written to"):
         through.offer(NAME, mine.places)
-    assert keeping.status()["kept"] == []
+    assert keeping.status()["kept"] == before
 
 
 def test_a_name_stands_for_what_was_offered_last(
