@@ -1,9 +1,9 @@
 """How many GPUs do many models need for a tail of waiting times, with sleep, with restarts, and always on? On paper.
 
-python benchmarks/many_hosts.py --out examples/deploy/many-hosts.json --plot examples/deploy/many-hosts.png
+python benchmarks/many_hosts.py --out benchmarks/results/many_hosts.json --plot docs/many-hosts.png
 
 The scheduler of `cumem-sleep serve` itself decides, on hosts of 20 models; time is simulated, and no GPU is used.
-Nobody moves models between hosts, as nobody does today.
+Nobody moves models between hosts: benchmarks/cluster.py routes the same requests.
 
 Arrivals are of published shape: models' rates follow MuxServe's power law (ICML 2024) with two of its five exponents,
 0.9 and 2.1, by which a fifth of 20 models gets 54 or 91 % of the requests; times between requests to a model are gamma

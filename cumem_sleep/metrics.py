@@ -104,6 +104,12 @@ FRONT = _table(
     ("serve_model_kept_bytes", "model", "gauge", "Beside that, for kept KV cache."),
     ("serve_model_files_bytes", "model", "gauge", "Of what it holds, what the vault has in files only."),
     ("serve_engine_up", "model", "gauge", "On `/models/metrics`: 1 if its server's metrics are there, 0 if not."),
+    (
+        "serve_node_up",
+        "node",
+        "gauge",
+        "Over several nodes: 1 if the node's metrics are there, 0 if not.",
+    ),
     ("serve_restarts", "model", "counter", "Times that the model's server died and was started again."),
     ("serve_gpu_total_bytes", "gpu", "gauge", "Memory of the GPU."),
     ("serve_gpu_used_bytes", "gpu", "gauge", "Memory of the GPU in use, by all processes."),

@@ -55,6 +55,7 @@ _OWN = {
     **{path: PathMeaning(Need.KEY, ("GET",), path) for path in ("/v1/models", "/status", "/status/live", "/metrics")},
     **{path: PathMeaning(Need.KEY, ("GET",), path) for path in ("/version", "/v1/realtime", "/models/metrics")},
     **{path: PathMeaning(Need.ADMIN, ("POST",), path) for path in ("/admin/sleep", "/admin/wake", "/admin/stop")},
+    "/admin/drain": PathMeaning(Need.ADMIN, ("POST",), "/admin/drain"),
     "/admin/log": PathMeaning(Need.ADMIN, ("GET",), "/admin/log"),
 }
 _MODEL = {path: PathMeaning(Need.KEY, ("POST",), target=path, has_body=True) for path in (*RUNS_MODEL, *NEEDS_SERVER)}

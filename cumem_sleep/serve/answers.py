@@ -44,6 +44,7 @@ class Answers:
             "/models/NAME/metrics": self._metrics_of_server,
             "/models/metrics": self._metrics_of_servers,
             "/admin/log": self._log,
+            "/admin/drain": self._drain,
             **dict.fromkeys(("/admin/sleep", "/admin/wake", "/admin/stop"), self._call),
         }
 
@@ -98,10 +99,12 @@ class Answers:
         view = status.to_json()
         view["operator"] = is_operator
         view["operators"] = self._access.has_admin
-        if not is_operator:
-            for model in view["models"]:
-                for name in _FOR_OPERATORS:
-                    model.pop(name)
+        return view if is_operator else self._for_clients(view)
+
+    def _for_clients(self, view: dict[str, Any]) -> dict[str, Any]:
+        for model in view["models"]:
+            for name in _FOR_OPERATORS:
+                model.pop(name)
         return view
 
     async def _send_live(self, scope: Scope, inbox: Inbox, send: Send) -> None:
@@ -138,9 +141,15 @@ class Answers:
             return refusal(400, f"expected ?model=NAME&lines=N, with N from 1 to {MOST_LOG_LINES}")
         return response(200, {"model": model, "lines": self._fleet.log_tail(model, int(lines))})
 
+    async def _drain(self, _place: PathMeaning, _scope: Scope, inbox: Inbox) -> list[Message]:
+        call = _object_in(await inbox.body(MOST_CALL_BYTES), {"on"})
+        if call is None or type(call.get("on", True)) is not bool:
+            return refusal(400, 'expected a body such as {"on": true}')
+        self._fleet.drain(call.get("on", True))
+        return response(200, self._fleet.status().to_json())
+
     async def _call(self, place: PathMeaning, _scope: Scope, inbox: Inbox) -> list[Message]:
-        body = await inbox.body(MOST_CALL_BYTES)
-        call = _call_in(body) if body is not None else None
+        call = _call_in(await inbox.body(MOST_CALL_BYTES))
         if call is None:
             return refusal(
                 400, 'expected a body such as {"model": "NAME"}; /admin/sleep also accepts "level": 1, 2 or 3'
@@ -158,13 +167,19 @@ class Answers:
         return response(200, next(each for each in self._fleet.status().to_json()["models"] if each["name"] == name))
 
 
-def _call_in(body: bytes) -> tuple[str, int | None] | None:
-    """The model and the level that a call names; None if it is none."""
+def _object_in(body: bytes | None, keys: set[str]) -> dict[str, Any] | None:
+    """A JSON object with no other keys; None if it is none, or too long."""
     try:
-        call = json.loads(body)
+        call = json.loads(body or b"")
     except (ValueError, RecursionError):
         return None
-    if not isinstance(call, dict) or not isinstance(call.get("model"), str) or not call.keys() <= {"model", "level"}:
+    return call if isinstance(call, dict) and call.keys() <= keys else None
+
+
+def _call_in(body: bytes | None) -> tuple[str, int | None] | None:
+    """The model and the level that a call names; None if it is none."""
+    call = _object_in(body, {"model", "level"})
+    if call is None or not isinstance(call.get("model"), str):
         return None
     level = call.get("level")
     if level is not None and (type(level) is not int or level not in (1, 2, 3)):  # 1.0 would reach the server so

@@ -37,6 +37,7 @@ from .engines.engine import Engine
 from .engines.vllm import VllmEngine
 from .masking import masked
 from .policy import STOP, Spec
+from .routing import BUSY
 
 MOST_SHOWN = 100  # letters of a value that is wrong
 OF_FRONT = ("CUMEM_SLEEP_IDLE_S", "CUMEM_SLEEP_ON_REQUEST", "CUMEM_SLEEP_DEEP_AFTER_S")  # no server decides for itself
@@ -312,6 +313,7 @@ class ModelConfig:
         "asleep",
         "`asleep` or `awake`: started with the front. `stopped`, and `engine: command`: by its first request.",
     )
+    copies: int = setting(whole(1, MOST_BYTES), 1, "On how many [nodes](many-hosts.md) it is started with the fronts.")
     start_timeout: float = setting(DURATION, 600, "When a start counts as failed.", "`10m`")
     switch_timeout: float = setting(DURATION, 120, "When a sleep or a wake counts as failed.", "`2m`")
 
@@ -404,6 +406,12 @@ class Config:
         BYTES, None, "What sleepers may hold, beside those [in the vault](#with-the-vault).", "what is free, less 2 GiB"
     )
     logs: Path | None = setting(_path, None, "The folder of servers' logs.", "`~/.local/state/cumem-sleep/serve`")
+    hosts: tuple[str, ...] = setting(
+        _list_of(parse_host), (), "[Several nodes](many-hosts.md), by their addresses in Ray.", "all that Ray has"
+    )
+    busy: int = setting(
+        whole(1, MOST_BYTES), BUSY, "Over several nodes: how many requests a model has before one more node wakes it."
+    )
 
     def secrets(self) -> set[str]:
         """All keys and tokens in it."""

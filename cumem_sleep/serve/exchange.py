@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import re
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -43,7 +44,10 @@ SETTLED_BYTES = 1 << 20  # of a body: once these are read its model counts, and 
 LAST_WORDS_WITHIN_S = 1.0
 TOO_MUCH = "waiting requests already hold too many bytes: try again later"
 _LONGEST_NAME = 200  # that is repeated in an error
-_NOT_FOR_SERVERS = (b"expect", b"content-length")
+BEGUN = b"x-cumem-sleep-begun"  # `no` on an error of the front: no server has seen the request, send it elsewhere
+PATIENCE = b"x-cumem-sleep-patience"  # of a request: after how many seconds to turn it away, if its model is not awake
+_NOT_BEGUN = {BEGUN.decode(): "no"}
+_NOT_FOR_SERVERS = (b"expect", b"content-length", PATIENCE)
 _WITHOUT_BODY = (204, 304)
 
 
@@ -84,7 +88,7 @@ class Exchange:
         self._has_all = False  # of the body, in these
         self._connected: asyncio.Future[Connection] = asyncio.get_running_loop().create_future()
         self._answering: asyncio.Task[list[Message] | None] | None = None
-        self._revoked = ""
+        self._revoked, self._code_if_revoked = "", 503
         self._started = False  # the answer
         self._takes_events = False
         self._span: Span | None = None
@@ -184,7 +188,7 @@ class Exchange:
         if not tasks[0].cancelled():
             return tasks[0].result()
         if self._revoked:
-            return await self._end_early(503, self._revoked)
+            return await self._end_early(self._code_if_revoked, self._revoked)
         if isinstance(failure, BadBody):
             return await self._end_early(400, str(failure))
         raise failure or ClientGone
@@ -244,10 +248,11 @@ class Exchange:
         """Lease the model and send the request there; returns an error that is still to be sent."""
         fleet, why = self._ways.fleet, ""
         try:
+            patience_s = self._patience_s()
             for number in range(MOST_TRIES):
                 if number:  # a dead server is awake until that is found out, and a moment later there is a new one
                     await fleet.until_looked_at(name)
-                async with fleet.lease(name, self._span) as lease:
+                async with fleet.lease(name, self._span, patience_s) as lease:
                     try:
                         await self._ask(lease)
                         return None
@@ -260,11 +265,22 @@ class Exchange:
                         fleet.report_failure(lease, why)
                         return await self._end_early(502, why)
         except UnknownModel:
-            names = ", ".join(fleet.config.models)
-            return refusal(404, f"the model {name[:_LONGEST_NAME]!r} does not exist; there are: {names}")
+            return self._unknown(name)
         except NotInTime as late:
-            return refusal(503, str(late), {"Retry-After": str(max(1, math.ceil(late.retry_after_s)))})
-        return refusal(502, why)
+            return refusal(503, str(late), {"Retry-After": str(max(1, math.ceil(late.retry_after_s))), **_NOT_BEGUN})
+        return refusal(502, why, _NOT_BEGUN)
+
+    def _unknown(self, name: str) -> list[Message]:
+        names = ", ".join(self._ways.fleet.config.models)
+        return refusal(404, f"the model {name[:_LONGEST_NAME]!r} does not exist; there are: {names}")
+
+    def _patience_s(self) -> float:
+        text = header(self._scope, PATIENCE)
+        if not text:
+            return math.inf
+        if not re.fullmatch(r"\d{1,9}(\.\d{1,9})?", text):
+            raise RequestRefused(400, f"{PATIENCE.decode()} {text[:50]!r}: expected seconds, such as 1.5")
+        return float(text)
 
     async def _ask(self, lease: ModelLease) -> None:
         """Send it to the server of a lease, and pass the answer on.
@@ -283,11 +299,15 @@ class Exchange:
             if not self._has_all:
                 self._connected.set_result(connection)
             await connection.head()
+            await self._look_at_head(connection)
             self._release()
             await self._pass_answer(connection, lease)
         finally:
             lease.revoked.remove_done_callback(self._revoke)
             connections.give_back(lease.server, connection)
+
+    async def _look_at_head(self, connection: Connection) -> None:
+        """Of an answer, before anything of it is passed on."""
 
     def _request(self, lease: ModelLease) -> tuple[bytes, tuple[bytes, ...]]:
         """The request's head and what was read of its body, with the name that the server knows its model by."""
@@ -330,7 +350,7 @@ class Exchange:
 
     async def _pass_answer(self, connection: Connection, lease: ModelLease) -> None:
         """Send on what the server answers, piece by piece, as fast as the client takes it. Raises: BrokenOff."""
-        headers: Headers = passed_on(connection.headers)
+        headers: Headers = [each for each in passed_on(connection.headers) if each[0] != BEGUN]  # no server says so
         if connection.status in _WITHOUT_BODY:  # a length, which a 304 may name, would be waited for
             headers = [each for each in headers if each[0] != b"content-length"]
         known = dict(headers)

@@ -160,7 +160,7 @@ class Fleet:
         self._timer_at = math.inf
         self._tasks: set[asyncio.Task[None]] = set()
         self._news = asyncio.Event()
-        self._closed = False
+        self._closed = self._draining = False
 
     # Life
 
@@ -233,11 +233,14 @@ class Fleet:
         return name
 
     @asynccontextmanager
-    async def lease(self, model: str, span: Span | None = None) -> AsyncIterator[ModelLease]:
+    async def lease(
+        self, model: str, span: Span | None = None, patience_s: float = math.inf
+    ) -> AsyncIterator[ModelLease]:
         """Wait until a model (name or alias) is awake, and keep it so. Cancelling it withdraws the request.
 
         Args:
             span: of the request, in which it waits.
+            patience_s: how long it waits, if that is less than the model's `wait`.
 
         Raises, on entering:
             UnknownModel: nobody has this name.
@@ -247,6 +250,8 @@ class Fleet:
         name = self.resolve(model)
         if self._closed:
             raise NotInTime("this front is shutting down", 10.0)
+        if self._draining:
+            raise NotInTime("this front is being drained", 10.0)
         if len(self._waiting) >= self.config.front.max_waiting:
             self.counters.requests[name, "not_in_time"] += 1
             raise NotInTime("too many requests are already waiting", 5.0)
@@ -259,7 +264,7 @@ class Fleet:
             try:
                 if len(state.waiting) == 0 and state.phase is Phase.ASLEEP:
                     spawn(self._tasks, self._ask_to_read_ahead(self._units[name]))
-                self._handle(events.Arrived(request, name, now + state.spec.wait_s))
+                self._handle(events.Arrived(request, name, now + min(patience_s, state.spec.wait_s)))
                 lease = await granted
             except ServeError as error:
                 self.counters.requests[name, "failed" if isinstance(error, ServerFailed) else "not_in_time"] += 1
@@ -337,6 +342,13 @@ class Fleet:
         """
         await self._order(self.resolve(model), STOP)
 
+    def drain(self, on: bool) -> None:
+        """Take no requests, and turn those away that wait, until told otherwise. Those that run end by themselves."""
+        self._draining = on
+        for waiting in list(self._waiting.values()) if on else ():
+            _fail(waiting.granted, NotInTime("this front is being drained", 10.0))
+        self._tell()
+
     async def _order(self, name: str, depth: int) -> None:
         await self._units.ask(name)
         state = self._scheduler.models[name]
@@ -361,7 +373,7 @@ class Fleet:
         held, kept = self._scheduler.held_bytes(), self._scheduler.kept_bytes()
         host = HostStatus(self._scheduler.host_bytes, held, hardware.host_available_bytes(), self._vault, kept)
         gpus = tuple(self._gpu_status(number) for number in numbers)
-        return FleetStatus(wall, self._version, self.simulated, gpus, models, host)
+        return FleetStatus(wall, self._version, self.simulated, gpus, models, host, self._draining)
 
     async def watch(self) -> AsyncIterator[FleetStatus]:
         """The status now, after every change (those that come close together are one), and now and then without any.

@@ -35,12 +35,13 @@ _REALTIME = "/v1/realtime"
 class Front:
     """All that clients and people see of a fleet: ASGI."""
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: Fleet, exchange: type[Exchange] = Exchange, answers: type[Answers] = Answers) -> None:
+        """`exchange`, `answers`: those of an ingress are their own."""
         settings = fleet.config.front
         self._access = Access(settings)
         held = HeldRequests(settings.max_held)
         self._ways = Ways(fleet, self._access, held, Connections(), settings.max_head)
-        self._answers = Answers(fleet, self._access)
+        self._exchange, self._answers = exchange, answers(fleet, self._access)
         self._sweeper: asyncio.Task[None] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -100,7 +101,7 @@ class Front:
         if not place.name:
             if self._sweeper is None:
                 self._sweeper = asyncio.create_task(self._sweep())
-            await Exchange(self._ways, place, scope, inbox, send).run()
+            await self._exchange(self._ways, place, scope, inbox, send).run()
         elif place.need is Need.NOTHING and place.name != "/health":
             await deliver(scope, inbox, send, page.file(place.name, scope))
         else:

@@ -32,6 +32,7 @@ from .policy import Spec, Use
 from .status import FleetStatus, ModelStatus, Phase
 
 WAKE_S, RELOAD_S, START_S, SLEEP_S = 0.5, 10.0, 60.0, 0.1  # until one was seen
+ANSWER_S = 5.0  # what requests still run that would have to end first; no report says so
 LEAST_PATIENCE_S = 1.0  # less than that is noise, and the age of reports
 MOST_TRIES = 3  # the last one has no other node to go to, and all the time that is left
 BUSY = 256  # requests that a copy runs at once before another one is woken: vLLM's `max_num_seqs` by default
@@ -95,11 +96,12 @@ class _Routed:
 
 @dataclass
 class _Node:
-    """A node that reports. `at`: when, by this router's clock."""
+    """A node that reports. `at`: when, by this router's clock. `waits_s`: for each model, once it was asked for."""
 
     status: FleetStatus
     models: Mapping[str, ModelStatus]
     at: float
+    waits_s: dict[str, float] = field(default_factory=dict)
 
 
 class Router:
@@ -140,18 +142,16 @@ class Router:
 
     def reports(self) -> dict[str, FleetStatus]:
         """What the nodes that answer have said last, in their order."""
-        return {node: self._nodes[node].status for node in sorted(self._nodes, key=self._place)}
+        return {node: self._nodes[node].status for node in self._order if node in self._nodes}
 
     # What nodes say
 
     def _reported(self, node: str, status: FleetStatus, now: float) -> None:
+        self._order.setdefault(node, len(self._order))
         self._nodes[node] = _Node(status, {model.name: model for model in status.models}, now)
         for model in status.models:
             if (last := model.last_switch) is not None and last.error is None:
                 self._took[model.name, last.kind] = last.seconds
-
-    def _place(self, node: str) -> int:
-        return self._order.get(node, len(self._order))
 
     def _take_back(self, request: int, routed: _Routed) -> None:
         if routed.sent is not None:
@@ -177,13 +177,13 @@ class Router:
 
     def _choose(self, routed: _Routed) -> Forward | None:
         model, tries = routed.asked.model, len(routed.tried)
-        there = [node for node in sorted(self._nodes, key=self._place) if self._may_take(node, model)]
+        there = [node for node in self._order if self._may_take(node, model)]
         nodes = [node for node in there if node not in routed.tried]
         if not nodes and routed.sent is not None and routed.sent.patience_s is not None:
             nodes = there  # none had it in time: to the best one, with all the time that is left
         if tries >= MOST_TRIES or not nodes:
             return None
-        waits_s = {node: self._wait_s(node, model) for node in nodes}
+        waits_s = {node: self._expected_s(node, model) for node in nodes}
         node = self._where_awake(routed.asked, nodes) or min(nodes, key=lambda node: waits_s[node])
         here_s, other_s = waits_s.pop(node), min(waits_s.values(), default=math.inf)
         if tries + 1 == MOST_TRIES or math.isinf(other_s):
@@ -203,8 +203,8 @@ class Router:
         return min(used, key=lambda node: loads[node], default=None)
 
     def _may_take(self, node: str, model: str) -> bool:
-        seen = self._nodes[node]
-        return model in seen.models and not seen.status.draining
+        seen = self._nodes.get(node)
+        return seen is not None and model in seen.models and not seen.status.draining
 
     def _one_more(self, model: str, nodes: list[str], awake: list[str]) -> str | None:
         """Where a model is woken beside the nodes where it is awake; None if it is on its way somewhere, or nowhere."""
@@ -212,10 +212,17 @@ class Router:
         if any(self._nodes[node].models[model].phase is Phase.WAKING or self._load(node, model) for node in others):
             return None
         asleep = [node for node in others if self._nodes[node].models[model].phase is Phase.ASLEEP]
-        best = min(asleep, key=lambda node: (self._wait_s(node, model), self._place(node)), default=None)
+        best = min(asleep, key=lambda node: self._expected_s(node, model), default=None)
         if best is None or self._in_the_way_s(best, model) > 1.0:
             return None
         return best
+
+    def _expected_s(self, node: str, model: str) -> float:
+        """The same once for each report, however many ask."""
+        known = self._nodes[node].waits_s
+        if model not in known:
+            known[model] = self._wait_s(node, model)
+        return known[model]
 
     def _wait_s(self, node: str, model: str) -> float:
         """What a request for a model that is not awake there is expected to wait."""
@@ -252,7 +259,7 @@ class Router:
         for name in policy.models_to_evict(wanted, free, uses) or ():
             each = of[name]
             since_s = status.at - each.phase_since
-            drain_s = self._specs[name].drain_s if each.running and name in self._specs else 0.0
+            drain_s = min(ANSWER_S, self._specs[name].drain_s) if each.running and name in self._specs else 0.0
             wait_s += SLEEP_S + max(0.0, self._keep_s(name) - since_s) + drain_s
         return wait_s
 

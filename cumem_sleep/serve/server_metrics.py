@@ -1,4 +1,4 @@
-"""The metrics that models' servers have themselves, as one page of the text format with a label `model`.
+"""Pages of the text format as one, with a label that tells them apart: those of models' servers, and of nodes.
 
 prometheus_client could read and write these pages, but takes 0.17 s for that of one vLLM, while streams wait.
 """
@@ -22,7 +22,6 @@ _SAMPLE = re.compile(
     rf'({_NAME})(?:[ \t]*\{{([^"}}]*(?:{_TEXT}[^"}}]*)*)\}}[ \t]*|[ \t]+)([-+.0-9a-zA-Z]+)([ \t]+-?[0-9]+)?[ \t]*'
 )
 _HEAD = re.compile(rf"# (?:HELP ({_NAME})(?: .*)?|TYPE ({_NAME}) (?:counter|gauge|histogram|summary|untyped))")
-_TAKEN = re.compile("(?:exported_)*model")  # a server's own label is called what Prometheus would call it
 
 
 @dataclass
@@ -47,19 +46,24 @@ async def _page(fleet: Fleet, name: str) -> str | ServeError:
         return error
 
 
-def joined(pages: Mapping[str, str | ServeError]) -> str:
-    """Pages, by model, as one. One with a line that is none is left out: it would cost Prometheus all of them."""
+def joined(pages: Mapping[str, str | ServeError], label: str = "model", up_metric: str = "serve_engine_up") -> str:
+    """Pages, by model or node, as one. One with a line that is none is left out: it would cost Prometheus all of them.
+
+    Args:
+        label: that each sample gets; one of its own goes by what Prometheus would call it.
+        up_metric: 1 for each page that is in it.
+    """
     whole: dict[str, _Family] = {}
     up, left_out = Samples(FRONT), []
-    for model, page in pages.items():
+    for owner, page in pages.items():
         try:
             if not isinstance(page, str):
                 raise page
-            families = _families(page, f'model="{escaped(model)}"')
+            families = _families(page, label, escaped(owner))
         except (ServeError, ValueError) as error:
-            left_out.append(f"# {model!r}: {str(error)[:MOST_SAID]!r}")
+            left_out.append(f"# {owner!r}: {str(error)[:MOST_SAID]!r}")
             families = {}
-        up.add("serve_engine_up", int(bool(families)), model=model)
+        up.add(up_metric, int(bool(families)), **{label: owner})
         for name, family in families.items():
             known = whole.setdefault(name, _Family())
             known.heads = known.heads or family.heads
@@ -68,14 +72,15 @@ def joined(pages: Mapping[str, str | ServeError]) -> str:
     return up.text() + "".join(f"{line}\n" for line in (*left_out, *lines))
 
 
-def _families(page: str, model: str) -> dict[str, _Family]:
+def _families(page: str, label: str, owner: str) -> dict[str, _Family]:
     """A page's lines by name, with one more label.
 
     Raises:
         ValueError: a line is neither a sample nor a comment.
     """
     families: defaultdict[str, _Family] = defaultdict(_Family)
-    labels = {"": f"{{{model}}}"}
+    own = f'{label}="{owner}"'
+    labels = {"": f"{{{own}}}"}
     for line in page.split("\n"):
         if head := _HEAD.fullmatch(line):
             families[head[1] or head[2]].heads.append(line)
@@ -85,16 +90,16 @@ def _families(page: str, model: str) -> dict[str, _Family]:
             name, said, value, time_ms = sample.groups("")
             float(value)
             if said not in labels:  # they are the same on many lines
-                labels[said] = f"{{{','.join((model, *_labels(said)))}}}"
+                labels[said] = f"{{{','.join((own, *_labels(said, label)))}}}"
             families[name].samples.append(f"{name}{labels[said]} {value}{time_ms}")
     return families
 
 
-def _labels(said: str) -> list[str]:
-    found, at = [], 0
+def _labels(said: str, label: str) -> list[str]:
+    found, at, taken = [], 0, re.compile(f"(?:exported_)*{label}")
     while at < len(said):
-        if (label := _LABEL.match(said, at)) is None:
+        if (each := _LABEL.match(said, at)) is None:
             raise ValueError(f"no labels: {said}")
-        found.append(f"exported_{label[1]}={label[2]}" if _TAKEN.fullmatch(label[1]) else f"{label[1]}={label[2]}")
-        at = label.end()
+        found.append(f"exported_{each[1]}={each[2]}" if taken.fullmatch(each[1]) else f"{each[1]}={each[2]}")
+        at = each.end()
     return found

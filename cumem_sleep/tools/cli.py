@@ -254,7 +254,7 @@ _COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = {
     "vault status": _vault_status,
     "vault forget": _vault_forget,
     "serve": _serve,
-    **dict.fromkeys(("status", "sleep", "wake", "stop"), _ask),
+    **dict.fromkeys(("status", "sleep", "wake", "stop", "drain"), _ask),
 }
 
 

@@ -26,6 +26,7 @@ more than one process:
   vault     keep the backups of all processes of this host
   serve     several models behind one port (serve --demo needs no GPU)
   status, sleep, wake, stop    look at the models of a running front, and tell them
+  drain     have one node of several take no new requests
 
 for other programs:
   shim      print the folder of a package that takes torch_memory_saver's place

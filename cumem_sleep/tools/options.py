@@ -162,12 +162,18 @@ def _add_clients(commands: Any) -> None:
         "sleep": "put a model of a running `cumem-sleep serve` to sleep",
         "wake": "wake or start a model of a running `cumem-sleep serve`",
         "stop": "stop a model's server of a running `cumem-sleep serve`",
+        "drain": "have a node of several take no new requests",
     }
     url_text = f"the front to ask (default: ${help_texts.URL_VARIABLE}, or {help_texts.DEFAULT_URL})"
     for name, text in asks.items():
         command = _add(commands, name, text)
         command.epilog = help_texts.CLIENT_EPILOG
-        if name != "status":
+        if name == "status":
+            command.add_argument("--cluster", action="store_true", help="of an ingress over several nodes: each node")
+        elif name == "drain":
+            command.add_argument("node", metavar="NODE", help="as `status --cluster` has it")
+            command.add_argument("--undo", action="store_true", help="have it take requests again")
+        else:
             command.add_argument("model", metavar="MODEL", help="its name or alias")
         if name == "sleep":
             command.add_argument("--level", type=int, choices=(1, 2, 3), help="how deep (default: as configured)")

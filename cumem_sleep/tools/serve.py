@@ -1,4 +1,4 @@
-"""The commands `cumem-sleep serve`, and `status`, `sleep`, `wake` and `stop`, which ask one that runs."""
+"""The commands `cumem-sleep serve`, and `status`, `sleep`, `wake`, `stop` and `drain`, which ask one that runs."""
 
 from __future__ import annotations
 
@@ -210,6 +210,8 @@ def ask(options: argparse.Namespace) -> dict[str, Any]:
     url = _url(options)
     if options.command == "status":
         return _request(url, "GET", "/status", None)
+    if options.command == "drain":
+        return _request(url, "POST", "/admin/drain", {"node": options.node, "on": not options.undo})
     call = {"model": options.model}
     if getattr(options, "level", None) is not None:
         call["level"] = options.level
@@ -264,7 +266,9 @@ def tables(options: argparse.Namespace, found: Mapping[str, Any]) -> list[Table]
         FrontUnavailable: it is not what a front says.
     """
     try:
-        return status_tables(found) if options.command == "status" else [models_table([found["model"]])]
+        if options.command not in ("status", "drain"):
+            return [models_table([found["model"]])]
+        return cluster_tables(found) if getattr(options, "cluster", False) else status_tables(found)
     except (AttributeError, KeyError, TypeError, ValueError):
         raise FrontUnavailable(f"{_url(options)}: {_NO_FRONT}, or one of another version") from None
 
@@ -297,6 +301,19 @@ def status_tables(status: Mapping[str, Any]) -> list[Table]:
         holders = ", ".join(f"{each['model']} ({each['share']:.0%})" for each in gpu["holders"])
         _add_row(gpus, str(gpu["gpu"]), memory, holders or "nobody")
     return [gpus, models_table(status["models"])]
+
+
+def cluster_tables(status: Mapping[str, Any]) -> list[Table]:
+    """Nodes, then the models of each."""
+    nodes, models = _table("node", "state", "awake", "running", "waiting", "version"), []
+    for node in status["nodes"]:
+        of = node["status"] or {"models": [], "version": "", "draining": False}
+        state = "does not answer" if not node["status"] else "draining" if of["draining"] else "up"
+        awake = ", ".join(model["name"] for model in of["models"] if model["phase"] == "awake")
+        numbers = [str(sum(model[each] for model in of["models"])) for each in ("running", "waiting")]
+        _add_row(nodes, node["name"], state, awake, *numbers, of["version"])
+        models += [{**model, "name": f"{node['name']}: {model['name']}"} for model in of["models"]]
+    return [nodes, models_table(models)]
 
 
 def _table(*columns: str) -> Table:

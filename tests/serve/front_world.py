@@ -72,7 +72,7 @@ class StubFleet:
         return model
 
     @contextlib.asynccontextmanager
-    async def lease(self, model: str, span: Any = None) -> AsyncIterator[ModelLease]:  # noqa: ARG002
+    async def lease(self, model: str, *_: Any) -> AsyncIterator[ModelLease]:
         name = self.resolve(model)
         if self.refusal is not None:
             raise self.refusal

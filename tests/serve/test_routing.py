@@ -25,7 +25,7 @@ SILENT_S, LOST_S = 2.0, 10.0  # as an ingress has them
 
 @dataclass
 class Request:
-    """`may_wait`: some node that it was sent to, or all of them, could not have it."""
+    """`excuses`: why nodes did not take it."""
 
     model: str
     ingress: int
@@ -34,6 +34,7 @@ class Request:
     node: str = ""
     outcome: str = ""
     sends: int = 0
+    granted_at: float = 0.0
     excuses: set[str] = field(default_factory=set)
 
 
@@ -120,6 +121,7 @@ class World:
             match action:
                 case actions.Grant(request):
                     self.begun[request] += 1
+                    self.requests[request].granted_at = self.now
                     assert self.begun[request] == 1, f"{request} was begun twice"
                     assert request in node.here
                     life, answer_s = node.life, self.requests[request].answer_s

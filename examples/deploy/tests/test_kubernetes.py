@@ -258,3 +258,30 @@ def check(models: str, folder: pathlib.Path, **environment: str) -> None:
         check=False,
     )
     assert process.returncode == 0, process.stdout + process.stderr
+
+
+@pytest.mark.parametrize("version", [OLDEST, NEWEST])
+def test_the_cluster_of_ray_is_closed_but_for_the_port_that_has_keys(version: str) -> None:
+    """Of the RayService itself, which is KubeRay's, only what Kubernetes makes of it has a schema here."""
+    service, policy = yaml.safe_load_all((DEPLOY / "kubernetes" / "ray" / "cluster.yaml").read_text())
+    of_ray = service["spec"]["rayClusterConfig"]
+    templates = [of_ray["headGroupSpec"]["template"], *(each["template"] for each in of_ray["workerGroupSpecs"])]
+    for template in templates:
+        pod = {"apiVersion": "v1", "kind": "Pod", **template}
+        pod["metadata"] = {"name": "ray", **template["metadata"]}
+        kubernetes_validate.validate(pod, version, strict=True)
+        assert policy["spec"]["podSelector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
+    kubernetes_validate.validate(policy, version, strict=True)
+    own, clients = policy["spec"]["ingress"]
+    assert "ports" not in own
+    assert own["from"][0]["podSelector"] == policy["spec"]["podSelector"]
+    assert clients == {"ports": [{"port": 8000}]}
+    serve = yaml.safe_load(service["spec"]["serveConfigV2"])
+    assert serve["http_options"]["port"] == 8000
+    (application,) = serve["applications"]
+    module, _, name = application["import_path"].partition(":")
+    source = (pathlib.Path(cumem_sleep.__file__).parent.parent / f"{module.replace('.', '/')}.py").read_text()
+    assert f"def {name}(arguments: dict[str, str])" in source
+    assert application["args"].keys() <= {"models", "ingresses"}
+    mounts = {each["mountPath"] for each in templates[0]["spec"]["containers"][0]["volumeMounts"]}
+    assert application["args"]["models"].rpartition("/")[0] in mounts
