@@ -318,6 +318,7 @@ class TestStart:
                 self.start(stock, **by_name)
         with monkeypatch.context() as context:
             context.setattr("vllm.__version__", "0.99.0")
+            assert plugin.why_not_active().startswith("its version 0.99.0 is not known"), "which the gate says"
             with pytest.raises(InvalidState, match=r"cannot be used: its version 0\.99\.0 is not known"):
                 self.start(stock, **by_name)
         with monkeypatch.context() as context:
