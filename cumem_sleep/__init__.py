@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .allocator import CuMemAllocator
     from .checkpoint.process import Checkpointed
     from .errors import (
+        AdoptionFailed,
         BackupMismatch,
         CheckpointFailed,
         CodecError,
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from .settings import Settings
 
 __all__ = [
+    "AdoptionFailed",
     "BackupMismatch",
     "BackupPlace",
     "CheckpointFailed",

@@ -590,11 +590,10 @@ class CuMemAllocator:
         Raises:
             InvalidArgument: as `offer`.
             InvalidState: other tensors are kept under that name, or these sleep.
-            VaultError: the bytes that came are not those that were offered, and nobody is given them again; or the
-                vault is lost, or what it says cannot be read.
-            DriverError, OutOfDeviceMemory: the driver refused a call.
-
-            Once something was copied, an error leaves all of these tensors filled with NaN (0xFF).
+            VaultError: the vault does not answer, or what it says cannot be read.
+            AdoptionFailed: the bytes that came are not those that were offered (nobody is given them again), the vault
+                was lost meanwhile, or the driver refused a call. These tensors are filled with NaN (0xFF). After all
+                other errors they are as they were.
         """
         return Operation(self._operations, "adopt", adopt, (self._components, name, tensors)).run()
 

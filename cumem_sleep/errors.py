@@ -173,6 +173,19 @@ class BackupMismatch(CumemSleepError):
         )
 
 
+class AdoptionFailed(CumemSleepError):
+    """Tensors were not filled with what was offered under a name. All of them hold NaN (0xFF) now.
+
+    Attributes:
+        name: that it was offered under.
+        why: what went wrong.
+    """
+
+    def __init__(self, name: str, why: str) -> None:
+        self.name, self.why = name, why
+        super().__init__(f"{name!r} was not adopted, and its tensors hold NaN now: load them in another way ({why})")
+
+
 class CodecError(CumemSleepError):
     """A compressed backup cannot be decoded here: everything stays asleep, with its backups."""
 

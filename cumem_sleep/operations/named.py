@@ -24,6 +24,7 @@ from ..core.segments import by_device
 from ..digest.digester import DeviceDigester
 from ..errors import (
     MOST_ADDRESS,
+    AdoptionFailed,
     InvalidArgument,
     InvalidState,
     OutOfDeviceMemory,
@@ -124,8 +125,10 @@ def adopt(components: Components, name: str, tensors: Tensors) -> bool:
                 for device, those in by_device(_as_segments(mine)).items():
                     _copy(vault, device, cast("list[_Tensor]", those), places, extents)
                 _prove(components.digester, vault, name, mine, places, extents)
-            except BaseException:
+            except BaseException as error:
                 _spoil(mine)
+                if isinstance(error, Exception):
+                    raise AdoptionFailed(name, str(error) or repr(error)) from error
                 raise
     finally:
         vault.release(extents)

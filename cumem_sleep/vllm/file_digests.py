@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..errors import InvalidArgument, InvalidState, VaultError
-from .files import filesystem_of
-from .protocol import check_folder
+from ..vault.files import filesystem_of
+from ..vault.protocol import check_folder
 
 TRUSTED = ("ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "zfs", "tmpfs")  # every write changes ctime there
 SETTLED_NS = 2 * 10**9

@@ -10,8 +10,8 @@ from collections.abc import Callable
 import pytest
 
 from cumem_sleep.errors import InvalidArgument, InvalidState
-from cumem_sleep.vault import file_digests
-from cumem_sleep.vault.file_digests import digests_of, remembered_in
+from cumem_sleep.vllm import file_digests
+from cumem_sleep.vllm.file_digests import digests_of, remembered_in
 
 PART = 8 << 20
 
