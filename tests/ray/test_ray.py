@@ -23,7 +23,7 @@ NODES = ["127.0.0.2", "127.0.0.3", "127.0.0.4"]  # the first has Ray's head, whi
 MODELS = [f"m{number}" for number in range(9)]
 PORT, CLIENTS, SECONDS = 18123, 300, 60.0
 ADMIN = {"Authorization": "Bearer of-operators"}
-WORDS = ["This", "is"]
+WORDS = ["This", "is", ""]  # the last event has no word, but says that it is the last
 
 
 def ray_node(node: str) -> dict[str, Any]:
