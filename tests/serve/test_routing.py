@@ -381,6 +381,27 @@ def test_a_conversation_stays_and_moves_only_if_its_node_goes() -> None:
     assert {key for key in first if moved[key] != first[key]} == {key for key in first if first[key] == "b"}
 
 
+def test_who_turned_it_away_is_not_asked_again_and_no_more_than_three_are() -> None:
+    router = Router(specs_of("m"), "abcde")
+    for node in "abcde":
+        router.handle(Reported(node, report(m=ASLEEP)), 0.0)
+    asked = [router.handle(Asked(1, "m"), 0.1), *(router.handle(TurnedAway(1), 0.2) for _ in range(3))]
+    assert [forward and forward.node for forward in asked] == ["a", "b", "c", None]
+    assert [forward.patience_s is None for forward in asked[:3]] == [False, False, True], (
+        "nobody is left after the last"
+    )
+
+
+def test_what_was_sent_counts_until_the_node_reports_it() -> None:
+    router = Router(specs_of("m"), "ab", busy=2)
+    for node in "ab":
+        router.handle(Reported(node, report(m=AWAKE)), 0.0)
+    assert [router.handle(Asked(number, "m"), 0.1).node for number in (1, 2, 3)] == ["a", "a", "b"]
+    for node, running in (("a", 2), ("b", 1)):
+        router.handle(Reported(node, report(m=(AWAKE, {"running": running}))), 0.2)
+    assert [router.handle(Asked(number, "m"), 0.3).node for number in (4, 5)] == ["b", "a"]
+
+
 def test_what_waits_longer_than_a_wake_elsewhere_goes_there() -> None:
     """The node of m is taken by x for 12 s: a request waits there for no longer than another node needs to wake m."""
     world = World(specs_of("x", "m", keep_s=0.0), nodes=2, ingresses=1)
