@@ -25,7 +25,6 @@ from .checkpoint.process import THIS_PROCESS, Checkpointed
 from .codec.compressor import Compressor
 from .core import log
 from .core.cuda_state import CudaState
-from .core.driver import integrated_devices
 from .core.levels import (
     DEFERRABLE_TAGS,
     DROPPED_AT_LEVEL_1,
@@ -547,10 +546,6 @@ class CuMemAllocator:
         """
         if not self.settings.retain_backups:
             raise InvalidState("prepare() makes backups ahead, but retain_backups is off: none would be kept")
-        if integrated_devices():
-            raise InvalidState(
-                "prepare() makes backups ahead, and the GPU's memory is the host's: they would take of it"
-            )
         check_integer("keep_bytes", keep_bytes, minimum=0)
         return Operation(self._operations, "prepare", self._begin_preparing, (keep_bytes,)).run()
 

@@ -17,6 +17,7 @@ from ..codec.chunks import ChangedMeanwhile, EncodedRun, Encoding
 from ..codec.codec import CHUNK_BYTES
 from ..codec.workspace import Workspace
 from ..core import log
+from ..core.driver import integrated_devices
 from ..core.extents import Piece
 from ..core.levels import DROPPED_AT_LEVEL_1, in_pools
 from ..core.segments import by_device, total_bytes
@@ -62,8 +63,11 @@ def wanted_ahead(components: Components) -> tuple[list[_core.Segment], int]:
     """What a sleep at level 1 would back up, and the least host memory that takes.
 
     Raises:
+        InvalidState: GPU and host have one memory.
         OutOfHostMemory: a limit leaves too little for all of it, compressed or not.
     """
+    if integrated_devices():
+        raise InvalidState("the GPU's memory is the host's: backups made ahead would take of it")
     wanted = _awake(is_dropped=False)
     components.store.catalogue.back_up_parts({}, wanted)
     memory = components.store.memory

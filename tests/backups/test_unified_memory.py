@@ -38,6 +38,8 @@ SCRIPTS = {
         assert free_pages() == before
     with pytest.raises(InvalidState, match="the GPU's memory is the host's"):
         allocator.prepare()
+    allocator._prepare_where_there_is_room()
+    assert allocator._preparation is None, "what is made would be dropped at once"
     """,
     "a sleep that does not fit": """
     weights = malloc(20, "weights")
