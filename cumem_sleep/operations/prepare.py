@@ -134,6 +134,7 @@ class Preparation:
         try:
             self._worker.start(self._run)
         except InvalidState as error:
+            self._rest_bytes = 0  # nothing is to come
             raise InvalidState(f"prepare() works in a thread, but {error}") from error
 
     def wait(self, timeout: float | None = None) -> bool:

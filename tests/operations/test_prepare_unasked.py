@@ -28,7 +28,7 @@ sys.path.append(str(pathlib.Path(__file__).parents[1] / "vault"))
 
 from running import RunningVault, eventually
 
-from cumem_sleep import CuMemAllocator, OutOfHostMemory, Settings, host_facts
+from cumem_sleep import CuMemAllocator, InvalidState, OutOfHostMemory, Settings, _core, host_facts
 from cumem_sleep.backups import host_tier
 from cumem_sleep.backups.host_tier import HostTier
 from cumem_sleep.core.commitment import Commitment
@@ -228,6 +228,17 @@ class TestOthers:
         else:
             getattr(allocator, ending)()
             finished(preparation)
+        assert set(other.others().values()) == {0}
+
+    def test_see_nothing_to_come_where_no_thread_can_be_started(
+        self, allocator: CuMemAllocator, memory: Memory, other: Commitment, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def refuse(worker: _core.Worker, work: Callable[[], object]) -> None:
+            raise InvalidState("no thread can be started")
+
+        fill(allocator, memory, *TAGS)
+        monkeypatch.setattr(_core.Worker, "start", refuse)
+        allocator._prepare_where_there_is_room()
         assert set(other.others().values()) == {0}
 
     def test_that_begin_at_the_same_moment_do_not_both(self, host: Host) -> None:
