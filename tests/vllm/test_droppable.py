@@ -207,7 +207,7 @@ def test_a_level_2_that_fails_loses_nothing(kinds: Kinds, choose: Any, backend: 
 
 
 @backends
-@pytest.mark.parametrize("call", ["cuMemCreate", "cuMemMap", "cuMemcpyHtoDAsync", "cuMemsetD8Async"])
+@pytest.mark.parametrize("call", ["cuMemCreate", "cuMemMap", "cuMemcpyHtoDAsync", "cuMemsetD32Async"])
 def test_a_wake_from_level_2_that_fails_brings_nothing_back(kinds: Kinds, choose: Any, backend: str, call: str) -> None:
     choose(backend)
     models = kinds.models

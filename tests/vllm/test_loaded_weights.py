@@ -238,8 +238,8 @@ def test_a_mark_that_fails_fails_the_wake(models: Models) -> None:
 
     models.add(models.model, "weight", 64)
     models.wrapper.sleep(level=2)
-    sim.fail("cuMemsetD8Async", error="CUDA_ERROR_UNKNOWN")
-    with pytest.raises(DriverError, match="cuMemsetD8Async"):
+    sim.fail("cuMemsetD32Async", error="CUDA_ERROR_UNKNOWN")
+    with pytest.raises(DriverError, match="cuMemsetD32Async"):
         models.wrapper.wake_up()
     assert CuMemAllocator.get_instance().usage()["weights"].asleep_segments
     models.wrapper.wake_up()
