@@ -237,3 +237,19 @@ def replicas() -> list[tuple[int, str]]:
         if words.startswith("ray::ServeReplica"):
             found.append((int(each.name), words))
     return found
+
+
+def test_a_proxy_for_the_world_is_not_asked_for_a_front(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would know nothing of the front, which would be killed with all its servers."""
+    from cumem_sleep.serve.ray import MOST_MISSES, FrontProcess
+
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    front = FrontProcess(json.dumps({"models": {"m": {"url": "http://127.0.0.1:9"}}}), NODES[0], [])
+    try:
+        where = front.address
+        monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+        for _ in range(MOST_MISSES):
+            front.look()
+        assert front.address == where
+    finally:
+        front.end()
