@@ -144,7 +144,10 @@ def _checked(name: str, tensors: Tensors) -> list[_Tensor]:
     segments = sorted(_core.segments(), key=lambda segment: segment.address)
     starts = [segment.address for segment in segments]
     found = []
-    for number, (tensor, (address, nbytes)) in enumerate(tensors.items()):
+    for number, (tensor, place) in enumerate(tensors.items()):
+        if not isinstance(tensor, str) or not isinstance(place, (tuple, list)) or len(place) != 2:
+            raise InvalidArgument(f"{shown(tensor):.300}: {shown(place):.300}: expected a name, and (address, bytes)")
+        address, nbytes = place
         check_integer(f"address of {tensor}", address, minimum=1, maximum=MOST_ADDRESS)
         check_integer(f"bytes of {tensor}", nbytes, minimum=1)
         if address % _ALIGNMENT or nbytes % _ALIGNMENT:

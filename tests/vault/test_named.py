@@ -329,6 +329,9 @@ class TestRefusals:
         for place in ((address + 8, 16), (address, 24), (address, 0), (address, 3 * PAGE), (16, 16), (1 << 70, 16)):
             with pytest.raises(InvalidArgument, match="t"):
                 method(NAME, {"t": place})
+        for tensors in ({1: (address, 16)}, {"t": address}, {"t": (address,)}):
+            with pytest.raises(InvalidArgument, match="expected a name, and"):
+                method(NAME, tensors)
         with pytest.raises(InvalidArgument, match="overlaps"):
             method(NAME, {"t": (address, 32), "u": (address + 16, 16)})
         through.sleep()
