@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import _core
+from ..core.driver import integrated_devices
 from ..core.extents import Extent, PieceTable, RangeTable, cut
 from ..core.segments import by_device, describe
 from ..digest.digester import DeviceDigester, DigestRun
@@ -214,7 +215,8 @@ class KeptRanges:
         self._lost = {key: lost for key, lost in self._lost.items() if _is_asleep(lost[0])}
         for place in self._spare():
             full = place.tier.extent_bytes  # others would not fit the next sleep
-            is_of_use = self._retain and not all(segment.freed for segment in place.segments)
+            retains = self._retain and place.device not in integrated_devices()
+            is_of_use = retains and not all(segment.freed for segment in place.segments)
             self._release(place, sum(extent.bytes == full for extent in place.extents) if is_of_use else 0)
 
     def release_spare(self) -> None:

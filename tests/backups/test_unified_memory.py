@@ -41,6 +41,15 @@ SCRIPTS = {
     allocator._prepare_where_there_is_room()
     assert allocator._preparation is None, "what is made would be dropped at once"
     """,
+    "a cycle that keeps some of what it drops": """
+    cache = malloc(4, "kv_cache")
+    before = _core.memory_info(0)[0]
+    for _ in range(2):
+        assert allocator.sleep(keep={cache[0]: [(0, 4 * PAGE)]}).kept_bytes == 4 * PAGE
+        assert allocator.wake_up().kept_bytes == 4 * PAGE
+        check(*cache)
+        assert before - _core.memory_info(0)[0] < PAGE, "all that stays is a table of some KiB"
+    """,
     "a sleep that does not fit": """
     weights = malloc(20, "weights")
     with pytest.raises(OutOfHostMemory, match="unified memory"):
