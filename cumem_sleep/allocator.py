@@ -622,7 +622,7 @@ class CuMemAllocator:
         totals, own = self._operations.totals, self._store.catalogue.own
         if self._agreement is not None:
             self._agreement.gave_back = False
-        unasked = Unasked(own, self._agreement, lambda: sum(each.count for each in totals.values()))
+        unasked = Unasked(own, self._agreement, lambda: totals["sleep"].count if "sleep" in totals else 0)
         preparation = Preparation(segments, self._components, unasked=unasked)
         try:
             if own is not None:  # the vault's limits are looked at when it takes the memory

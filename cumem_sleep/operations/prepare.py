@@ -51,12 +51,12 @@ class Unasked:
     Attributes:
         own: where it is, if that is memory of this process, of which limits of the host leave a reserve.
         agreement: with the other ranks, all of which give it back if one does.
-        changes: how many operations have put memory to sleep or woken it.
+        sleeps: how many there were. What merely discards memory, as a KV cache before an update of weights, is none.
     """
 
     own: HostTier | None
     agreement: Agreement | None
-    changes: Callable[[], int]
+    sleeps: Callable[[], int]
 
 
 def wanted_ahead(components: Components) -> tuple[list[_core.Segment], int]:
@@ -105,7 +105,7 @@ class Preparation:
     ) -> None:
         self.wanted_bytes = self._rest_bytes = total_bytes(segments)
         self._unasked = unasked
-        self._changes = unasked.changes() if unasked else 0
+        self._sleeps = unasked.sleeps() if unasked else 0
         self._look_at = 0.0  # when the reserve is next looked at
         self._gave_back_bytes = 0
         self._segments = segments
@@ -367,7 +367,7 @@ class Preparation:
         """Whether what nobody asked for goes on."""
         if (unasked := self._unasked) is None:
             return
-        if unasked.changes() != self._changes:
+        if unasked.sleeps() != self._sleeps:
             raise _Slept
         now, agreement = time.monotonic(), unasked.agreement
         if unasked.own is None or now < self._look_at:

@@ -193,6 +193,19 @@ def test_ends_with_the_first_sleep(
     check_bytes(memory, contents)
 
 
+def test_memory_that_is_discarded_is_no_sleep(allocator: CuMemAllocator, memory: Memory, host: Host) -> None:
+    """As a trainer does it with the KV cache before it updates weights: what was made ahead is given back later."""
+    fill(allocator, memory, *TAGS, "kv_cache")
+    preparation = begin_and_make_all(allocator)
+    allocator.discard("kv_cache")
+    allocator.wake_up("kv_cache")
+    looks = host.looks
+    eventually(lambda: host.looks > looks + 5 or not preparation.running, "it is looked at again and again")
+    host.MemAvailable = RESERVE - 1
+    assert isinstance(finished(preparation).error, OutOfHostMemory)
+    assert allocator._store.memory.bytes == 0
+
+
 class TestOthers:
     """Of the same host."""
 
