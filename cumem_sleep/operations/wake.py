@@ -92,7 +92,10 @@ def _short(components: Components, segments: Sequence[_core.Segment]) -> list[tu
 
 def _free_bytes(device: int) -> int:
     free_bytes = _core.memory_info(device)[0]
-    return min([free_bytes, *left_bytes().values()]) if device in integrated_devices() else free_bytes
+    if device not in integrated_devices():
+        return free_bytes
+    # Memory control groups do not count what GPUs take of it: measured on GB10.
+    return min([free_bytes, *(nbytes for name, nbytes in left_bytes().items() if name != "cgroup")])
 
 
 def wake(
