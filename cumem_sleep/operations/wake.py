@@ -94,7 +94,7 @@ def _free_bytes(device: int) -> int:
     free_bytes = _core.memory_info(device)[0]
     if device not in integrated_devices():
         return free_bytes
-    # Memory control groups do not count what GPUs take of it: measured on GB10.
+    # Memory control groups do not count what GPUs take of it, as others have measured on GB10.
     return min([free_bytes, *(nbytes for name, nbytes in left_bytes().items() if name != "cgroup")])
 
 
