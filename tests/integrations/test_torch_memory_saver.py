@@ -191,6 +191,14 @@ class _Wakes:
 
 
 @pytest.mark.sim
+@pytest.fixture
+def interrupts() -> Iterator[None]:
+    """Ctrl-C is heard, also where a shell has started the tests in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 class TestResumeWithoutRoom:
     """As while the trainer is still releasing its memory."""
 
@@ -261,6 +269,7 @@ class TestResumeWithoutRoom:
         saver.resume()
         assert set(states().values()) == {AWAKE}
 
+    @pytest.mark.usefixtures("interrupts")
     def test_the_wait_can_be_interrupted(
         self,
         saver_of: Callable[..., TorchMemorySaver],
