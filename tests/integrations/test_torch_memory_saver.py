@@ -190,7 +190,6 @@ class _Wakes:
         patch.setattr(Regions, "wake", watched)
 
 
-@pytest.mark.sim
 @pytest.fixture
 def interrupts() -> Iterator[None]:
     """Ctrl-C is heard, also where a shell has started the tests in the background."""
@@ -199,6 +198,7 @@ def interrupts() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.sim
 class TestResumeWithoutRoom:
     """As while the trainer is still releasing its memory."""
 
