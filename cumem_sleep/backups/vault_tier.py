@@ -81,11 +81,12 @@ class VaultTier(Tier):
 
     def _owners(self, extents: Sequence[VaultBackup]) -> dict[VaultBackup, int]:
         """How many processes share each of these, of those that the vault keeps that there is now; 0: it evicted it."""
+        client = self._client
+        if client is None:
+            return {}
         known = [extent for extent in extents if self._keeps(extent)]
-        with suppress(VaultError):
-            if known and self._client is not None:
-                return dict(zip(known, self._client.owners(known), strict=True))
-        return {}
+        owners = client.owners(known) if known else None
+        return {} if owners is None else dict(zip(known, owners, strict=True))
 
     @property
     def extent_bytes(self) -> int:  # noqa: D102

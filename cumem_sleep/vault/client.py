@@ -24,12 +24,17 @@ from .slabs import SlabRange
 
 DEADLINE_S = 5.0  # of silence: the vault says every second that it is at work
 NO_MORE_FILES = "this process can open no more files: raise the limit of its open files (ulimit -n)"
+_BRIEFLY_S = 1.0  # how long a question of no consequence waits for its answer
 _HAND_OUT = ("reserve", "find", "adopt")  # backups
 _LOOK_INTERVAL_S = 0.02
 
 _Item = TypeVar("_Item")
 
 _clients: weakref.WeakSet[VaultClient] = weakref.WeakSet()
+
+
+class _NoAnswer(Exception):
+    """Within the time of a mere look."""
 
 
 @dataclass(eq=False)
@@ -423,10 +428,18 @@ class VaultClient:
         for some in _parts(backups):
             self._ask("distrust", numbers=_numbers(some))
 
-    def owners(self, backups: Sequence[VaultBackup]) -> list[int]:
-        """How many processes share each of these, 0 if it was evicted."""
-        asked = (self._ask("owners", numbers=_numbers(some))["owners"] for some in _parts(backups))
-        return [count for counts in asked for count in counts]
+    def owners(self, backups: Sequence[VaultBackup]) -> list[int] | None:
+        """How many processes share each of these, 0 if it was evicted; None if the vault does not answer at once.
+
+        A mere look: a vault that is silent is not lost for that.
+        """
+        owners: list[int] = []
+        for some in _parts(backups):
+            facts = self._ask_briefly("owners", numbers=_numbers(some))
+            if facts is None:
+                return None
+            owners += facts["owners"]
+        return owners
 
     def release(self, backups: Sequence[VaultBackup]) -> None:
         """Give these back. Never fails for a vault that is gone: then they are, too."""
@@ -529,15 +542,31 @@ class VaultClient:
 
     # How it is said
 
-    def _ask(self, verb: str, **facts: Any) -> dict[str, Any]:
+    def _ask(self, verb: str, look: Callable[[], None] | None = None, **facts: Any) -> dict[str, Any]:
         request = self._begin(verb, **facts)
         try:
-            return self._answer_to(request, self._look if verb == "reserve" else None)
+            return self._answer_to(request, look or (self._look if verb == "reserve" else None))
         except CumemSleepError:
             raise
         except BaseException:  # of a signal handler, or of a look: the answer comes later
             self._give_up(request, verb)
             raise
+
+    def _ask_briefly(self, verb: str, **facts: Any) -> dict[str, Any] | None:
+        """The answer, if it comes at once. No second question is sent before the first was answered: none piles up."""
+        if self._lost is not None:
+            return None
+        ends = time.monotonic() + min(_BRIEFLY_S, self.deadline_s)
+
+        def look() -> None:
+            if time.monotonic() >= ends:
+                raise _NoAnswer
+
+        try:
+            self._take_in(self._channel.receive)
+            return None if self._given_up else self._ask(verb, look=look, **facts)
+        except (VaultError, _NoAnswer):
+            return None
 
     def _give_up(self, request: int, verb: str) -> None:
         self._given_up[request] = verb in _HAND_OUT

@@ -127,21 +127,6 @@ class TestStopped:
         assert allocator.sleep().copied_bytes == 0
         allocator.wake_up()
 
-    def test_usage_waits_for_it_once(self, through: MakeAllocator, memory: Memory, vault: RunningVault) -> None:
-        """Then it is lost, so what comes next reads backups itself at once."""
-        allocator = through()
-        contents = fill(allocator, memory, "weights")
-        allocator.sleep()
-        before, client = allocator.usage(), tier_of(allocator).client()
-        with StoppedVault(vault, client):
-            assert allocator.usage() == before
-            assert client.lost is not None
-            allocator.wake_up()
-        check(memory, contents)
-        once_it_goes_on(allocator.sleep)
-        assert is_exactly_kept(vault, 2 * PAGE, 0)
-        allocator.wake_up()
-
     @pytest.mark.parametrize("settings", [{}, {"compress": "auto"}, {"verify": "off", "retain_backups": False}])
     def test_those_who_slept_all_the_time_are_woken_through_it(
         self, through: MakeAllocator, memory: Memory, vault: RunningVault, settings: dict[str, object]
