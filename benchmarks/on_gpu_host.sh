@@ -112,7 +112,7 @@ of_two_gpus=(
     tests/gpu/test_torch.py::test_peers_keep_their_access
 )
 # Speaks HTTP and reaches no GPU, with packages that such a host may lack.
-without_gpu=(tests/serve tests/vllm/test_serve_{without_layer,kept_kv}.py)
+without_gpu=(tests/serve tests/ray tests/frameworks tests/vllm/test_serve_{without_layer,kept_kv}.py)
 
 suite() {
     local name=$1 begun before rest result crashed=0

@@ -285,9 +285,14 @@ def test_a_sleep_that_waits_for_others_can_be_interrupted(
     assert set(other.others().values()) == {0}
 
 
+def look_at_every_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_BETWEEN_LOOKS_S", "_PAUSE_PER_LOOK"):
+        monkeypatch.setattr(host_tier, name, 0)
+
+
 def test_others_see_what_is_yet_to_be_touched(world: World, other: Commitment, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
-    monkeypatch.setattr(host_tier, "_BETWEEN_LOOKS_S", 0.0)
+    look_at_every_block(monkeypatch)
     have_pinned = lanes.HostLaneGroup.have_pinned
 
     def look(lane_group: lanes.HostLaneGroup, block: _core.HostBlock, device: int) -> None:
@@ -318,7 +323,7 @@ def test_memory_that_is_taken_while_pages_are_prefaulted_is_missed_before_they_a
         if block.bytes == CuMemAllocator.tuning.slab_bytes:
             monkeypatch.setattr(host_facts, "cgroup_available_bytes", lambda **_: PAGE // 2)
 
-    monkeypatch.setattr(host_tier, "_BETWEEN_LOOKS_S", 0.0)
+    look_at_every_block(monkeypatch)
     monkeypatch.setattr(_core.HostBlock, "prefault", take)
     with pytest.raises(OutOfHostMemory, match=r"limit: cgroup\): other processes took it meanwhile"):
         world.allocator.sleep()

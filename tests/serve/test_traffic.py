@@ -181,6 +181,8 @@ def judge(answer: Answer, name: str, words: int, streams: bool) -> str:
     if any("error" in json.loads(event) for event in events[:-1]):
         return "ended with an error"
     texts = [json.loads(event)["choices"][0]["text"].strip() for event in events[:-1]]
+    if texts[-1:] == [""] and json.loads(events[-2])["choices"][0]["finish_reason"] == "stop":
+        del texts[-1]  # the last one says why it ends
     return "answered" if is_answer(texts, name, words) else ""
 
 
