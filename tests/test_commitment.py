@@ -62,23 +62,28 @@ class TestOthers:
         assert mine.others() == {groups[0]: MIB, groups[1]: 0}
         elsewhere.set(0)
 
-    def test_that_are_killed_give_it_back(self, groups: list[pathlib.Path], mine: Commitment) -> None:
+    @pytest.mark.parametrize("forked", [False, True])
+    def test_that_are_killed_give_it_back(self, groups: list[pathlib.Path], mine: Commitment, forked: bool) -> None:
+        """Also if a child lives longer."""
         script = f"""
-import pathlib, time
+import os, pathlib, sys
 from cumem_sleep import host_facts
 from cumem_sleep.core.commitment import Commitment
 host_facts.memory_groups = lambda: [pathlib.Path({str(groups[0])!r})]
-Commitment().set({MIB})
-print("set", flush=True)
-time.sleep(600)
+killed = Commitment()
+killed.set({MIB})
+if not {forked} or os.fork() == 0:
+    print("set", flush=True)
+sys.stdin.read()
 """
-        environment = {**os.environ, "PYTHONPATH": package_path()}
-        with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, env=environment) as process:
+        environment, pipe = {**os.environ, "PYTHONPATH": package_path()}, subprocess.PIPE
+        with subprocess.Popen([sys.executable, "-c", script], stdin=pipe, stdout=pipe, env=environment) as process:
             assert process.stdout is not None
             assert process.stdout.readline() == b"set\n"
             assert mine.others()[groups[0]] == MIB
             process.kill()
-        assert mine.others()[groups[0]] == 0
+            process.wait()
+            assert mine.others()[groups[0]] == 0
 
     def test_do_not_see_what_was_given_up_after_a_fork(
         self, groups: list[pathlib.Path], mine: Commitment, other: Commitment

@@ -14,6 +14,7 @@ import os
 import random
 import struct
 import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -52,6 +53,7 @@ class Commitment:
         self._pages = 0
         self._first = 0  # page of the range
         self._folders: dict[Path, int] = {}  # their descriptors, while anything is committed
+        _commitments.add(self)
 
     def take(
         self,
@@ -102,8 +104,8 @@ class Commitment:
                 with suppress(OSError):
                     fcntl.fcntl(folder, fcntl.F_OFD_SETLK, _flock(kind, self._first + start, end - start))
         if self._pages == 0:
-            _close(self._folders.values())
-            self._folders = {}
+            folders, self._folders = self._folders, {}
+            _close(folders.values())
 
     def others(self) -> dict[Path, int]:
         """What all others have committed, in bytes, by the folder of the memory control group."""
@@ -113,6 +115,19 @@ class Commitment:
         finally:
             if folders is not self._folders:
                 _close(folders.values())
+
+
+_commitments: weakref.WeakSet[Commitment] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    """The locks belong to the open folders, which a child that lives longer would keep."""
+    for commitment in list(_commitments):
+        _close(commitment._folders.values())
+        commitment.bytes, commitment._pages, commitment._folders = 0, 0, {}
+
+
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 def require_room(
