@@ -146,12 +146,16 @@ def _check(folder: Path, descriptor: int) -> None:
         raise VaultError(f"the spill folder {folder} is on {kind}, which is memory itself: name one on a disk")
 
 
-def _open_unnamed(folder: int, flags: int) -> int:
+def _open_unnamed(folder: int, flags: int, tries: int = 10) -> int:
     """A new file, which has a name for a moment only: not each filesystem makes one without."""
     _unlink(_NAME, folder)  # of one that was killed between the next two calls
     try:
         flags |= os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         return os.open(_NAME, flags, 0o600, dir_fd=folder)
+    except FileExistsError:  # of one that starts at the same moment
+        if not tries:
+            raise
+        return _open_unnamed(folder, flags, tries - 1)
     finally:
         _unlink(_NAME, folder)
 

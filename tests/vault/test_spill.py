@@ -141,6 +141,21 @@ class TestFiles:
         assert [each.name for each in spill.iterdir()] == ["other"]
         file.close()
 
+    def test_vaults_that_start_at_the_same_moment_have_one_each(
+        self, spill: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        own, others = files._unlink, iter(range(3))
+
+        def unlink(name: str, folder: int) -> None:
+            own(name, folder)
+            if next(others, None) is not None:
+                (spill / name).touch()  # another's, before it has taken the name away again
+
+        monkeypatch.setattr(files, "_unlink", unlink)
+        file = SpillFile(spill, 1 << 20)
+        assert not list(spill.iterdir())
+        file.close()
+
     def test_through_the_page_cache_where_there_is_no_direct_access(
         self, spill: pathlib.Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
