@@ -270,7 +270,7 @@ class Connections:
     """Connections to all servers; those that are idle are kept for a moment."""
 
     def __init__(self) -> None:
-        self._idle: defaultdict[Address, list[Connection]] = defaultdict(list)
+        self._idle: defaultdict[str, list[Connection]] = defaultdict(list)  # by place: each request has its headers
 
     async def take(self, server: Address) -> Connection:
         """A connection to a server. What is sent over it at once meets no end that the server has already made.
@@ -278,7 +278,7 @@ class Connections:
         Raises:
             Unreachable.
         """
-        idle = self._idle.get(server, [])
+        idle = self._idle.get(str(server), [])
         while idle:
             connection = idle.pop()
             if connection.is_silent() and time.monotonic() - connection.idle_since < IDLE_S:
@@ -301,7 +301,7 @@ class Connections:
 
     def give_back(self, server: Address, connection: Connection) -> None:
         """Keep a connection for the next request, or close it if its exchange did not end."""
-        idle = self._idle[server]
+        idle = self._idle[str(server)]
         if not connection.may_be_reused() or len(idle) >= MOST_IDLE:
             return connection.close()
         connection.reused, connection.idle_since = True, time.monotonic()
@@ -310,13 +310,13 @@ class Connections:
     def close_idle(self, than_s: float = IDLE_S) -> None:
         """Close what has been idle for longer; to be called now and then."""
         since = time.monotonic() - than_s
-        for server, idle in list(self._idle.items()):
+        for place, idle in list(self._idle.items()):
             for connection in idle:
                 if connection.idle_since <= since:
                     connection.close()
-            self._idle[server] = [connection for connection in idle if connection.is_open]
-            if not self._idle[server]:
-                del self._idle[server]
+            self._idle[place] = [connection for connection in idle if connection.is_open]
+            if not self._idle[place]:
+                del self._idle[place]
 
 
 async def _connect(server: Address, connection: Connection) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -67,7 +68,9 @@ async def test_a_request_on_a_connection_that_the_server_has_just_closed(reused:
 def test_the_end_of_an_idle_connection_is_noticed_before_the_loop_tells_of_it(
     last: bytes | None, loop: ModuleType, tmp_path: Path
 ) -> None:
-    """Nothing is awaited between the server's last words and the next request; `last` is None without any."""
+    """Nothing is awaited between the server's last words and the next request, which may have headers of its own;
+    `last` is None without any.
+    """
 
     async def scenario() -> None:
         server = Address("http://model", str(tmp_path / "socket"))
@@ -86,7 +89,7 @@ def test_the_end_of_an_idle_connection_is_noticed_before_the_loop_tells_of_it(
                 its_end.send(last)
                 its_end.shutdown(socket.SHUT_RDWR)
             assert connection.is_open
-            taken = await connections.take(server)
+            taken = await connections.take(replace(server, headers=(("x-cumem-sleep-patience", "1.5"),)))
             assert (taken is connection) == (last is None)
             taken.close()
             its_end.close()
