@@ -1,9 +1,11 @@
 """Pack what a GPU host without network lacks: it has Python 3.12, PyTorch 2.11 for CUDA 13 and transformers 5.17.
 
     python benchmarks/gpu_host_archives.py .gpu/4/sglang.tar.xz  # 33 MiB
+    python benchmarks/gpu_host_archives.py .gpu/5/nccl.tar.xz    # NCCL 2.30.7, which can suspend: 36 MiB
 
-`on_gpu_host.sh` unpacks it. Needs pip and xz. The archive has three folders: `site` is SGLang 0.5.11 and what it needs,
-with its own transformers; `tms` is torch_memory_saver 0.0.10; `lib` is libnuma, which its kernels need (this
+`on_gpu_host.sh` unpacks them. Needs pip and xz. Of NCCL's library only Hopper's kernels are left, in their places: what
+is there for other GPUs is overwritten with zeros. SGLang's archive has three folders: `site` is SGLang 0.5.11 and what
+it needs, with its own transformers; `tms` is torch_memory_saver 0.0.10; `lib` is libnuma, which its kernels need (this
 machine's). Kernels for other GPUs than Hopper stay out, and so do FlashAttention 3 (1 GB: Triton does attention) and
 FlashInfer: two of its modules are imported, and replaced by ones that refuse. One C++ function is changed, which GCC 12
 does not compile; it still does the same.
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import struct
 import subprocess
 import sys
 import tempfile
@@ -21,7 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 LIMIT_BYTES = 60 << 20  # of one transfer
-MANYLINUX = ("1", "2010", "2014", *(f"_2_{minor}" for minor in (5, 12, 17, 24, 27, 28, 31, 34, 35)))
+MANYLINUX = ("1", "2010", "2014", *(f"_2_{minor}" for minor in (5, 12, 17, 18, 24, 27, 28, 31, 34, 35)))
 
 SGLANG = (
     *("sglang==0.5.11", "annotated-types==0.8.0", "apache-tvm-ffi==0.1.9", "asttokens==3.0.2", "cffi==2.1.1"),
@@ -41,6 +44,8 @@ SGLANG_WITHOUT = (
     *("sglang/jit_kernel/tests", "sglang/jit_kernel/benchmark"),
 )
 KERNELS, OF_HOPPER = "sglang-kernel==0.4.2", ("sgl_kernel/sm90/", "sglang_kernel-")
+NCCL = "nvidia-nccl-cu13==2.30.7"
+FATBIN, CUBIN = struct.pack("<IH", 0xBA55ED50, 1), 2  # how a container of kernels begins; what an entry of it may be
 SAVER = "torch_memory_saver==0.0.10"
 _REFUSES = """def _refuse(*args, **kwargs):
     raise RuntimeError("FlashInfer is not in this archive")
@@ -103,6 +108,27 @@ def sglang(work: Path, root: Path) -> None:
     shutil.copy(Path(found[0]).resolve(), root / "lib" / "libnuma.so.1")
 
 
+def nccl(work: Path, root: Path) -> None:
+    """NCCL with Hopper's kernels alone. Raises SystemExit: the library is not made as expected."""
+    (wheel,) = download([NCCL], work / "nccl")
+    content = bytearray(zipfile.ZipFile(wheel).read("nvidia/nccl/lib/libnccl.so.2"))
+    position, kept = content.find(FATBIN), 0
+    while position >= 0:
+        header_bytes, nbytes = struct.unpack_from("<HQ", content, position + 6)
+        entry, end = position + header_bytes, position + header_bytes + nbytes
+        while entry < end:
+            kind, header_bytes, nbytes, capability = struct.unpack_from("<HxxIQ12xI", content, entry)
+            if (kind, capability) == (CUBIN, 90):
+                kept += nbytes
+            else:
+                content[entry + header_bytes : entry + header_bytes + nbytes] = bytes(nbytes)
+            entry += header_bytes + nbytes
+        position = content.find(FATBIN, end)
+    if not kept:
+        raise SystemExit("there are no kernels for Hopper in NCCL's library")
+    (root / "libnccl.so.2").write_bytes(content)
+
+
 def leave_out(root: Path, patterns: Sequence[str]) -> None:
     for path in {path for pattern in patterns for path in root.glob(pattern)}:
         if path.is_dir():
@@ -129,10 +155,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("archive", type=Path)
     arguments = parser.parse_args()
+    if arguments.archive.name not in (known := {"sglang.tar.xz": sglang, "nccl.tar.xz": nccl}):
+        parser.error(f"{arguments.archive.name}: expected one of {', '.join(known)}")
     with tempfile.TemporaryDirectory() as work:
         root = Path(work, "root")
         root.mkdir()
-        sglang(Path(work), root)
+        known[arguments.archive.name](Path(work), root)
         pack(root, arguments.archive)
 
 

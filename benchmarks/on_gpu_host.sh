@@ -6,7 +6,7 @@
 #   tests [410]  vault_tests [15] belongs to it;  sanitizer [240]
 #   tests_1_of_2+tests_2_of_2 two_gpu_tests [~250]  the same on two GPUs at once; so for any number
 #   beside [~300; $BESIDE_WAYS, as own_again]  level_3 [25]
-#   level_3_of_ranks [~120, two GPUs; NCCL's library from .gpu/5/libnccl.so.2.xz, if it is there]
+#   level_3_of_ranks [~120, two GPUs; NCCL's library from .gpu/5/nccl.tar.xz, if it is there]
 #   vault [~300; with vLLM and .gpu/saver beside, if they are there]  vault_small [~80]
 #   links [~240, several GPUs; $LINKS_OPTIONS, as --compress]
 #   saver_tests [~240]
@@ -15,7 +15,7 @@
 #   serve_level_3 [~240; $LEVEL_3_OPTIONS, as --deadline 330]
 #   serve_level_3_own [~240, at once with it on a second GPU]
 #   kept_kv [~280; $KEPT_KV_OPTIONS, as --shape 8B --tokens 16000]  kept_kv_windows [~80]
-#   scenarios [300]  ranks [~400, two GPUs]
+#   scenarios [300]  ranks [~400, two GPUs]  vllm_level_3_of_ranks [~250, two GPUs, with .gpu/5]
 #   upstream [as long as it may; $UPSTREAM_OPTIONS, as --parts cumem --ways cumem_sleep --gpus 4]
 #
 # With SGLang, from .gpu/4/sglang.tar.xz (gpu_host_archives.py), in a folder of its own:
@@ -195,6 +195,12 @@ saver_tests() {
     } | tee "$out/saver_tests.txt"
 }
 
+# One that can suspend communicators, which PyTorch's is too old for.
+newer=/tmp/libnccl.so.2
+newer_nccl() {
+    [ -f "$newer" ] || { [ -f .gpu/5/nccl.tar.xz ] && tar xJf .gpu/5/nccl.tar.xz -C /tmp; }
+}
+
 part() {
     case $1 in
     tests) suite tests "${with_vaults[@]/#/--ignore=}" "${without_gpu[@]/#/--ignore=}" ;;
@@ -254,10 +260,12 @@ part() {
     sglang) (with_sglang) ;;
     level_3_of_ranks)
         local nccl=()
-        if [ -f .gpu/5/libnccl.so.2.xz ]; then
-            xz -dc .gpu/5/libnccl.so.2.xz >/tmp/libnccl.so.2 && nccl=(--nccl /tmp/libnccl.so.2)
-        fi
+        if newer_nccl; then nccl=(--nccl "$newer"); fi
         measure 400 checkpoint_ranks checkpoint_ranks "${nccl[@]}"
+        ;;
+    vllm_level_3_of_ranks)
+        newer_nccl && with_vllm && LD_PRELOAD=$newer VLLM_NCCL_SO_PATH=$newer \
+            measure 280 vllm_scenarios vllm_level_3_of_ranks --only level_3_of_ranks
         ;;
     scenarios) with_vllm && measure 400 vllm_scenarios vllm_scenarios --jobs 6 ;;
     ranks)

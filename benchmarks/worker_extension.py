@@ -73,6 +73,25 @@ class Extension:
             tier = allocator._store.memory.tier
             tier._settings = replace(tier._settings, host_budget_bytes=budget)
 
+    def let_ranks_checkpoint(self) -> dict[str, Any]:
+        """Let this rank try level 3 as if it were alone. Returns what it shares with others, as far as is known."""
+        import torch
+
+        from cumem_sleep import CuMemAllocator
+        from cumem_sleep.vllm import worker_checkpoint
+
+        worker_checkpoint.why_not_for_ranks = lambda _ranks: ""
+        CuMemAllocator.get_instance()._cuda.why_not = ""
+        groups = torch.distributed.distributed_c10d._world.pg_map
+        return {
+            "NCCL": ".".join(map(str, torch.cuda.nccl.version())),
+            "PyTorch's communicators": sum(
+                group._get_backend(torch.device("cuda"))._is_initialized()
+                for group, (backend, _) in groups.items()
+                if "nccl" in backend
+            ),
+        }
+
     def forget_backups(self) -> None:
         """The next sleep copies everything again."""
         from cumem_sleep import CuMemAllocator

@@ -99,6 +99,49 @@ def ranks_agree(folder: Path) -> Facts:
     return facts
 
 
+CYCLES_AT_LEVEL_3 = 20
+# What `checkpoint_ranks.py` found to come back: P2P with cuMem, suspended; nothing in shared host memory of cuMem.
+CHECKPOINTABLE = {"NCCL_CUMEM_ENABLE": "1", "NCCL_CUMEM_HOST_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
+
+
+@scenario(gpus=2, alone=True, limit_s=270, VLLM_ALLREDUCE_USE_SYMM_MEM="0", **CHECKPOINTABLE)
+def level_3_of_ranks(folder: Path) -> Facts:
+    """Twenty cycles through level 3 with communicators that vLLM suspends, which the layer does not allow yet."""
+    from model_server import gpu_memory_in_use_bytes
+
+    facts: Facts = {}
+    llm = engine_of_ranks(
+        checkpoint(folder, "8B"),
+        tensor_parallel_size=2,
+        gpu_memory_utilization=0.15,
+        disable_custom_all_reduce=True,
+        enable_nccl_comm_suspend=True,
+        enforce_eager=False,
+        compilation_config={"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1]},
+    )
+    facts["ranks"] = llm.collective_rpc("let_ranks_checkpoint")
+    first = tokens(llm)
+    weights = llm.collective_rpc("sums_of_parameters")
+    for _ in range(CYCLES_AT_LEVEL_3):
+        with timed(facts, "sleep level 1 s"):
+            llm.sleep(level=1)
+        facts.setdefault("bytes in use at level 1", []).append([gpu_memory_in_use_bytes(gpu) for gpu in range(2)])
+        with timed(facts, "to level 3 s"):
+            said = llm.collective_rpc("cumem_sleep_deepen")
+        check(
+            f"both ranks are at level 3: {said}",
+            not any(each["why"] for each in said) and all(each["checkpointed"] for each in said),
+        )
+        facts.setdefault("bytes in use at level 3", []).append([gpu_memory_in_use_bytes(gpu) for gpu in range(2)])
+        with timed(facts, "wake s"):
+            llm.wake_up()
+        with timed(facts, "first tokens s"):
+            check("tokens", tokens(llm) == first)
+    after = llm.collective_rpc("sums_of_parameters")
+    check("the weights are what they were", after == weights)
+    return facts
+
+
 @scenario(gpus=2, **STRICT)
 def pipeline_parallel_2(folder: Path) -> Facts:
     """On two GPUs."""
