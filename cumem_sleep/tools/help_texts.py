@@ -15,7 +15,7 @@ usage: cumem-sleep COMMAND ...
 
 Sleep mode for GPU memory: weights and KV cache give their GPU memory back in
 seconds and take it again at the same addresses, in the same process.
-In vLLM, installing the package is enough.
+In vLLM: install this package, and start with --enable-sleep-mode.
 
 on this machine:
   demo      sleep and wake a small model, or yours, and compare every byte; also without a GPU
