@@ -122,23 +122,25 @@ class Cluster:
     # What the nodes say
 
     async def _watch(self, node: str, find: Find) -> None:
-        heard_at = time.monotonic()
+        silent_s, last = 0.0, time.monotonic()
         while True:
             try:
                 if node not in self.addresses:
                     self.addresses[node] = await within(FIND_WITHIN_S, find())
                 _, body = await self.ask(node, "GET", "/status", within_s=REPORT_WITHIN_S)
                 self.tell(Reported(node, FleetStatus.from_json(json.loads(body))))
-                heard_at = time.monotonic()
+                silent_s = 0.0
             except Exception as error:  # whatever it is, the node cannot be used, and is asked again
                 if node in self._router.reports():
                     logger.warning("the node %s does not answer: %s: %s", node, type(error).__name__, error)
                 self.addresses.pop(node, None)
                 self.tell(Silent(node))
-                if time.monotonic() - heard_at > LOST_AFTER_S:
+                silent_s += min(time.monotonic() - last, LOST_AFTER_S / 2)  # this process itself may have stood still
+                if silent_s > LOST_AFTER_S:
                     for lease in self.leases[node]:
                         if not lease.revoked.done():
                             lease.revoked.set_result(f"the node {node} has not answered for {LOST_AFTER_S:g} s")
+            last = time.monotonic()
             await asyncio.sleep(REPORT_EVERY_S)
 
     def tell(self, event: RouteEvent) -> Forward | None:

@@ -35,7 +35,7 @@ from .routing import placed
 START_WITHIN_S = 60.0  # of a front, whose servers start later; a lock may be waited for
 END_WITHIN_S = 40.0
 HEALTHY_WITHIN_S = 2.0
-MOST_MISSES = 3  # looks at a front that stands still, before it is killed
+MOST_MISSES = 10  # looks in a row at a front that stands still, before it is killed with all its servers
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy for the world knows none of the fronts
 _END_WITH_PARENT = (  # a replica that is killed cannot end its front; reapers end the servers of one that is killed
     "import ctypes, os, signal, sys; ctypes.CDLL(None).prctl(1, signal.SIGKILL);"
@@ -84,10 +84,11 @@ class FrontProcess:
                     with _OPENER.open(f"{self.address}/health", timeout=HEALTHY_WITHIN_S):
                         self._misses = 0
                         return
-                except OSError:
+                except OSError as error:
                     self._misses += 1
                     if self._misses < MOST_MISSES:
                         return
+                    print(f"the front of {self._node} stands still, and is killed: {error}", flush=True)
                 self._process.kill()
             self._start()
 

@@ -17,11 +17,11 @@ from typing import Any
 import httpx
 import pytest
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(280)]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
 
 NODES = ["127.0.0.2", "127.0.0.3", "127.0.0.4"]  # the first has Ray's head, which no test kills
 MODELS = [f"m{number}" for number in range(9)]
-PORT, CLIENTS, SECONDS = 18123, 300, 60.0
+PORT, CLIENTS, SECONDS, PAUSE_S = 18123, 300, 60.0, 12.0
 ADMIN = {"Authorization": "Bearer of-operators"}
 WORDS = ["This", "is", ""]  # the last event has no word, but says that it is the last
 
@@ -58,7 +58,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]
     try:
         cluster.wait_for_nodes()
         ray.init(address=cluster.address, _node_ip_address=NODES[0], log_to_driver=False)
-        serve.start(http_options={"host": "127.0.0.1", "port": PORT})
+        # On each node its own would take some of the clients, and be lost with it.
+        serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": PORT})
         serve.run(app({"models": str(path), "ingresses": "2"}))
         yield SimpleNamespace(folder=folder, cluster=cluster, nodes=nodes, ray=ray)
         serve.shutdown()
@@ -141,13 +142,18 @@ class Clients:
     def outcomes(self, since: float = 0.0) -> Counter[str]:
         return Counter(what for at, _, _, what in self.got if at >= since)
 
-    def unexplained(self, lost: dict[str, float], killed_at: float) -> list[tuple[float, float, str, str]]:
-        """What got no answer, and was neither in flight on a node that was lost, nor in the ingress that was killed."""
+    def unexplained(
+        self, lost: dict[str, tuple[float, float]], killed_at: float
+    ) -> list[tuple[float, float, str, str]]:
+        """What got no answer, and was neither in flight on a node that was lost, nor in the ingress that was killed.
+
+        `lost`: when each node stopped answering, and until when that may not have been known.
+        """
         found = []
         for at, end, model, what in self.got:
             code, _, node = what.partition(" ")
             times = [lost[node]] if node in lost else [*lost.values()] if what == "broken off" else []
-            in_node = code in ("502", "broken") and any(at < when + 3 and end > when for when in times)
+            in_node = code in ("502", "broken") and any(at < known and end > since for since, known in times)
             in_ingress = code not in ("502", "503", "wrong") and at < killed_at + 1 and killed_at < end < killed_at + 5
             if what != "200" and not in_node and not in_ingress:
                 found.append((at, end, model, what))
@@ -178,7 +184,7 @@ async def history(world: SimpleNamespace) -> None:
     clients = Clients()
     await clients.until("all models have started", up)
     ends_at = time.monotonic() + SECONDS
-    await asyncio.gather(*(clients.come(number, 8.0, ends_at) for number in range(CLIENTS)))
+    await asyncio.gather(*(clients.come(number, PAUSE_S, ends_at) for number in range(CLIENTS)))
     calm = clients.outcomes()
     print(f"in a calm minute: {dict(calm)}")
     assert set(calm) == {"200"}
@@ -189,7 +195,7 @@ async def history(world: SimpleNamespace) -> None:
 
 async def troubles(world: SimpleNamespace, clients: Clients) -> None:
     since = time.monotonic()
-    some = [asyncio.create_task(clients.come(number, 8.0, since + 35)) for number in range(60)]
+    some = [asyncio.create_task(clients.come(number, PAUSE_S, since + 60)) for number in range(100)]
     drained = await clients.http.post("/admin/drain", json={"node": NODES[1]}, headers=ADMIN)
     assert drained.json()["draining"] is True
     await clients.until("nothing runs there", lambda s: not any(m["running"] for m in s[NODES[1]]["models"]), 30)
@@ -200,9 +206,10 @@ async def troubles(world: SimpleNamespace, clients: Clients) -> None:
     stopped_at, stopped = time.monotonic(), fronts()[NODES[1]]
     await clients.until("it is noticed", lambda s: s[NODES[1]] is None, 20)
     print(f"stood still, noticed after {time.monotonic() - stopped_at:.1f} s")
-    await clients.until("it is there again", lambda s: s[NODES[1]] is not None, 60)
+    await clients.until(
+        "another one is there", lambda s: s[NODES[1]] and fronts().get(NODES[1], stopped) != stopped, 90
+    )
     print(f"there again after {time.monotonic() - stopped_at:.1f} s")
-    assert fronts()[NODES[1]] != stopped
 
     killed_at = time.monotonic()
     ingresses = [pid for pid, words in replicas() if "Ingress" in words]
@@ -210,16 +217,19 @@ async def troubles(world: SimpleNamespace, clients: Clients) -> None:
     os.kill(ingresses[0], signal.SIGKILL)
     await asyncio.sleep(3)
     removed_at = time.monotonic()
+    front = fronts()[NODES[2]]
     world.cluster.remove_node(world.nodes[NODES[2]], allow_graceful=False)
+    await clients.until("its front has ended with it", lambda _: fronts().get(NODES[2]) != front, 30)
+    ended_at = time.monotonic()
     await clients.until("the node is gone", lambda s: s[NODES[2]] is None, 30)
     world.cluster.add_node(wait=False, **ray_node(NODES[2]))
     await asyncio.gather(*some)
     await clients.until("the node is back", lambda s: s[NODES[2]] is not None, 90)
     got, now = clients.outcomes(since), time.monotonic()
     print(f"with all that: {dict(got)}; node back after {now - removed_at:.0f} s")
-    print(f"longest without an answer: { ({m: round(s, 1) for m, s in clients.away_s(since, since + 35).items()}) }")
-    assert not clients.unexplained({NODES[1]: stopped_at, NODES[2]: removed_at}, killed_at)
-    print(f"longest without an answer: { ({m: round(s, 1) for m, s in clients.away_s(since, since + 35).items()}) }")
+    print(f"longest without an answer: { ({m: round(s, 1) for m, s in clients.away_s(since, since + 60).items()}) }")
+    lost = {NODES[1]: (stopped_at, stopped_at + 5), NODES[2]: (removed_at, ended_at + 5)}
+    assert not clients.unexplained(lost, killed_at)
     assert not {"wrong"} & set(got)
     at = time.monotonic()  # that the models of the lost node are to be had
     await asyncio.gather(*map(clients.ask, MODELS))

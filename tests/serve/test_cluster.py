@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -185,6 +186,25 @@ async def test_requests_on_a_node_that_stands_still_are_given_up(
         assert answer.status_code == 502
         assert "has not answered" in answer.json()["error"]["message"]
     listening.close()
+
+
+async def test_an_ingress_that_stood_still_itself_gives_no_request_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, seconds in (("REPORT_EVERY_S", 0.0), ("REPORT_WITHIN_S", 0.2), ("LOST_AFTER_S", 1.0)):
+        monkeypatch.setattr(clusters, name, seconds)
+    async with a_cluster(tmp_path, "a", m={"command": command("m", "--token-seconds=0.5")}) as world:
+        await world.a.until("m", Phase.ASLEEP)
+        answer = ask(world)
+        await world.a.until("m", Phase.AWAKE)
+        while not world.a.fleet.status().models[0].running:
+            await asyncio.sleep(0.02)
+        missed = []
+        real = world.cluster.tell
+        monkeypatch.setattr(world.cluster, "tell", lambda event: (missed.append(event), real(event))[1])
+        time.sleep(1.5)  # neither the ingress runs nor, here, the node
+        assert (await answer).status_code == 200
+        assert clusters.Silent("a") in missed, "a look was too late, or nothing was tried"
 
 
 @pytest.mark.parametrize(("server_says", "sent"), [(b"x-cumem-sleep-begun: no\r\n", 1), (b"", 1)])
