@@ -116,6 +116,7 @@ class CuMemAllocator:
         self._lock: _core.OperationLock = _core.OperationLock()
         self._store: BackupStore = BackupStore(self.settings, self._lock, self.tuning)
         self._preparation: Preparation | None = None
+        self._whole_sleeps = 0  # without those of some tags
         self._agreement: Agreement | None = None
         _stores.add(self._store)
         self._digester = DeviceDigester(self.tuning)
@@ -383,10 +384,14 @@ class CuMemAllocator:
                 return SleepReport(note=note, simulated=_core.driver_is_simulated())
             meant = named(None if tags is None else self._used_tags.checked(tags))
             arguments = (self._components, vote, meant, by_plan(is_dropped), "sleep", kept, self._declared(drop))
-            if is_checkpoint(level):
-                return self._with_checkpoint(lambda: sleep(*arguments), vote, CudaUse.LEASE_UNLESS_AWAY)
             uses = CudaUse.LEASE_UNLESS_AWAY
-            return Operation(self._operations, "sleep", sleep, arguments, vote, "sleep", uses, frees_unused=True).run()
+            if is_checkpoint(level):
+                report = self._with_checkpoint(lambda: sleep(*arguments), vote, uses)
+            else:
+                work = sleep, arguments, vote
+                report = Operation(self._operations, "sleep", *work, "sleep", uses, frees_unused=True).run()
+            self._whole_sleeps += tags is None
+            return report
 
     def _dropped(
         self, level: int | str | Iterable[str] | None, offload_tags: str | Iterable[str] | None
@@ -605,7 +610,7 @@ class CuMemAllocator:
     def _prepare_where_there_is_room(self) -> None:
         """As `prepare`, which nobody asked for: if host memory has room for all ranks, and as long as it has.
 
-        Ends with the first sleep; what that has backed up stays as ever.
+        Ends with the first sleep, unless that is of some tags; what it has backed up stays as ever.
         """
         speaks = self._agreement is None or self._agreement.mesh.rank == 0
         try:
@@ -619,10 +624,10 @@ class CuMemAllocator:
     def _begin_unasked(self, vote: Vote) -> str:
         self._stop_preparing()
         segments, needed_bytes = wanted_ahead(self._components)
-        totals, own = self._operations.totals, self._store.catalogue.own
+        own = self._store.catalogue.own
         if self._agreement is not None:
             self._agreement.gave_back = False
-        unasked = Unasked(own, self._agreement, lambda: totals["sleep"].count if "sleep" in totals else 0)
+        unasked = Unasked(own, self._agreement, lambda: self._whole_sleeps)
         preparation = Preparation(segments, self._components, unasked=unasked)
         try:
             if own is not None:  # the vault's limits are looked at when it takes the memory

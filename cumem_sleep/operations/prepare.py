@@ -51,7 +51,8 @@ class Unasked:
     Attributes:
         own: where it is, if that is memory of this process, of which limits of the host leave a reserve.
         agreement: with the other ranks, all of which give it back if one does.
-        sleeps: how many there were. What merely discards memory, as a KV cache before an update of weights, is none.
+        sleeps: how many there were of all memory. A discard, as of a KV cache before an update of weights, or a sleep
+            of some tags leaves the rest awake, which is still to be made, or looked at.
     """
 
     own: HostTier | None

@@ -193,17 +193,40 @@ def test_ends_with_the_first_sleep(
     check_bytes(memory, contents)
 
 
-def test_memory_that_is_discarded_is_no_sleep(allocator: CuMemAllocator, memory: Memory, host: Host) -> None:
+@pytest.mark.parametrize("call", ["discard", "sleep"])
+def test_a_discard_or_a_sleep_of_some_tags_is_no_sleep(
+    allocator: CuMemAllocator, memory: Memory, host: Host, call: str
+) -> None:
     """As a trainer does it with the KV cache before it updates weights: what was made ahead is given back later."""
     fill(allocator, memory, *TAGS, "kv_cache")
     preparation = begin_and_make_all(allocator)
-    allocator.discard("kv_cache")
+    allocator.discard("kv_cache") if call == "discard" else allocator.sleep(tags="kv_cache")
     allocator.wake_up("kv_cache")
     looks = host.looks
     eventually(lambda: host.looks > looks + 5 or not preparation.running, "it is looked at again and again")
     host.MemAvailable = RESERVE - 1
     assert isinstance(finished(preparation).error, OutOfHostMemory)
     assert allocator._store.memory.bytes == 0
+
+
+@pytest.mark.parametrize("at", range(STEPS - 1))
+def test_what_a_sleep_of_some_tags_leaves_awake_is_made_all_the_same(
+    allocator: CuMemAllocator, memory: Memory, host: Host, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    contents = fill(allocator, memory, *TAGS)
+
+    def sleep_and_wake() -> None:
+        allocator.sleep(tags=TAGS[0])
+        allocator.wake_up(TAGS[0])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(allocator, "prepare", lambda: begin(allocator))
+        steps = Steps(patch, sleep_and_wake, at)
+        steps.begin(allocator)
+        eventually(lambda: steps.count > at and backed_up_bytes(allocator) == NEEDED, "all has a backup")
+    assert allocator.sleep().copied_bytes == 0
+    allocator.wake_up()
+    check_bytes(memory, contents)
 
 
 class TestOthers:
