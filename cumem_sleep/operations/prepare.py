@@ -166,26 +166,37 @@ class Preparation:
 
     def _run(self) -> None:
         try:
-            self._make()
-            if self._unasked is not None and self._unasked.own is not None:
-                while self._store.memory.bytes and not self._worker.pause(LOOK_S):
-                    with self._turn():
-                        pass
-        except _Slept:
-            pass
-        except BaseException as error:
-            self.error = error if isinstance(error, CumemSleepError) else InvalidState(f"prepare failed: {error!r}")
-            if nbytes := self._gave_back_bytes:  # not with the lock held: whoever logs may be waiting for it
-                log.warning(
-                    "cumem-sleep gives back %s of backups made ahead, so the next sleep copies everything: %s",
-                    format_bytes(nbytes),
-                    error,
-                )
-            else:
-                log.warning("prepare ended early, the next sleep copies the rest: %s", error)
+            for work in (self._make, self._watch):  # what was made before an error is watched, too
+                try:
+                    work()
+                except _Slept:
+                    return
+                except BaseException as error:
+                    self._end_early(error)
+                    if self._gave_back_bytes:
+                        return
         finally:
             self._rest_bytes = 0
             self._prune()
+
+    def _end_early(self, error: BaseException) -> None:
+        self._rest_bytes = 0
+        self.error = error if isinstance(error, CumemSleepError) else InvalidState(f"prepare failed: {error!r}")
+        if nbytes := self._gave_back_bytes:  # not with the lock held: whoever logs may be waiting for it
+            log.warning(
+                "cumem-sleep gives back %s of backups made ahead, so the next sleep copies everything: %s",
+                format_bytes(nbytes),
+                error,
+            )
+        else:
+            log.warning("prepare ended early, the next sleep copies the rest: %s", error)
+
+    def _watch(self) -> None:
+        """What nobody asked for, until a sleep."""
+        if self._unasked is not None and self._unasked.own is not None:
+            while self._store.memory.bytes and not self._worker.pause(LOOK_S):
+                with self._turn():
+                    pass
 
     def _make(self) -> None:
         try:

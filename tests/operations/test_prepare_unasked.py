@@ -19,6 +19,7 @@ from preparing import (
     check_bytes,
     fill,
     finished,
+    refuse_prefault,
     small_pieces,  # noqa: F401  (autouse)
 )
 from ranks import ranks
@@ -227,6 +228,19 @@ def test_what_a_sleep_of_some_tags_leaves_awake_is_made_all_the_same(
     assert allocator.sleep().copied_bytes == 0
     allocator.wake_up()
     check_bytes(memory, contents)
+
+
+def test_what_was_made_before_an_error_is_given_back(
+    allocator: CuMemAllocator, memory: Memory, host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(allocator, memory, *TAGS)
+    refuse_prefault(monkeypatch, after=2)
+    preparation = begin(allocator)
+    eventually(lambda: preparation.error is not None, "the second segment gets no memory")
+    assert backed_up_bytes(allocator) == PAGE
+    host.MemAvailable = RESERVE - 1
+    eventually(lambda: allocator._store.memory.bytes == 0, "it is given back")
+    finished(preparation)
 
 
 class TestOthers:
