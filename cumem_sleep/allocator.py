@@ -730,12 +730,14 @@ class CuMemAllocator:
 
     def kept_room(self) -> int:
         """How many bytes a sleep at level 1 could keep of what it drops (`sleep(keep=...)`): what the limits on host
-        memory, or the vault's free memory, leave beside the backups. 0 where no vault answers.
+        memory, or the vault's free memory, leave beside the backups; of a group, to each rank on this host. 0 where no
+        vault answers.
         """
         return Operation(self._operations, "kept_room", self._kept_room, uses_cuda=CudaUse.LEASE_UNLESS_AWAY).run()
 
     def _kept_room(self) -> int:
-        return self._store.memory.left_bytes([s for s in in_pools()() if s.tag not in DROPPED_AT_LEVEL_1])
+        sharers = 1 if self._agreement is None else self._agreement.mesh.size_here
+        return self._store.memory.left_bytes([s for s in in_pools()() if s.tag not in DROPPED_AT_LEVEL_1], sharers)
 
     def get_current_usage(self) -> int:
         """Bytes of all segments without a plan of their own, mapped or not (vLLM wants none before its own)."""

@@ -74,8 +74,9 @@ class HostTier(Tier):
         tightest = min(limits, key=lambda limit: limit.available_bytes)
         raise OutOfHostMemory(nbytes, tightest.available_bytes, tightest.name, "other processes are taking it")
 
-    def expendable_room(self) -> int:  # noqa: D102
-        return min((limit.available_bytes for limit in self._limits(None, self._commitment.others())), default=0)
+    def expendable_room(self, sharers: int = 1) -> int:  # noqa: D102
+        limits = self._limits(None, self._commitment.others())  # of which the budget is this process's alone
+        return min((left if name == "budget" else left // sharers for name, left in limits), default=0)
 
     @contextmanager
     def commit(self, nbytes: int, *, beside_work: bool = False) -> Iterator[bool]:

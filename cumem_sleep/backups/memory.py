@@ -188,9 +188,13 @@ class BackupMemory:
                     adopted.append(segment)
         return adopted
 
-    def left_bytes(self, segments: Sequence[_core.Segment]) -> int:
-        """What the limits leave for what may be kept, once `segments` are backed up, and what is kept now is not."""
-        available = self.tier.expendable_room()
+    def left_bytes(self, segments: Sequence[_core.Segment], sharers: int) -> int:
+        """What the limits leave for what may be kept, once `segments` are backed up, and what is kept now is not.
+
+        Args:
+            sharers: how many processes do the same at the same time.
+        """
+        available = self.tier.expendable_room(sharers)
         needed = self.needed_bytes(segments, compressed=False)
         parts = [b for b in map(self._catalogue.of, segments) if b and b.ranges]  # those make room for whole ones
         needed += sum(backup.segment.bytes - backup.bytes for backup in parts)

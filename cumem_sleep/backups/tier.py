@@ -118,8 +118,8 @@ class Tier(ABC):
         """
 
     @abstractmethod
-    def expendable_room(self) -> int:
-        """How many bytes `reserve_expendable` would give."""
+    def expendable_room(self, sharers: int = 1) -> int:
+        """How many bytes `reserve_expendable` would give to each of so many processes that ask at the same time."""
 
     @abstractmethod
     def lane_group(self) -> LaneGroup:

@@ -113,12 +113,12 @@ class VaultTier(Tier):
             backup.needed = False
         return backups
 
-    def expendable_room(self) -> int:  # noqa: D102
+    def expendable_room(self, sharers: int = 1) -> int:  # noqa: D102
         try:
             free_bytes = self.client().expendable_bytes()
         except (CumemSleepError, OSError):
             return 0
-        return min([free_bytes, *(limit.available_bytes for limit in self.limits())])
+        return min([free_bytes // sharers, *(limit.available_bytes for limit in self.limits())])
 
     def has_free(self, nbytes: int) -> bool:
         """Whether this much is free and ready, or soon will be: so an operation may reserve it bit by bit."""

@@ -85,15 +85,15 @@ class Mesh:
 
     Attributes:
         rank: of this process.
-        size: of the group.
+        size, size_here: of the group, and of its part on this host.
         record: of decisions, where all ranks are on one host; else None, and rank 0 decides.
         gone: ranks whose process has ended, or closed its connection.
         is_closed: this rank has left the group, or is a fork of the process that is in it.
     """
 
-    def __init__(self, rank: int, peers: dict[int, socket.socket], record: Record | None) -> None:
+    def __init__(self, rank: int, peers: dict[int, socket.socket], record: Record | None, size_here: int = 1) -> None:
         self.rank = rank
-        self.size = len(peers) + 1
+        self.size, self.size_here = len(peers) + 1, size_here
         self.record = record
         self.gone: set[int] = set()
         self.is_closed = False
@@ -182,7 +182,7 @@ def connect(group: RankGroup, timeout_s: float) -> Mesh:
     if record is not None and not all(door.has_record for door in doors):
         record.close()
         record = None
-    return Mesh(group.rank, peers, record)
+    return Mesh(group.rank, peers, record, sum(each.host == facts[group.rank].host for each in facts))
 
 
 def _call(rank: int, other: int, address: str, door: _Door, timeout_s: float) -> socket.socket:

@@ -110,8 +110,7 @@ def say_what_auto_keeps(worker: Any) -> None:
         return
     try:
         layout = layout_of(worker)
-        # Others of this engine keep as much, at the same time.
-        room = allocator.kept_room() // (1 if ranks is None else ranks.mesh.size)
+        room = allocator.kept_room()
     except Exception as error:  # no reason for a start to fail
         logger.debug("nobody knows what a sleep could keep of the KV cache: %s", error)
         return

@@ -233,6 +233,7 @@ class TestGivenUp:
     def test_too_little_host_memory(self, make_allocator: MakeAllocator) -> None:
         cache = Cache(make_allocator(host_budget_bytes=PAGE + 4096))
         assert cache.allocator.kept_room() == 4096
+        assert cache.allocator._store.memory.tier.expendable_room(2) == PAGE + 4096, "a budget is not shared"
         report = cache.sleep()
         assert report.kept_bytes == 0
         assert "limit: budget" in report.not_kept

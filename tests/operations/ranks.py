@@ -183,6 +183,16 @@ class _Worker:
             time.sleep(0.001)
         return self._backed_up()
 
+    def kept_room(self, left_bytes: int) -> int:
+        """Where so much of host memory is left."""
+        host_facts.memory_groups = list  # type: ignore[assignment]
+        host_facts.cgroup_available_bytes = lambda **_: None  # type: ignore[assignment]
+        host_facts.mem_available_bytes = lambda **_: left_bytes  # type: ignore[assignment]
+        try:
+            return self._allocator.kept_room()
+        finally:
+            host_facts.mem_available_bytes = lambda **_: None  # type: ignore[assignment]
+
     def _backed_up(self) -> int:
         return sum(usage.backed_up_bytes for usage in self._allocator.usage().values())
 

@@ -355,6 +355,16 @@ class TestRanks:
                 both.begin(rank, "begin_unasked", str(tmp_path), left, RESERVE)
             assert both.answers() == [0, 0]
 
+    @pytest.mark.parametrize("several_hosts", [False, True])
+    def test_keep_as_much_as_leaves_the_others_of_their_host_the_same(self, several_hosts: bool) -> None:
+        """Beside the backups of all of them, made or not."""
+        with ranks(2, several_hosts=several_hosts) as both:
+            sharers = 1 if several_hosts else 2
+            assert both.all("kept_room", sharers * (2 * PAGE + 4096)) == [4096, 4096]
+            both.operate("sleep")
+            both.operate("wake_up")
+            assert both.all("kept_room", sharers * 4096) == [4096, 4096]
+
 
 @pytest.mark.sim
 class TestProcess:

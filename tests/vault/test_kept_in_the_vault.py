@@ -79,6 +79,7 @@ class TestKept:
     def test_the_room_is_what_is_free(self, cache: Cache, vault: RunningVault, other: VaultClient) -> None:
         room = cache.allocator.kept_room
         assert room() == MEMORY - PAGE, "without the backup of the weights"
+        assert cache.allocator._store.memory.tier.expendable_room(2) == MEMORY // 2
         cache.check_kept(cache.sleep())
         assert MEMORY - PAGE - UNIT_BYTES < room() <= MEMORY - PAGE, "what is kept now is given up for it"
         cache.check_back()

@@ -168,7 +168,7 @@ def test_no_more_is_prepared_than_a_sleep_will_keep(
     [
         ("auto", 0, 1, "0.33.0", "sleeps keep up to 300 B of 448 B in each worker"),
         (0, 0, 1, "0.26.0", "sleeps clear the KV cache, and would keep up to 300 B of 448 B in each worker"),
-        (0, 0, 2, "0.33.0", "would keep up to 150 B of 448 B"),
+        (0, 0, 2, "0.33.0", "would keep up to 300 B of 448 B"),
         (0, 1, 2, "0.33.0", None),
         (100, 0, 1, "0.33.0", None),
         (0, 0, 1, "0.27.0", None),
