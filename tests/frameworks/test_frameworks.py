@@ -18,13 +18,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from snippets import Snippet, snippet_at
+from snippets import ROOT, Snippet, snippet_at
 from support import two_free_ports
 
 import cumem_sleep
 
 pytestmark = [pytest.mark.frameworks, pytest.mark.sim]
 WITHIN_S = 300.0
+PROGRAMS = ROOT / "examples" / "frameworks"
 MESSAGES = [{"role": "user", "content": "Who are you?"}]
 
 
@@ -143,8 +144,7 @@ def test_before_the_front_mlflows_gateway(front: str, tmp_path: pathlib.Path) ->
 def test_before_the_front_kserves_model_server(front: str, tmp_path: pathlib.Path) -> None:
     needs("kserve", "vllm")
     port = str(two_free_ports())
-    program = written(tmp_path, snippet_at("frameworks", "import OpenAIProxyModel"), "kserve_front.py")
-    with running(tmp_path, sys.executable, program, port, front, "qwen-8b", "qwen-14b") as process:
+    with running(tmp_path, sys.executable, PROGRAMS / "kserve_front.py", port, front, "qwen-8b", "qwen-14b") as process:
         url = f"http://127.0.0.1:{port}"
         asked(f"{url}/v2/health/ready", process=process)
         for name in ("qwen-8b", "qwen-14b"):
@@ -191,9 +191,8 @@ def closed(schema: Any) -> Any:
 def test_behind_the_front_triton_is_stopped_and_started(tmp_path: pathlib.Path) -> None:
     needs("pytriton", "yaml")
     triton_port = str(two_free_ports())
-    written(tmp_path, snippet_at("frameworks", "import Triton, "), "triton_server.py")
     changes = {
-        "python triton_server.py": f"{sys.executable} {tmp_path}/triton_server.py",
+        "python triton_server.py": f"{sys.executable} {PROGRAMS}/triton_server.py",
         "9001": triton_port,
         "5m": "3s",
     }
