@@ -379,7 +379,8 @@ class Settings(_FromEnvironment):
         _BYTES_OR_AUTO,
         0,
         "In vLLM 0.26 and 0.33: how many bytes of each worker's KV cache"
-        " [survive a sleep](vllm.md#a-kv-cache-that-survives) at level 1 or 3. `auto`: what host memory has left.",
+        " [survive a sleep](vllm.md#a-kv-cache-that-survives) at level 1 or 3. `auto`: what host memory has left,"
+        " shared by the workers of a host.",
     )
     agreement_timeout_s: float = setting(
         seconds(0.1),

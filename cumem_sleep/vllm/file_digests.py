@@ -3,6 +3,9 @@
 A digest is remembered as long as the file is the same (device, inode) and untouched (size, mtime, ctime), where a local
 filesystem keeps ctime, which no program can set. Two writes within one tick of the clock leave the same ctime, so what
 was changed right before is not remembered.
+
+Nor is what lies in a container's image (overlayfs): it has the ctime of the layer below, which may be one that the
+image was made with (squashfs, EROFS). Two images may have weights of one size under one inode number, of one time.
 """
 
 from __future__ import annotations
