@@ -23,7 +23,7 @@ from typing import Any, cast
 
 from ..http.asgi import LOST, Inbox, Message, Receive, Scope, Send, header, refusal, response, text_response, within
 from ..metrics import CONTENT_TYPE
-from .access import PathMeaning
+from .access import MODELS, PathMeaning
 from .address import Address
 from .answers import MOST_CALL_BYTES, Answers
 from .config import Config
@@ -372,6 +372,8 @@ class ClusterExchange(Exchange):
             model = cluster.resolve(name)
         except UnknownModel:
             return self._unknown(name)
+        if self._place.model is not None:  # the node has more models than this one, and the body may name none
+            self._place = replace(self._place, target=f"{MODELS}{model}{self._place.target}")
         with cluster.request(model, name, self._key()) as request:
             try:
                 forward: Forward | None = await request.where()
@@ -380,6 +382,8 @@ class ClusterExchange(Exchange):
             answer: list[Message] = []
             while forward is not None:
                 node, lost = forward.node, ""
+                if not self._has_all:  # what the node turned away could not be sent anew
+                    forward = Forward(node)
                 try:
                     with request.lease(forward) as lease:
                         await self._ask(lease)

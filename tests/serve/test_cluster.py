@@ -110,6 +110,22 @@ async def test_one_endpoint_with_its_own_keys(tmp_path: Path) -> None:
         assert page.count("# TYPE cumem_sleep_serve_requests_total") == 1
 
 
+async def test_a_model_named_by_the_path(tmp_path: Path) -> None:
+    async with a_cluster(tmp_path, **{"m": {"aliases": ["other"]}, "of/x": {}}) as world:
+        for name, model in (("m", "m"), ("other", "m"), ("of/x", "of/x")):
+            answer = await world.client.post(f"/models/{name}/v1/completions", json={"prompt": ""})
+            assert (answer.status_code, answer.json().get("model")) == (200, model)
+
+
+async def test_what_cannot_be_sent_again_waits_at_its_node(tmp_path: Path) -> None:
+    """Of a model named by the path the body passes through."""
+    async with a_cluster(tmp_path, m={"command": command("m", "--wake-seconds=3")}) as world:
+        await asyncio.gather(world.a.until("m", Phase.ASLEEP), world.b.until("m", Phase.ASLEEP))
+        await asyncio.sleep(0.7)
+        answer = await world.client.post("/models/m/v1/completions", json={"prompt": ""})
+        assert answer.status_code == 200
+
+
 async def test_a_drained_node_answers_what_runs_and_turns_away_what_waits(tmp_path: Path) -> None:
     slow = {"command": command("m", "--token-seconds=0.3", "--wake-seconds=0.1"), "at_start": "stopped"}
     async with a_cluster(
