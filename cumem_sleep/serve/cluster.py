@@ -127,8 +127,7 @@ class Cluster:
             try:
                 if node not in self.addresses:
                     self.addresses[node] = await within(FIND_WITHIN_S, find())
-                _, body = await self.ask(node, "GET", "/status", within_s=REPORT_WITHIN_S)
-                self.tell(Reported(node, FleetStatus.from_json(json.loads(body))))
+                await self._look_at(node)
                 silent_s = 0.0
             except Exception as error:  # whatever it is, the node cannot be used, and is asked again
                 if node in self._router.reports():
@@ -142,6 +141,10 @@ class Cluster:
                             lease.revoked.set_result(f"the node {node} has not answered for {LOST_AFTER_S:g} s")
             last = time.monotonic()
             await asyncio.sleep(REPORT_EVERY_S)
+
+    async def _look_at(self, node: str) -> None:
+        _, body = await self.ask(node, "GET", "/status", within_s=REPORT_WITHIN_S)
+        self.tell(Reported(node, FleetStatus.from_json(json.loads(body))))
 
     def tell(self, event: RouteEvent) -> Forward | None:
         """Have the router decide."""
@@ -264,6 +267,7 @@ class Cluster:
 
     async def _order(self, model: str, path: str, more: dict[str, Any], done: Collection[Phase]) -> None:
         name = self.resolve(model)
+        await asyncio.gather(*map(self._look_at, self._router.reports()), return_exceptions=True)
         up = [
             node
             for node, status in self._router.reports().items()
@@ -287,9 +291,12 @@ class Cluster:
             NotInTime: it does not answer.
         """
         try:
-            return await self.ask(node, "POST", path, content)
+            answer = await self.ask(node, "POST", path, content)
         except (Unreachable, BrokenOff, asyncio.TimeoutError) as error:
             raise NotInTime(f"the node {node} does not answer: {error}", 10.0) from None
+        with suppress(Exception):  # the next report says it
+            await self._look_at(node)
+        return answer
 
     async def metrics_of(self, model: str) -> str:
         """The metrics that its servers have themselves, on all nodes. Raises as `Fleet.metrics_of`."""
