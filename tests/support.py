@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+from forking import FOLDER, PATH, QUIET, Forked
 
 import cumem_sleep
 from cumem_sleep import CuMemAllocator, CumemSleepError, Settings, _core, host_facts, sim
@@ -380,11 +381,6 @@ def two_free_ports() -> int:
     raise AssertionError("no two free ports in a row")
 
 
-def package_path() -> str:
-    """For scripts: PYTHONPATH of the package and of this folder."""
-    return os.pathsep.join([str(pathlib.Path(cumem_sleep.__path__[0]).parent), str(pathlib.Path(__file__).parent)])
-
-
 def run_script(
     *parts: str, preamble: str = PREAMBLE, timeout_s: float = HANGS_S, **environment: str
 ) -> subprocess.CompletedProcess[str]:
@@ -395,12 +391,13 @@ def run_script(
     # A job in the background (of CI, say) has Ctrl-C ignored, and its children inherit that.
     head = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); del signal"
     script = "\n".join(textwrap.dedent(part) for part in (head, preamble, *parts))
-    # From Python 3.12 on a fork beside threads is warned of; what becomes of it is what some tests look at.
-    quiet = ["-W", "ignore:This process:DeprecationWarning"]
+    env = {**os.environ, "CUMEM_SLEEP_DRIVER": "sim", "PYTHONPATH": PATH, **environment}
+    if SIMULATED and preamble == PREAMBLE and all(name.startswith("CUMEM_SLEEP_SIM_") for name in environment):
+        return Forked(script, env).wait(timeout_s)
     return subprocess.run(
-        [sys.executable, *quiet, "-c", script],
-        cwd=pathlib.Path(__file__).parent,  # not the checkout, whose package may not be built
-        env={**os.environ, "CUMEM_SLEEP_DRIVER": "sim", "PYTHONPATH": package_path(), **environment},
+        [sys.executable, *QUIET, "-c", script],
+        cwd=FOLDER,
+        env=env,
         capture_output=True,
         text=True,
         timeout=timeout_s,

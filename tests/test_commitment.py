@@ -9,7 +9,8 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 
 import pytest
-from support import MIB, package_path
+from forking import PATH
+from support import MIB
 
 from cumem_sleep import OutOfHostMemory, host_facts
 from cumem_sleep.core import commitment
@@ -76,7 +77,7 @@ if not {forked} or os.fork() == 0:
     print("set", flush=True)
 sys.stdin.read()
 """
-        environment, pipe = {**os.environ, "PYTHONPATH": package_path()}, subprocess.PIPE
+        environment, pipe = {**os.environ, "PYTHONPATH": PATH}, subprocess.PIPE
         with subprocess.Popen([sys.executable, "-c", script], stdin=pipe, stdout=pipe, env=environment) as process:
             assert process.stdout is not None
             assert process.stdout.readline() == b"set\n"

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pathlib
 import pickle
 import socket
-import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
 from typing import Any
 
+from forking import Forked
 from support import HANGS_S
 
-import cumem_sleep
 from cumem_sleep import _core, sim
 
 _PREAMBLE = """
@@ -56,30 +54,18 @@ class Link:
 
 
 @contextlib.contextmanager
-def other_process(script: str, **environment: str) -> Iterator[tuple[Link, subprocess.Popen[str]]]:
+def other_process(script: str, **environment: str) -> Iterator[tuple[Link, Forked]]:
     """Runs `script`, which has a `link` to here; it must end well by itself, unless the test killed it."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.settimeout(HANGS_S)
-    path = os.pathsep.join([str(pathlib.Path(cumem_sleep.__path__[0]).parent), str(pathlib.Path(__file__).parent)])
     with ours:
         with theirs:
-            process = subprocess.Popen(
-                [sys.executable, "-c", _PREAMBLE + textwrap.dedent(script), str(theirs.fileno())],
-                cwd=pathlib.Path(__file__).parent,
-                env={**os.environ, "PYTHONPATH": path, **environment},
-                pass_fds=[theirs.fileno()],
-                stderr=subprocess.PIPE,
-                text=True,
-            )
+            process = Forked(_PREAMBLE + textwrap.dedent(script), {**os.environ, **environment}, [theirs.fileno()])
         try:
             yield Link(ours), process
-            _, errors = process.communicate(timeout=HANGS_S)
-            assert (process.returncode, errors) in [(0, ""), (-9, "")], errors
         except BaseException as error:
             process.kill()
-            error.add_note(process.communicate()[1]) if sys.version_info >= (3, 11) else None
+            error.add_note(process.wait(HANGS_S).stderr) if sys.version_info >= (3, 11) else None
             raise
-        finally:
-            if process.poll() is None:
-                process.kill()
-                process.communicate()
+        ended = process.wait(HANGS_S)
+    assert (ended.returncode, ended.stderr) in [(0, ""), (-9, "")], ended.stderr

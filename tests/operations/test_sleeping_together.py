@@ -18,7 +18,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from support import HANGS_S, MIB, PAGE, PREAMBLE, package_path
+from forking import PATH
+from support import HANGS_S, MIB, PAGE, PREAMBLE
 from world import World, awake_with_backups
 
 from cumem_sleep import CuMemAllocator, OutOfHostMemory, _core, host_facts
@@ -71,7 +72,7 @@ class Sleeper:
         self.process = subprocess.Popen(
             [sys.executable, "-c", script, str(BACKUP_BYTES), *map(str, arguments)],
             cwd=pathlib.Path(__file__).parent,
-            env={**os.environ, "CUMEM_SLEEP_DRIVER": "sim", "PYTHONPATH": package_path()},
+            env={**os.environ, "CUMEM_SLEEP_DRIVER": "sim", "PYTHONPATH": PATH},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,  # so that `select` sees what was not read

@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 import tensors as offering
+from forking import PATH
 from running import MIB, SECONDS, RunningVault, eventually
-from support import PAGE, Memory, around_copies, package_path
+from support import PAGE, Memory, around_copies
 from tensors import ADOPTED, BYTES, NAME, OFFERED, Tensors
 from test_sleeping import leave
 from test_spill import spill
@@ -65,7 +66,7 @@ def offerer(vault: RunningVault, name: str = NAME, *requests: str) -> Iterator[s
     folder = pathlib.Path(__file__).parent
     process = subprocess.Popen(
         [sys.executable, str(folder / "tensors.py"), str(vault.socket), name, *requests],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([package_path(), str(folder)])},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([PATH, str(folder)])},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
