@@ -359,7 +359,9 @@ class RoutedRequest:
         if address is None:
             raise Unreachable(f"the node {forward.node} does not answer")
         patience_s = max(0.0, min(forward.patience_s or math.inf, self._ends_at - time.monotonic()))
-        headers = (*address.headers, (PATIENCE.decode(), f"{patience_s:.3f}"))
+        # Pages are of the ingress' origin, which has looked at that, and never of the node's.
+        more = ((PATIENCE.decode(), f"{patience_s:.3f}"), ("Sec-Fetch-Site", "none"))
+        headers = (*address.headers, *more)
         now = time.monotonic()
         lease = ModelLease(self.asked.model, replace(address, headers=headers), now, now, names=(self.asked_as,))
         self.cluster.leases[forward.node].add(lease)

@@ -110,6 +110,19 @@ async def test_one_endpoint_with_its_own_keys(tmp_path: Path) -> None:
         assert page.count("# TYPE cumem_sleep_serve_requests_total") == 1
 
 
+async def test_a_page_of_the_ingress_may_ask(tmp_path: Path) -> None:
+    """Its nodes' fronts are other origins."""
+    async with a_cluster(tmp_path, "a", m={}) as world:
+        for headers in ({"Origin": world.url}, {"Origin": world.url, "Sec-Fetch-Site": "same-origin"}):
+            answer = await world.client.post("/v1/completions", json={"model": "m", "prompt": ""}, headers=headers)
+            assert answer.status_code == 200
+        page = {"User-Agent": "Mozilla/5.0", "Referer": f"{world.url}/"}
+        answer = await world.client.get("/models/m/v1/responses/none", headers=page)
+        assert answer.status_code == 404, "the model's server says so"
+        elsewhere = await world.client.post("/v1/completions", json={"model": "m"}, headers={"Origin": "http://else"})
+        assert elsewhere.status_code == 403
+
+
 async def test_a_model_named_by_the_path(tmp_path: Path) -> None:
     async with a_cluster(tmp_path, **{"m": {"aliases": ["other"]}, "of/x": {}}) as world:
         for name, model in (("m", "m"), ("other", "m"), ("of/x", "of/x")):
