@@ -249,14 +249,12 @@ class Cluster:
     # What an operator does
 
     async def sleep(self, model: str, level: int | None = None) -> None:
-        """Put a model to sleep wherever it is up. Raises as `Fleet.sleep`."""
-        await self._order(
-            model, "/admin/sleep", {} if level is None else {"level": level}, (Phase.STOPPED, Phase.ASLEEP)
-        )
+        """Put a model to sleep on all nodes. Raises as `Fleet.sleep`."""
+        await self._order(model, "/admin/sleep", {} if level is None else {"level": level})
 
     async def stop_model(self, model: str) -> None:
         """Stop a model's servers on all nodes. Raises as `Fleet.stop_model`."""
-        await self._order(model, "/admin/stop", {}, (Phase.STOPPED,))
+        await self._order(model, "/admin/stop", {})
 
     async def wake(self, model: str) -> None:
         """Wake or start a model where a request would go. Raises as `Fleet.wake`."""
@@ -265,15 +263,11 @@ class Cluster:
             node = (await request.where()).node
         await self._told([node], "/admin/wake", {"model": name})
 
-    async def _order(self, model: str, path: str, more: dict[str, Any], done: Collection[Phase]) -> None:
-        name = self.resolve(model)
-        await asyncio.gather(*map(self._look_at, self._router.reports()), return_exceptions=True)
-        up = [
-            node
-            for node, status in self._router.reports().items()
-            if any(each.name == name and each.phase not in done for each in status.models)
-        ]
-        await self._told(up, path, {"model": name, **more})
+    async def _order(self, model: str, path: str, more: dict[str, Any]) -> None:
+        """What there is nothing to do for, a node knows better than its report."""
+        name, said = self.resolve(model), self._router.reports().items()
+        have_it = [node for node, status in said if any(each.name == name for each in status.models)]
+        await self._told(have_it, path, {"model": name, **more})
 
     async def _told(self, nodes: list[str], path: str, call: dict[str, Any]) -> None:
         content = json.dumps(call).encode()

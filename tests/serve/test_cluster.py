@@ -265,6 +265,15 @@ async def test_what_an_operator_calls_is_so_when_it_is_answered(tmp_path: Path) 
             assert world.a.fleet.status().models[0].phase.value == phase
 
 
+async def test_a_model_that_sleeps_everywhere_may_sleep_deeper(tmp_path: Path) -> None:
+    async with a_cluster(tmp_path, m={"levels": [1, 2]}) as world:
+        await asyncio.gather(world.a.until("m", Phase.ASLEEP), world.b.until("m", Phase.ASLEEP))
+        await asyncio.sleep(0.7)
+        said = await world.client.post("/admin/sleep", json={"model": "m", "level": 2}, headers=ADMIN)
+        assert (said.status_code, said.json()["level"]) == (200, 2)
+        assert [node.fleet.status().models[0].level for node in (world.a, world.b)] == [2, 2]
+
+
 @pytest.mark.parametrize("patience", ["soon", "-1", "1e9", "1" * 20])
 async def test_patience_that_is_no_time_is_refused(tmp_path: Path, patience: str) -> None:
     async with a_cluster(tmp_path, "a", m={"at_start": "stopped"}) as world:
