@@ -365,12 +365,16 @@ class Ledger:
         return kept is not None
 
     def forget_for_room(self, nbytes: int) -> bool:
-        """Forget a name whose entries would be spilled first, the one used least recently, if such take so much."""
+        """Forget a name whose entries would be spilled first, the one used least recently, if such take so much, with
+        what else may be spilled where files have room.
+        """
         stuck = {
             name: {e for e in kept.entries if e.queue is self._spillable and not e.needed}
             for name, kept in self.kept.items()
         }
-        if sum(entry.taken_bytes for entry in set().union(*stuck.values())) < nbytes:
+        stuck_bytes = sum(entry.taken_bytes for entry in set().union(*stuck.values()))
+        room = self.files.free_bytes + sum(entry.taken_bytes for entry in self._retained_in_files())
+        if not stuck_bytes or stuck_bytes + min(room, self._spillable.nbytes - stuck_bytes) < nbytes:
             return False
         return self.forget(next(name for name, entries in stuck.items() if entries))
 

@@ -38,6 +38,7 @@ from cumem_sleep.digest.digester import DeviceDigester
 from cumem_sleep.operations import named
 from cumem_sleep.tools import cli
 from cumem_sleep.vault.client import VaultClient
+from cumem_sleep.vault.ledger import Key
 
 __all__ = ["spill"]
 pytestmark = [pytest.mark.sim, pytest.mark.slow]
@@ -510,6 +511,30 @@ def test_sleepers_come_before_what_is_kept(
     assert allocator.adopt("third", mine.places)
     assert memory.read(mine.places["w"][0], 5) == b"third"
     leave()
+
+
+def test_what_is_kept_gives_way_beside_sleepers_that_are_spilled(start_vault: StartVault, spill: pathlib.Path) -> None:
+    """Neither is enough alone."""
+    options = ("--spill", str(spill), "--spill-size", "16MiB", "--keep-weights", "64MiB")
+    vault = start_vault("72MiB", "--slab-size", "16MiB", *options)
+    vault.wait_until_ready()
+    for name in ("first", "second"):
+        with offerer(vault, name) as process:
+            assert process.stdout is not None
+            process.stdout.readline()
+            process.communicate("", timeout=SECONDS)
+    asleep, falls_asleep = vault.client("asleep"), vault.client("falls asleep")
+    gpu, memory_bytes = asleep.gpus[0], vault.status()["memory_bytes"]
+    (backup,) = asleep.reserve(gpu, [BYTES])
+    asleep.seal([(backup, Key("0" * 32, BYTES, ""))])
+    with pytest.raises(OutOfHostMemory):
+        falls_asleep.reserve(gpu, [memory_bytes + MIB])
+    assert len(vault.status()["kept"]) == 2
+    falls_asleep.reserve(gpu, [memory_bytes])
+    assert vault.status()["kept"] == []
+    assert vault.status()["spilled_bytes"] == BYTES
+    falls_asleep.close()
+    asleep.close()
 
 
 def test_people_see_it_and_drop_it(keeping: RunningVault, capsys: pytest.CaptureFixture[str]) -> None:
