@@ -592,8 +592,8 @@ class CuMemAllocator:
             InvalidState: other tensors are kept under that name, or these sleep.
             VaultError: the vault does not answer, or what it says cannot be read.
             AdoptionFailed: the bytes that came are not those that were offered (nobody is given them again), the vault
-                was lost meanwhile, or the driver refused a call. These tensors are filled with NaN (0xFF). After all
-                other errors they are as they were.
+                was lost meanwhile, or the driver refused a call. These tensors are filled with NaN (0xFF), unless the
+                driver refuses that, too, as the error says then. After all other errors they are as they were.
         """
         return Operation(self._operations, "adopt", adopt, (self._components, name, tensors)).run()
 

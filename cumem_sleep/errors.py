@@ -174,7 +174,8 @@ class BackupMismatch(CumemSleepError):
 
 
 class AdoptionFailed(CumemSleepError):
-    """Tensors were not filled with what was offered under a name. All of them hold NaN (0xFF) now.
+    """Tensors were not filled with what was offered under a name. All of them hold NaN (0xFF) now, or anything if the
+    driver refuses that, too, as `why` says then.
 
     Attributes:
         name: that it was offered under.
@@ -183,7 +184,7 @@ class AdoptionFailed(CumemSleepError):
 
     def __init__(self, name: str, why: str) -> None:
         self.name, self.why = name, why
-        super().__init__(f"{name!r} was not adopted, and its tensors hold NaN now: load them in another way ({why})")
+        super().__init__(f"{name!r} was not adopted, and what its tensors held is lost: load them again ({why})")
 
 
 class CodecError(CumemSleepError):

@@ -25,6 +25,7 @@ from ..digest.digester import DeviceDigester
 from ..errors import (
     MOST_ADDRESS,
     AdoptionFailed,
+    DriverError,
     InvalidArgument,
     InvalidState,
     OutOfDeviceMemory,
@@ -126,9 +127,9 @@ def adopt(components: Components, name: str, tensors: Tensors) -> bool:
                     _copy(vault, device, cast("list[_Tensor]", those), places, extents)
                 _prove(components.digester, vault, name, mine, places, extents)
             except BaseException as error:
-                _spoil(mine)
+                refusal = _spoil(mine)
                 if isinstance(error, Exception):
-                    raise AdoptionFailed(name, str(error) or repr(error)) from error
+                    raise AdoptionFailed(name, (str(error) or repr(error)) + refusal) from error
                 raise
     finally:
         vault.release(extents)
@@ -304,10 +305,15 @@ def _prove(
         )
 
 
-def _spoil(tensors: Sequence[_Tensor]) -> None:
-    """So that nobody takes for whole what is not."""
+def _spoil(tensors: Sequence[_Tensor]) -> str:
+    """So that nobody takes for whole what is not. Returns why that cannot be done, if it cannot."""
+    refusal = ""
     for device, mine in by_device(_as_segments(tensors)).items():
-        with _core.CopyStream(device) as stream:
-            for each in mine:
-                stream.fill(each.address, 0xFF, each.bytes)
-            stream.synchronize()
+        try:
+            with _core.CopyStream(device) as stream:
+                for each in mine:
+                    stream.fill(each.address, 0xFF, each.bytes)
+                stream.synchronize()
+        except DriverError as error:
+            refusal = f"; they cannot be filled with NaN: {error}"
+    return refusal

@@ -479,6 +479,18 @@ class TestKills:
         assert through.adopt(NAME, mine.places)
         assert mine.are_right()
 
+    def test_the_driver_refuses_to_fill_them_with_nan_too(
+        self, keeping: RunningVault, through: CuMemAllocator, memory: Memory
+    ) -> None:
+        """Whoever takes tensors for what they were, after another error, would take some that are half filled."""
+        offer(keeping)
+        mine = Tensors(through, memory, ADOPTED)
+        sim.fail("cuMemcpyDtoDAsync_v2", after=1)
+        sim.fail("cuMemsetD32Async")
+        with pytest.raises(AdoptionFailed, match=r"cuMemcpyDtoDAsync .*; they cannot be filled with NaN: cuMemsetD32"):
+            through.adopt(NAME, mine.places)
+        assert not mine.hold(AS_BEFORE)
+
 
 def test_on_a_full_device_little_is_enough(keeping: RunningVault, through: CuMemAllocator, memory: Memory) -> None:
     offer(keeping)
