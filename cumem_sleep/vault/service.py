@@ -284,11 +284,11 @@ class Service:
             each = waiting.popleft()
             if not each.asked.session.is_served:  # it has gone since: nobody would give this back
                 continue
-            owner = each.asked.session.owner
-            available = ledger.available_bytes(owner, expendable=each.expendable)
+            owner, will_have = each.asked.session.owner, self._will_have(each)
+            available = ledger.available_bytes(owner, expendable=each.expendable)  # for it something may have gone
             if each.needed_bytes <= available and (goes_on or ledger.claims[owner]):
                 self._do(each.asked, partial(self._reserved, each))
-            elif self._will_have(each, available):
+            elif will_have:
                 if each.waits:
                     goes_on = goes_on and self._pool.waits  # for others, so it holds up nobody
                     self._waiting.append(each)
@@ -301,19 +301,20 @@ class Service:
                 refusal = self._pool.out_of_memory(each.needed_bytes, available, self._names(), of_files)
                 self._answer(each.asked, refusal)
 
-    def _will_have(self, each: _Reservation, available: int) -> bool:
+    def _will_have(self, each: _Reservation) -> bool:
         """Whether there will be enough memory for it, when all is taken or, if need be, some is spilled."""
-        missing = each.needed_bytes - available - self._pool.bytes_to_come()
-        if missing <= 0:
-            return True
-        if self._spiller is None or each.expendable:
-            return False
-        while not self._spiller.make_room(missing):
-            if not self._pool.ledger.forget_for_room(missing):
-                return False
-            available = self._pool.ledger.available_bytes(each.asked.session.owner)
+        ledger, owner = self._pool.ledger, each.asked.session.owner
+        while True:
+            available = ledger.available_bytes(owner, expendable=each.expendable)
             missing = each.needed_bytes - available - self._pool.bytes_to_come()
-        return True
+            if missing <= 0:
+                return True
+            if self._spiller is None or each.expendable:
+                return False
+            if self._spiller.make_room(missing):
+                return True
+            if not ledger.forget_for_room(missing):
+                return False
 
     def _may_have(self, each: _Reservation, available: int) -> bool:
         """Whether there will be, if others who fall asleep seal their backups soon: then these can be spilled.

@@ -549,6 +549,19 @@ def test_what_is_kept_gives_way_beside_sleepers_that_are_spilled(start_vault: St
     asleep.close()
 
 
+def test_the_room_of_what_gives_way_is_had_at_once(start_vault: StartVault, spill: pathlib.Path) -> None:
+    options = ("--spill", str(spill), "--spill-size", "4MiB", "--keep-weights", "64MiB")
+    vault = start_vault("72MiB", "--slab-size", "16MiB", *options)
+    vault.wait_until_ready()
+    with offerer(vault, "first") as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.communicate("", timeout=SECONDS)
+    client = vault.client("falls asleep")
+    assert client.reserve_now(client.gpus[0], [vault.status()["memory_bytes"]]) is not None
+    client.close()
+
+
 def test_people_see_it_and_drop_it(keeping: RunningVault, capsys: pytest.CaptureFixture[str]) -> None:
     offer(keeping)
     at = ("--socket", str(keeping.socket))
