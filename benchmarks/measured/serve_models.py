@@ -42,9 +42,9 @@ def table(result: Facts) -> list[str]:
         spreads("first token while it was awake", lambda name: awake.get(name, [])),
         spreads("first token after a restart instead", lambda name: started.get(name, [])),
         "",
-        f"Of {one['compared']} first tokens after a switch {one['within the limit']} took no longer than 1.05 times"
-        " sleep and wake, 20 ms, and the median first token of the same model while it was awake. Then"
-        f" {many['clients']} clients at once, {many['requests']} requests: {digits(many['seconds'])} s,"
+        f"{one['within the limit']} of {one['compared']} first tokens after a switch took at most 1.05 times sleep and"
+        f" wake, a first token of that model awake, and 20 ms. Then {many['clients']} clients at once,"
+        f" {many['requests']} requests: {digits(many['seconds'])} s,"
         f" {sum(many['errors'].values())} errors.{''.join(left_out)}"
         + "".join(f" Failed: {phase}: {why.splitlines()[0]}." for phase, why in result["failed"].items()),
     ]

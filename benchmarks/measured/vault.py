@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .results import machine
-from .written import GIB, digits, header, low_to_high, row
+from .written import GIB, header, low_to_high, row
 
 WAYS = {
     "own": "own memory, its first use in that process",
@@ -49,20 +49,16 @@ def table(result: dict[str, Any]) -> list[str]:
         times = low_to_high([each * link[direction] / way["bytes"] for each in seconds], "{:.2f}".format)
         return f"{low_to_high(seconds)} ({times} ×)"
 
-    def busy(way: dict[str, Any]) -> str:
-        return digits(way["first sleep"][0]["link"]["busy_s"]) if "link" in way["first sleep"][0] else "–"
-
     lines = [
         f"{workload['segments']} segments, {workload['weights_bytes'] / GIB:.2f} GiB of bf16 weights,"
         f" {workload['kv_cache_bytes'] / GIB:.2f} GiB of KV cache, every byte checked after every wake."
-        f" {machine(result)}. The link: {gbps_of_links(result)}. Seconds; in parentheses, how many times as long as the"
-        " uncompressed bytes take on the link:",
+        f" {machine(result)}. The link: {gbps_of_links(result)}. Seconds; in parentheses, times the uncompressed"
+        " bytes on the link:",
         "",
         *header(WAYS[way] for way in ways),
     ]
     for step, direction in STEPS.items():
         lines.append(row(step, (cell(way, step, direction) for way in ways)))
-    lines.append(row("in the first sleep the vault's link was busy for", map(busy, ways.values())))
     stored = [f"{way['first sleep'][0]['layer']['stored_bytes'] / GIB:.2f}" for way in ways.values()]
     lines.append(row("stored by the first sleep, GiB", stored))
     left = [f"{way['first sleep'][0]['left_on_gpu_bytes'] / GIB:.2f}" for way in ways.values()]

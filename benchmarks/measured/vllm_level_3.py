@@ -13,7 +13,7 @@ Facts = dict[str, Any]
 
 def _of(values: list[float], unit: str = "s", scale: float = 1.0) -> str:
     middle, most = median(values) / scale, max(values) / scale
-    return f"{middle:.3f} {unit}" + (f" (at most {most:.3f}, of {len(values)})" if len(values) > 1 else "")
+    return f"{middle:.3f} {unit}" + (f" (≤ {most:.3f})" if len(values) > 1 else "")
 
 
 def _rows(facts: Facts) -> dict[str, str]:
@@ -27,7 +27,6 @@ def _rows(facts: Facts) -> dict[str, str]:
     of_the_vault = facts.get("gpu_of_the_vault_bytes")
     return {
         "cycles with the same tokens": str(len(done)),
-        "graphs and code made again": str(facts["built_again"]),
         "first sleep": _of([done[0]["sleep_s"]]),
         "checkpoint": _of([cycle["checkpoint_s"] for cycle in later]),
         "restore": _of([cycle["restore_s"] for cycle in later]),
@@ -50,15 +49,15 @@ def table(own: Facts, vault: Facts) -> list[str]:
     return [
         f"**`vllm serve` at level 3**, a Qwen3-{said['shape']}-shaped model, vLLM {vault['machine']['vllm']} with its"
         f" default CUDA graphs, `{said['server_options']}`."
-        f" {'; '.join(dict.fromkeys((machine(own), machine(vault))))}. Medians of the cycles after the first:",
+        f" {'; '.join(dict.fromkeys((machine(own), machine(vault))))}. Medians (and the most) after the first cycle:",
         "",
         *header(ways),
         row("`--gpu-memory-utilization`", shares),
         *(row(head, (way[head] for way in measured)) for head in measured[0]),
         "",
-        f"Two models in turns through one vault, {said['shape']} and {said['second']}, in the run of the second"
-        f" column: each had at least {min(switch['gpu_share'] for switch in two):.3f} of the GPU while awake, and the"
-        f" same tokens after {len(two)} of {2 * said['switches']} switches. To the last token a switch took"
+        f"Two models in turns through that vault, {said['shape']} and {said['second']}: each had at least"
+        f" {min(switch['gpu_share'] for switch in two):.3f} of the GPU while awake, and the same tokens after"
+        f" {len(two)} of {2 * said['switches']} switches. To the last token a switch took"
         f" {_of([switch['seconds'] for switch in two])}; the first token of the request that wakes"
         f" {_of([switch['wake_and_first_token_s'] for switch in two])}.",
     ]
