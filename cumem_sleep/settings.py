@@ -516,8 +516,7 @@ _OTHERS: dict[Reader, tuple[tuple[str, str, str], ...]] = {
         (
             "SIM_CONTEXT_US_PER_MIB",
             "`0`",
-            "How long a new context takes for each MiB of host memory that is registered, in microseconds. On H200s"
-            " it is about 21.",
+            "Microseconds that a new context takes for each MiB of registered host memory; on H200s about 21.",
         ),
         (
             "SIM_FAIL",
@@ -529,8 +528,7 @@ _OTHERS: dict[Reader, tuple[tuple[str, str, str], ...]] = {
         (
             "SIM_DEVICE_ORDER",
             "none",
-            "`2,0`: device 0 is the host's third GPU, device 1 its first, as with `CUDA_VISIBLE_DEVICES`; the others"
-            " follow. Processes that number GPUs differently know them by their UUIDs.",
+            "As `CUDA_VISIBLE_DEVICES`: with `2,0` device 0 is the host's third GPU, device 1 its first.",
         ),
         (
             "SIM_DRIVER_VERSION",
@@ -540,22 +538,22 @@ _OTHERS: dict[Reader, tuple[tuple[str, str, str], ...]] = {
         (
             "SIM_COPY_DELAY_US",
             "`200`",
-            "How many microseconds longer each copy takes, so that a program that does not wait for copies is caught.",
+            "How many microseconds longer each copy takes, to catch who does not wait for it.",
         ),
         (
             "SIM_FABRIC",
             "`0`",
-            "`1`: the GPUs claim to support fabric handles, which are then refused, as on some hosts.",
+            "`1`: the GPUs claim to support fabric handles, and refuse them, as on some hosts.",
         ),
         (
             "SIM_HOST_POINTERS",
             "`1`",
-            "`0`: the GPUs report that kernels cannot access registered host memory by its host address.",
+            "`0`: kernels cannot access registered host memory by its host address.",
         ),
         (
             "SIM_INTEGRATED",
             "`0`",
-            "`1`: the GPUs' memory is the host's, as on GB10; host memory that is registered takes of it, too.",
+            "`1`: the GPUs' memory is the host's, as on GB10.",
         ),
     ),
 }
