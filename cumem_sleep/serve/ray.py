@@ -39,6 +39,7 @@ MOST_MISSES = 10  # looks in a row at a front that stands still, before it is ki
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy for the world knows none of the fronts
 _END_WITH_PARENT = (  # a replica that is killed cannot end its front; reapers end the servers of one that is killed
     "import ctypes, os, signal, sys; ctypes.CDLL(None).prctl(1, signal.SIGKILL);"
+    "os.getppid() == int(sys.argv[2]) or sys.exit();"  # it was killed before that
     "os.execv(sys.executable, [sys.executable, '-m', 'cumem_sleep', 'serve', sys.argv[1]])"
 )
 
@@ -110,7 +111,7 @@ class FrontProcess:
         inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH" or value}
         if not ray.get_gpu_ids():  # of a replica without GPUs Ray hides those that there are
             inherited.pop("CUDA_VISIBLE_DEVICES", None)
-        command = [sys.executable, "-c", _END_WITH_PARENT, str(path)]
+        command = [sys.executable, "-c", _END_WITH_PARENT, str(path), str(os.getpid())]
         streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL}
         self._process = subprocess.Popen(command, env=inherited, text=True, errors="replace", **streams)
         self._misses, words = 0, []

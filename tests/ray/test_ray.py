@@ -6,10 +6,12 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -263,3 +265,35 @@ def test_a_proxy_for_the_world_is_not_asked_for_a_front(tmp_path: Path, monkeypa
         assert front.address == where
     finally:
         front.end()
+
+
+ENDS_AT_ONCE = """
+import json, os, ray, signal, subprocess
+from cumem_sleep.serve.ray import FrontProcess
+
+begin = subprocess.Popen
+
+def begin_and_end(*words, **how):
+    print(begin(*words, **how).pid, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+subprocess.Popen, ray.get_gpu_ids = begin_and_end, list  # which would begin a Ray
+FrontProcess(json.dumps({"models": {"m": {"url": "http://127.0.0.1:9"}}}), "127.0.0.2", [])
+"""
+
+
+def test_a_replica_that_is_killed_as_it_begins_its_front_leaves_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    replica = subprocess.run([sys.executable, "-c", ENDS_AT_ONCE], check=False, stdout=subprocess.PIPE, text=True)
+    front = int(replica.stdout)
+    assert replica.returncode == -signal.SIGKILL
+    ends_at = time.monotonic() + 10.0
+    try:
+        while (stat := Path(f"/proc/{front}/stat")).exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":
+            assert time.monotonic() < ends_at, "the front goes on"
+            time.sleep(0.05)
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(front, signal.SIGKILL)
