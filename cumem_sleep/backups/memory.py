@@ -218,9 +218,11 @@ class BackupMemory:
         if self._catalogue.own is not None:
             self._catalogue.own.finish_releasing()
 
-    def give_up(self) -> None:
-        """Forget every backup of an awake segment; the memory goes back to the system soon."""
-        self._catalogue.forget({b.segment.id for b in self._catalogue if not b.is_needed_asleep})
+    def give_up(self) -> int:
+        """Forget every backup of an awake segment; the memory goes back to the system soon. Returns their bytes."""
+        awake = {b.segment.id: b.bytes for b in self._catalogue if not b.is_needed_asleep}
+        self._catalogue.forget(awake.keys())
+        return sum(awake.values())
 
     def clear(self) -> None:
         """As `give_up`; returns when the memory has gone back to the system."""

@@ -108,7 +108,7 @@ class Preparation:
         self._unasked = unasked
         self._sleeps = unasked.sleeps() if unasked else 0
         self._look_at = 0.0  # when the reserve is next looked at
-        self._gave_back_bytes = 0
+        self._gave_back_bytes: int | None = None
         self._segments = segments
         self._keep_bytes = keep_bytes
         self._components = components
@@ -173,7 +173,7 @@ class Preparation:
                     return
                 except BaseException as error:
                     self._end_early(error)
-                    if self._gave_back_bytes:
+                    if self._gave_back_bytes is not None:
                         return
         finally:
             self._rest_bytes = 0
@@ -385,7 +385,6 @@ class Preparation:
         if unasked.own is None or now < self._look_at:
             return
         self._look_at = now + LOOK_S
-        memory = self._store.memory
         try:
             unasked.own.check_reserve()
             if agreement is not None:
@@ -395,8 +394,7 @@ class Preparation:
         except OutOfHostMemory:
             if agreement is not None and not agreement.gave_back:
                 agreement.tell_gave_back()
-            self._gave_back_bytes = memory.bytes
-            memory.give_up()
+            self._gave_back_bytes = self._store.memory.give_up()
             raise
 
     def _prune(self) -> None:

@@ -230,6 +230,18 @@ def test_what_a_sleep_of_some_tags_leaves_awake_is_made_all_the_same(
     check_bytes(memory, contents)
 
 
+def test_what_sleeps_is_not_given_back(
+    allocator: CuMemAllocator, memory: Memory, host: Host, caplog: pytest.LogCaptureFixture
+) -> None:
+    fill(allocator, memory, *TAGS)
+    preparation = begin_and_make_all(allocator)
+    allocator.sleep(tags=TAGS[0])
+    host.MemAvailable = RESERVE - 1
+    finished(preparation)
+    assert allocator._store.memory.bytes == PAGE
+    assert "gives back 2.00 MiB" in caplog.text
+
+
 def test_what_was_made_before_an_error_is_given_back(
     allocator: CuMemAllocator, memory: Memory, host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
