@@ -1,6 +1,6 @@
 """Every route that `vllm serve` of the installed version can have, and docs/vllm-routes.md, which says what each is.
 
-python tests/vllm/route_table.py        in an environment with vLLM: brings its column up to date
+python tests/vllm/route_table.py        in an environment with vLLM: brings its routes up to date
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import pathlib
+import re
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -37,8 +38,8 @@ This page says what [the gate](vllm.md#the-gate) does with each request.
 - **passes**: untouched.
 
 Any other POST, PUT, PATCH, DELETE or websocket route is guarded and held, and wakes nothing. As it may change anything,
-the gate then asks engine and workers what is asleep. Any other GET passes. The last column says which of these versions
-have the route; empty: all three. `tests/vllm/route_table.py` writes this page from the routes that vLLM registers.
+the gate then asks engine and workers what is asleep. Any other GET passes. `tests/vllm/route_table.py` writes this page
+from the routes that vLLM 0.18, 0.26 and 0.33 register.
 
 """
 
@@ -110,22 +111,20 @@ def installed_routes() -> set[Route]:
 def documented(text: str) -> dict[str, set[Route]]:
     """What a document says that each version has."""
     routes: dict[str, set[Route]] = {version: set() for version in VERSIONS}
-    for line in text.splitlines():
-        if line.startswith("| `"):
-            route, _, *versions = (cell.strip() for cell in line.strip("|").split("|"))
-            method, path = route.strip("`").split()
-            for version in versions[0].split(", ") if versions else VERSIONS:
-                routes[version].add((path, method))
+    for _, versions, some in re.findall(r"^\| (.+) \| (.+) \| (`.+`) \|$", text, re.MULTILINE):
+        for version in VERSIONS if versions == "all" else versions.split(", "):
+            routes[version].update((path, method) for method, path in re.findall(r"`(\S+) (\S+)`", some))
     return routes
 
 
 def document(routes: dict[str, set[Route]]) -> str:
-    rows = [f"| Route | Gate | {', '.join(VERSIONS)} |", "|---|---|---|"]
+    rows: dict[tuple[str, str], list[str]] = {}
     for path, method in sorted(set().union(*routes.values())):
         versions = [version for version in VERSIONS if (path, method) in routes[version]]
-        some = f" {', '.join(versions)} |" if len(versions) < len(VERSIONS) else ""
-        rows.append(f"| `{method} {path}` | {treatment(path, method)} |{some}")
-    return HEAD + "\n".join(rows) + "\n"
+        some = ", ".join(versions) if len(versions) < len(VERSIONS) else "all"
+        rows.setdefault((treatment(path, method), some), []).append(f"`{method} {path}`")
+    lines = [f"| {gate} | {some} | {', '.join(names)} |" for (gate, some), names in sorted(rows.items())]
+    return HEAD + "\n".join(("| Gate | vLLM | Routes |", "|---|---|---|", *lines)) + "\n"
 
 
 def treatment(path: str, method: str) -> str:

@@ -39,7 +39,7 @@ def test_the_document_knows_the_routes_and_what_the_gate_does(version: str, envi
     documented = route_table.documented(text)
     assert route_table.installed_routes() == documented[version], "run tests/vllm/route_table.py, look at the diff"
     assert text == route_table.document(documented), "python tests/vllm/route_table.py"
-    assert "not known" not in text.partition("| Route |")[2], "classify it in cumem_sleep/vllm/routes.py"
+    assert "not known" not in text.partition("| Routes |")[2], "classify it in cumem_sleep/vllm/routes.py"
 
 
 def test_the_gate_finds_each_route_as_the_server_does(version: str, environment_of_servers: None) -> None:
