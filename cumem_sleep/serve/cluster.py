@@ -282,12 +282,21 @@ class Cluster:
         """An operator's call of one node.
 
         Raises:
-            NotInTime: it does not answer.
+            NotInTime: it does not answer, or falls silent.
         """
+        asked = asyncio.ensure_future(self.ask(node, "POST", path, content))
+        lease = ModelLease("", Address(""))  # of no model: to hear that the node is silent
+        self.leases[node].add(lease)
         try:
-            answer = await self.ask(node, "POST", path, content)
+            await asyncio.wait((asked, lease.revoked), return_when=asyncio.FIRST_COMPLETED)
+            if not asked.done():
+                raise NotInTime(lease.revoked.result(), 10.0)
+            answer = asked.result()
         except (Unreachable, BrokenOff, asyncio.TimeoutError) as error:
             raise NotInTime(f"the node {node} does not answer: {error}", 10.0) from None
+        finally:
+            asked.cancel()
+            self.leases[node].discard(lease)
         with suppress(Exception):  # the next report says it
             await self._look_at(node)
         return answer

@@ -211,9 +211,11 @@ async def test_requests_on_a_node_that_stands_still_are_given_up(
         await asyncio.sleep(0.7)
         world.cluster.addresses["a"] = replace(real, base_url=url)
         await world.a.listener.stop()
+        call = asyncio.create_task(world.client.post("/admin/sleep", json={"model": "m"}, headers=ADMIN))
         answer = await ask(world)
         assert answer.status_code == 502
         assert "has not answered" in answer.json()["error"]["message"]
+        assert (await call).status_code == 503
     listening.close()
 
 
