@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from typing import Any
 
 import even_bytes
@@ -27,6 +28,7 @@ def small_numbers(nbytes: int, random: np.random.Generator) -> bytes:
     return bytes((random.integers(0, 256, nbytes // 2) + 0x300).astype("<u2"))
 
 
+@functools.cache
 def content_of(*kinds: str) -> Bytes:
     """A chunk of each kind."""
     random = np.random.default_rng(11)

@@ -195,7 +195,7 @@ async def test_a_client_that_sends_all_of_its_body_first_hears_the_refusal() -> 
 async def test_requests_that_come_before_the_answer_wait_unparsed_and_are_answered_in_turn(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    count = 5000
+    count = 2000
     parsed = 0
     complete = HttpToolsProtocol.on_headers_complete
 

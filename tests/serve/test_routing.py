@@ -252,7 +252,7 @@ def specs_of(*names: str, share: float = 0.9, **more: Any) -> list[Spec]:
     return [Spec(name, frozenset((0,)), share=share, **given) for name in names]
 
 
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 12))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 12))])
 def test_random_histories(seed: int) -> None:
     """Each request is begun at most once and ends once; a 502 needs a node that was lost, a 503 a reason."""
     chance = random.Random(f"history {seed}")
