@@ -14,7 +14,8 @@ the next node is tried.
 - A model is woken on one more node when each of those in use has `busy` requests, and it sleeps somewhere with its
   bytes in memory, where nobody busy would have to leave.
 - Else it goes where it is to be had soonest: the rest of a wake or start, or a wake or start after those have left that
-  are in its way, and after those that wait for the same GPUs.
+  are in its way, and after those that wait for the same GPUs. It follows others that wait for its model, if that costs
+  less than a second.
 - It waits there as long as that takes, and as long as the next best node would take on top: then its node turns it
   away, and it goes there. So a model whose queue has waited longer than its wake takes is woken on a second node.
 """
@@ -33,7 +34,7 @@ from .status import FleetStatus, ModelStatus, Phase
 
 WAKE_S, RELOAD_S, START_S, SLEEP_S = 0.5, 10.0, 60.0, 0.1  # until one was seen
 ANSWER_S = 5.0  # what requests still run that would have to end first; no report says so
-LEAST_PATIENCE_S = 1.0  # less than that is noise, and the age of reports
+NOISE_S = 1.0  # less than that is noise, and the age of reports
 MOST_TRIES = 3  # the last one has no other node to go to, and all the time that is left
 BUSY = 256  # requests that a copy runs at once before another one is woken: vLLM's `max_num_seqs` by default
 
@@ -114,7 +115,7 @@ class Router:
         self._busy = busy
         self._nodes: dict[str, _Node] = {}
         self._routed: dict[int, _Routed] = {}
-        self._took: dict[tuple[str, str], float] = {}  # by model and kind, on whichever node it was last
+        self._took: dict[tuple[str, str], tuple[float, float]] = {}  # by model and kind: when it last was, and took
         self._sent: dict[tuple[str, str], set[int]] = {}  # requests that are out, by node and model
 
     def handle(self, event: RouteEvent, now: float) -> Forward | None:
@@ -151,7 +152,8 @@ class Router:
         self._nodes[node] = _Node(status, {model.name: model for model in status.models}, now)
         for model in status.models:
             if (last := model.last_switch) is not None and last.error is None:
-                self._took[model.name, last.kind] = last.seconds
+                key = model.name, last.kind
+                self._took[key] = max(self._took.get(key, (0.0, 0.0)), (last.ended_at, last.seconds))
 
     def _take_back(self, request: int, routed: _Routed) -> None:
         if routed.sent is not None:
@@ -184,11 +186,13 @@ class Router:
         if tries >= MOST_TRIES or not nodes:
             return None
         waits_s = {node: self._expected_s(node, model) for node in nodes}
-        node = self._where_awake(routed.asked, nodes) or min(nodes, key=lambda node: waits_s[node])
+        node = self._where_awake(routed.asked, nodes) or min(
+            nodes, key=lambda node: waits_s[node] - (NOISE_S if self._comes(node, model) else 0.0)
+        )
         here_s, other_s = waits_s.pop(node), min(waits_s.values(), default=math.inf)
         if tries + 1 == MOST_TRIES or math.isinf(other_s):
             return Forward(node)
-        return Forward(node, max(LEAST_PATIENCE_S, here_s + other_s))
+        return Forward(node, max(NOISE_S, here_s + other_s))
 
     def _where_awake(self, asked: Asked, nodes: list[str]) -> str | None:
         """Where the model is awake, or is to be woken beside that; None if it is awake nowhere."""
@@ -205,6 +209,11 @@ class Router:
     def _may_take(self, node: str, model: str) -> bool:
         seen = self._nodes.get(node)
         return seen is not None and model in seen.models and not seen.status.draining
+
+    def _comes(self, node: str, model: str) -> bool:
+        """Whether a model that is not awake there is waited for already, so that it will be."""
+        leaves = self._nodes[node].models[model].phase in (Phase.DRAINING, Phase.FALLING_ASLEEP)
+        return not leaves and self._load(node, model) > 0
 
     def _one_more(self, model: str, nodes: list[str], awake: list[str]) -> str | None:
         """Where a model is woken beside the nodes where it is awake; None if it is on its way somewhere, or nowhere."""
@@ -228,7 +237,7 @@ class Router:
         """What a request for a model that is not awake there is expected to wait."""
         status, said = self._nodes[node].status, self._nodes[node].models[model]
         since_s = max(0.0, status.at - said.phase_since)
-        wake_s, start_s = self._took.get((model, "wake"), WAKE_S), self._took.get((model, "start"), START_S)
+        wake_s, start_s = self._took_s(model, "wake", WAKE_S), self._took_s(model, "start", START_S)
         match said.phase:
             case Phase.AWAKE:
                 return 0.0
@@ -255,13 +264,16 @@ class Router:
             spec = Spec(each.name, frozenset(each.gpus), each.share)
             uses += [Use(spec, not each.running, each.phase_since, each.phase_since)] if holds else []
             if each.waiting and each.phase is not Phase.AWAKE:
-                wait_s += SLEEP_S + self._took.get((each.name, "wake"), WAKE_S) + self._keep_s(each.name)
+                wait_s += SLEEP_S + self._took_s(each.name, "wake", WAKE_S) + self._keep_s(each.name)
         for name in policy.models_to_evict(wanted, free, uses) or ():
             each = of[name]
             since_s = status.at - each.phase_since
             drain_s = min(ANSWER_S, self._specs[name].drain_s) if each.running and name in self._specs else 0.0
             wait_s += SLEEP_S + max(0.0, self._keep_s(name) - since_s) + drain_s
         return wait_s
+
+    def _took_s(self, model: str, kind: str, without: float) -> float:
+        return self._took.get((model, kind), (0.0, without))[1]
 
     def _keep_s(self, model: str) -> float:
         return self._specs[model].keep_s if model in self._specs else 0.0

@@ -298,6 +298,56 @@ def test_random_histories(seed: int) -> None:
     assert not any(world.awake(name) for name in names), "with nobody asking, all sleep"
 
 
+class Twice(World):
+    """Notes since when models are up on more nodes than one, and for how long others were."""
+
+    def __init__(self, specs: list[Spec], ingresses: int, seed: int) -> None:
+        self.since: dict[str, float] = {}
+        self.seconds: list[float] = []
+        super().__init__(specs, 3, ingresses, seed, busy=1000)
+
+    def tell(self, node: Node, event: events.FrontEvent) -> None:
+        super().tell(node, event)
+        for model in node.scheduler.models:
+            each = [other.scheduler.models.get(model) for other in self.nodes.values()]
+            if sum(copy is not None and copy.phase in (Phase.AWAKE, Phase.WAKING) for copy in each) > 1:
+                self.since.setdefault(model, self.now)
+            elif model in self.since:
+                self.seconds.append(self.now - self.since.pop(model))
+
+
+@pytest.mark.parametrize("ingresses", [1, 2])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 6))])
+def test_a_model_is_seldom_woken_twice_and_not_for_long(seed: int, ingresses: int) -> None:
+    """Two requests for a sleeping model within half a second, at ingresses that do not talk. A second copy gets no more
+    requests, and falls asleep by `idle`.
+    """
+    chance = random.Random(f"pairs {seed}")
+    names = [f"m{number}" for number in range(6)]
+    specs = [replace(spec, share=chance.choice((0.3, 0.5, 0.9))) for spec in specs_of(*names)]
+    world = Twice(specs, ingresses, seed)
+    for node in world.nodes.values():
+        world.placed[node.name] = set(names)
+        world.boot(node)
+    world.run(100.0)
+    at, pairs = 100.0, []
+    while at < 400.0:
+        at += chance.expovariate(1.0)
+        world.run(at)
+        model = chance.choice(names)
+        is_asleep = all(node.scheduler.models[model].phase is Phase.ASLEEP for node in world.nodes.values())
+        first = world.ask(model, 0, chance.lognormvariate(-1, 1))
+        at += 0.5 * chance.random()
+        world.run(at)
+        second = world.ask(model, ingresses - 1, chance.lognormvariate(-1, 1))
+        pairs += [(first, second)] if is_asleep else []
+    world.run(500.0)
+    apart = sum(world.requests[first].node != world.requests[second].node for first, second in pairs)
+    assert apart <= 0.1 * len(pairs)
+    assert max(world.seconds, default=0.0) < 20 + 10, "longer than `idle` and an answer"
+    assert not world.since
+
+
 def report(**phases: Any) -> FleetStatus:
     """Of a node with models of 0.9 of one GPU: their phase, and what else is to be said of them."""
     models = []
@@ -325,7 +375,8 @@ def report(**phases: Any) -> FleetStatus:
 
 
 AWAKE, ASLEEP, STOPPED = Phase.AWAKE, Phase.ASLEEP, Phase.STOPPED
-BUSY = (AWAKE, {"running": 8})
+BUSY, WAITED = (AWAKE, {"running": 8}), (ASLEEP, {"waiting": 1})
+LEAVES = (Phase.FALLING_ASLEEP, {"waiting": 1})
 
 
 @pytest.mark.parametrize(
@@ -340,6 +391,9 @@ BUSY = (AWAKE, {"running": 8})
         pytest.param(report(m=ASLEEP, x=AWAKE), report(m=STOPPED), "a", id="but rather that than a start"),
         pytest.param(report(m=ASLEEP), report(m=(Phase.WAKING, {"phase_since": 99.9})), "b", id="on its way"),
         pytest.param(report(m=ASLEEP, x=(ASLEEP, {"waiting": 1})), report(m=ASLEEP), "b", id="nobody waits before it"),
+        pytest.param(report(m=WAITED, x=AWAKE), report(m=ASLEEP), "a", id="rather where others wait for it already"),
+        pytest.param(report(m=WAITED, x=BUSY), report(m=ASLEEP), "b", id="but not if that takes seconds more"),
+        pytest.param(report(m=LEAVES, x=AWAKE), report(m=ASLEEP), "b", id="nor where it is leaving"),
         pytest.param(replace(report(m=AWAKE), draining=True), report(m=STOPPED), "b", id="not where it is drained"),
         pytest.param(report(x=AWAKE), report(m=STOPPED), "b", id="not where it is not known"),
         pytest.param(report(m=AWAKE), report(m=AWAKE), "a", id="one copy is enough"),
@@ -355,6 +409,27 @@ def test_a_request_goes(a: FleetStatus, b: FleetStatus, goes: str) -> None:
     router.handle(Reported("a", a), 0.0)
     router.handle(Reported("b", b), 0.0)
     assert router.handle(Asked(1, "m"), 0.1).node == goes
+
+
+def test_routers_that_heard_the_same_in_any_order_decide_the_same() -> None:
+    """What a switch takes says the newest one of them all, and not the node that was heard last."""
+    a = report(m=(ASLEEP, {"level": 2, "last_switch": Switch("wake", 1, 12.0, 50.0)}))
+    b = report(m=(ASLEEP, {"last_switch": Switch("wake", 1, 0.4, 90.0)}))
+    for order in (("a", a), ("b", b)), (("b", b), ("a", a)):
+        router = Router(specs_of("m"), ["a", "b"])
+        for node, said in order:
+            router.handle(Reported(node, said), 0.0)
+        assert router.handle(Asked(1, "m"), 0.1).node == "b"
+
+
+def test_a_second_request_follows_the_first_one_to_where_its_model_will_be() -> None:
+    router = Router(specs_of("m", "x"), ["a", "b"])
+    for node in "ab":
+        router.handle(Reported(node, report(m=ASLEEP, x=AWAKE)), 0.0)
+    assert router.handle(Asked(1, "m"), 0.1).node == "a"
+    router.handle(Reported("b", report(m=ASLEEP, x=ASLEEP)), 0.1)  # a tenth of a second better now
+    assert router.handle(Asked(2, "m"), 0.2).node == "a"
+    assert router.handle(Asked(3, "x"), 0.2).node == "a"
 
 
 def test_a_node_that_is_silent_gets_nothing_and_a_request_waits_for_any_other() -> None:
