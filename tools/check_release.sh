@@ -14,9 +14,8 @@ done
 twine check --strict "$folder"/*
 environment=$(mktemp -d)
 trap 'rm -rf "$environment"' EXIT
-python3 -m venv "$environment"
-"$environment/bin/pip" install -q --no-index --no-deps --find-links "$folder" cumem-sleep
-"$environment/bin/pip" install -q --find-links "$folder" 'cumem-sleep[serve]'
-"$environment/bin/pip" uninstall -qy pip setuptools
+python3 -m venv --without-pip "$environment"
+python3 -m pip --python "$environment" install -q --no-index --no-deps --find-links "$folder" cumem-sleep
+python3 -m pip --python "$environment" install -q --find-links "$folder" 'cumem-sleep[serve]'
 cyclonedx-py environment --pyproject pyproject.toml --mc-type library --output-reproducible \
     --output-file "$folder.sbom.json" "$environment"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Makes a Debian with Python 3.11 and no compiler in a new folder: the base of an image without a GPU, and a clean system
-# to install a wheel in. Needs root and debootstrap.
+# Makes a Debian with Python 3.11 and no compiler in a new folder: the base of an image without a GPU. Needs root and
+# debootstrap.
 #   debian-root.sh FOLDER
 set -euo pipefail
 suite=bookworm

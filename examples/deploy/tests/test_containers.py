@@ -65,6 +65,16 @@ def test_the_image_runs_the_demo_as_a_user_without_rights() -> None:
     assert podman("run", "--rm", "--network=none", "--entrypoint=id", IMAGE, "-u").strip() == "2000"
 
 
+def test_the_wheel_was_installed_where_there_is_no_compiler_and_names_its_commit() -> None:
+    # One by one: of several names this shell looks at the first alone.
+    look = "for name in cc gcc g++ c++ clang cpp ld; do command -v $name; done; cumem-sleep --version"
+    root = DEPLOY.parents[1]
+    commit = (root / "cumem_sleep" / "commit.txt").read_text().strip()
+    (wheel,) = (root / "dist").glob("cumem_sleep-*.whl")
+    said = podman("run", "--rm", "--network=none", "--entrypoint=sh", IMAGE, "-c", look)
+    assert said.startswith(f"cumem-sleep {wheel.name.split('-')[1]} (commit {commit}; GCC ")
+
+
 @pytest.fixture(scope="class")
 def services() -> Iterator[str]:
     """What the README's commands say: all services but Grafana, whose image is nowhere to be had."""
