@@ -1,6 +1,6 @@
 """What SGLang, slime, miles and verl call of torch_memory_saver, as they call it.
 
-Where each call was found is in docs/torch-memory-saver.md.
+The versions whose calls these are: docs/torch-memory-saver.md.
 """
 
 from __future__ import annotations
