@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from chromium import PROGRAM, Page, a_page
 from front_world import World, a_world, get
 
 import cumem_sleep.serve.page as served
+from cumem_sleep.serve.cluster import ClusterStatus, NodeStatus
 from cumem_sleep.serve.fleet import OrderRefused
 from cumem_sleep.serve.status import HostStatus, Phase, VaultStatus
 
@@ -93,6 +94,30 @@ async def test_a_vault_has_a_bar_of_its_own() -> None:
         assert [line for line in text.splitlines() if "keeps" in line] == [
             "keeps 7 B of KV cache",
             "keeps 3 B of KV cache",
+        ]
+        assert page.complaints == []
+
+
+@needs_browser
+async def test_the_nodes_of_a_cluster_say_whether_they_answer_and_what_is_up_there() -> None:
+    async with a_world("one", "two") as world, a_page() as page:
+        await opened(world, page)
+        assert await page.value("document.querySelector('#cluster').hidden"), "one host is no cluster"
+        status = world.fleet.status()
+        one, two = status.models
+        up = replace(status, models=(replace(one, phase=Phase.AWAKE, running=3), replace(two, phase=Phase.STOPPED)))
+        said = {"10.0.0.1": up, "10.0.0.2": replace(status, draining=True), "10.0.0.3": None}
+        nodes = tuple(NodeStatus(name, each) for name, each in said.items())
+        facts = {each.name: getattr(status, each.name) for each in fields(status)}
+        cluster = ClusterStatus(**facts, nodes=nodes)
+        world.fleet.status = lambda: cluster  # type: ignore[method-assign]
+        world.fleet.changed.set()
+        await page.until("!document.querySelector('#cluster').hidden")
+        spans = "[...card.querySelectorAll('h3, span')].map((each) => each.textContent)"
+        assert await page.value(f"[...document.querySelectorAll('#nodes li')].map((card) => {spans})") == [
+            ["10.0.0.1", "up", "one awake, 3 running"],
+            ["10.0.0.2", "draining", "one asleep, 0 running", "two asleep, 0 running"],
+            ["10.0.0.3", "does not answer"],
         ]
         assert page.complaints == []
 

@@ -162,6 +162,20 @@ function modelCard(status, model) {
   return card;
 }
 
+// Of a cluster: its models as they are on that node; what is stopped there is left out.
+function nodeCard(node) {
+  const card = element("li");
+  const head = element("div", "head");
+  const [kind, state] = node.status === null ? ["rest", "does not answer"] : node.status.draining ? ["busy", "draining"] : ["awake", "up"];
+  head.append(element("h3", "", node.name), element("span", `state ${kind}`, state));
+  const facts = element("div", "facts dim");
+  for (const model of node.status === null ? [] : node.status.models) {
+    if (model.phase !== "stopped") facts.append(element("span", "", `${model.name} ${model.phase}, ${model.running} running`));
+  }
+  card.append(head, facts);
+  return card;
+}
+
 function buttons(model) {
   const row = element("div", "row");
   const offers = [
@@ -190,6 +204,8 @@ function show(status) {
   byId("simulated").hidden = !status.simulated;
   const vaults = status.host.vault ? [vaultCard(status, status.host.vault)] : [];
   byId("gpus").replaceChildren(...status.gpus.map((gpu) => gpuCard(status, gpu)), hostCard(status), ...vaults);
+  byId("cluster").hidden = !status.nodes;
+  byId("nodes").replaceChildren(...(status.nodes || []).map(nodeCard));
   byId("models").replaceChildren(...status.models.map((each) => modelCard(status, each)));
   announce(status);
   last = status;
@@ -252,6 +268,7 @@ async function follow() {
       if (answer.status === 401) {
         link("lost", token ? "this token is not accepted" : "a token is needed");
         byId("gpus").replaceChildren();
+        byId("cluster").hidden = true;
         byId("models").replaceChildren();
         await new Promise((resolve) => { reading.signal.addEventListener("abort", resolve); openDialog(); });
         continue;
