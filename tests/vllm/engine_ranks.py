@@ -111,5 +111,6 @@ def stepped(worker: Any) -> str:
 
 
 if __name__ == "__main__":
+    VllmConfig(parallel_config=ParallelConfig(distributed_executor_backend="mp"))  # imports what each worker needs
     with multiprocessing.get_context("fork").Pool(size * data) as workers:
         print(json.dumps(workers.map(run, range(size * data), chunksize=1)))

@@ -43,9 +43,9 @@ class ReadyProcess:
         self._process.stdin.write(json.dumps(vars(order)).encode() + b"\n")
         return Program(self, int(self.said().removeprefix(b"began ")))
 
-    def check(self, program: str, log: pathlib.Path, *arguments: str, code: int = 0) -> str:
-        """What a program of this folder says, which ends so, and in time."""
-        running = self.run(pathlib.Path(__file__).with_name(program), *arguments, log=log)
+    def check(self, program: str, log: pathlib.Path, *arguments: str, code: int = 0, **environment: str) -> str:
+        """What a program of this folder, or one with its whole path, says, which ends so, and in time."""
+        running = self.run(pathlib.Path(__file__).parent / program, *arguments, log=log, **environment)
         try:
             ended = running.wait(CHECKED_WITHIN_S)
         except subprocess.TimeoutExpired:

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from environment import skip_unless_vllm
+from ready_process import ReadyProcess
 from support import PAGE, two_free_ports
 
 skip_unless_vllm()
-SCRIPT = Path(__file__).with_name("engine_ranks.py")
 
 
 @pytest.mark.parametrize(
     ("tensor", "pipeline", "data"),
     [pytest.param(2, 2, 1, id="tensor and pipeline"), pytest.param(2, 1, 2, id="two engines of data parallel")],
 )
-def test_all_workers_of_an_engine_or_none(tmp_path: Path, tensor: int, pipeline: int, data: int) -> None:
+def test_all_workers_of_an_engine_or_none(
+    ready_process: ReadyProcess, tmp_path: Path, tensor: int, pipeline: int, data: int
+) -> None:
     """Each rank of the first engine fails once: all of its ranks stay as they are and name it; no other engine does.
 
     The others hear of it at once, also where what fails precedes the operation. A step that keeps other engines company
@@ -28,18 +27,10 @@ def test_all_workers_of_an_engine_or_none(tmp_path: Path, tensor: int, pipeline:
     """
     size = tensor * pipeline
     cut = [str(each) for each in (tensor, pipeline, data, two_free_ports())]
-    environment = {**os.environ, "CUMEM_SLEEP_DRIVER": "sim", "CUMEM_SLEEP_AGREEMENT_TIMEOUT_S": "120"}
+    environment = {"CUMEM_SLEEP_AGREEMENT_TIMEOUT_S": "120"}
     environment["CUDA_VISIBLE_DEVICES"] = ""  # else PyTorch begins CUDA before the fork
-    ranks = subprocess.run(
-        [sys.executable, str(SCRIPT), *cut],
-        stdout=subprocess.PIPE,
-        cwd=tmp_path,
-        env=environment,
-        text=True,
-        timeout=600,
-        check=True,
-    )
-    said = json.loads(ranks.stdout.splitlines()[-1])
+    log = ready_process.check("engine_ranks.py", tmp_path / "log", *cut, **environment)
+    said = json.loads(next(line for line in log.splitlines() if line.startswith("[{")))
     assert len(said) == size * data
     for number, each in enumerate(said):
         engine, mine = divmod(number, size)

@@ -7,11 +7,10 @@ import dataclasses
 import gc
 import importlib
 import importlib.metadata
+import importlib.util
 import io
 import logging
-import os
 import pathlib
-import subprocess
 import sys
 import types
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ from typing import Any
 import pytest
 from environment import Stock, in_fork, skip_unless_vllm
 from fresh_process import Findings
+from ready_process import ReadyProcess
 
 from cumem_sleep import CuMemAllocator, InvalidArgument, InvalidState, Settings, sim
 from cumem_sleep.vllm import compatibility, plugin, seams
@@ -286,12 +286,13 @@ class TestStart:
         with pytest.raises(InvalidArgument, match="CUMEM_SLEEP_PREPARE='nonsense'"):
             stock.cumem.CuMemAllocator.get_instance()
 
-    def test_bad_values_do_not_stop_the_command(self, stock: Stock) -> None:
-        command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "--version"]
-        environment = {**os.environ, **dict.fromkeys(self.VARIABLES, "nonsense")}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.split()[-1] == importlib.metadata.version("vllm")
+    def test_bad_values_do_not_stop_the_command(self, ready_process: ReadyProcess, tmp_path: pathlib.Path) -> None:
+        command = importlib.util.find_spec("vllm.entrypoints.cli.main")
+        assert command is not None
+        assert command.origin is not None
+        bad = dict.fromkeys(self.VARIABLES, "nonsense")
+        said = ready_process.check(command.origin, tmp_path / "log", "--version", **bad)
+        assert said.split()[-1] == importlib.metadata.version("vllm")
 
     def test_a_misfit_is_no_reason_to_stop(
         self, stock: Stock, monkeypatch: pytest.MonkeyPatch, configured: list[dict[str, Any]]
