@@ -9,6 +9,7 @@ from . import _core
 from .allocator import CuMemAllocator
 from .core.levels import in_pools
 from .core.operation import CudaUse, Operation, Vote
+from .errors import InvalidState
 from .operations.components import Fill
 from .ranks.agreement import Agreement
 from .report import SleepReport
@@ -81,6 +82,23 @@ def drop_kept(allocator: CuMemAllocator) -> int:
         return nbytes
 
     return Operation(allocator._operations, "drop_kept", give_up, uses_cuda=CudaUse.LEASE_UNLESS_AWAY).run()
+
+
+def kept_names(allocator: CuMemAllocator) -> frozenset[str]:
+    """What its vault keeps for those that come later (`CuMemAllocator.adopt`).
+
+    Raises:
+        InvalidState: there is no vault, or it keeps nothing.
+        VaultError: it does not answer.
+    """
+
+    def names() -> frozenset[str]:
+        vault = allocator._store.memory.vault
+        if vault is None or not vault.keeps_names():
+            raise InvalidState("there is no vault with --keep-weights")
+        return vault.kept_names()
+
+    return allocator._operations.look("kept_names", names)
 
 
 # Level 3

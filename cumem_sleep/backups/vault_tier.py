@@ -162,6 +162,10 @@ class VaultTier(Tier):
         """Whether the vault keeps backups under names when their process has ended. Raises VaultError: none answers."""
         return self.client().keep_bytes > 0
 
+    def kept_names(self) -> frozenset[str]:
+        """The names that something is kept under. Raises VaultError: none answers."""
+        return frozenset(each["name"] for each in self.client().status()["kept"])
+
     def keep(self, name: str, manifest: str, backups: Sequence[Sequence[Extent]]) -> None:
         """Have these, which are sealed, kept under a name. Raises as `VaultClient.keep`."""
         client = self.client()

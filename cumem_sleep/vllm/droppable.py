@@ -29,7 +29,7 @@ _LOADER = "vllm.model_executor.model_loader.base_loader"
 
 Drop = dict[int, list[tuple[int, int]]]  # as `CuMemAllocator.sleep` takes it
 
-_WRITTEN = "_cumem_sleep_written"  # a model's attribute: the parameters that `load_weights` said that it has written
+WRITTEN = "_cumem_sleep_written"  # a model's attribute: the parameters that `load_weights` said that it has written
 
 
 def at_level(worker: Any, level: int) -> Drop:
@@ -112,20 +112,20 @@ def _parameter_storages(worker: Any, preserved: Iterable[str] = ()) -> dict[int,
     sizes: dict[int, int] = {}
     covered: dict[int, Spans] = {}
     for prefix, model in loaded.models(worker):
-        written: set[str] | None = getattr(model, _WRITTEN, None)
+        written: set[str] | None = getattr(model, WRITTEN, None)
         for name, parameter in loaded.named_parameters(model, prefix):
             if written is not None and name.removeprefix(prefix) not in written:
                 continue
             if any(fnmatch.fnmatch(name, pattern) for pattern in preserved):
                 continue
-            if (found := _span(parameter)) is not None:
-                address, nbytes, span = found
+            if (found := span(parameter)) is not None:
+                address, nbytes, piece = found
                 sizes[address] = nbytes
-                covered.setdefault(address, []).append(span)
+                covered.setdefault(address, []).append(piece)
     return {address: nbytes for address, nbytes in sizes.items() if covers(covered[address], nbytes)}
 
 
-def _span(parameter: Any) -> tuple[int, int, tuple[int, int]] | None:
+def span(parameter: Any) -> tuple[int, int, tuple[int, int]] | None:
     """Its storage's address and bytes, and where in it the parameter lies; None if it has gaps, or no storage."""
     storage = _storage(parameter)
     if storage is None:
@@ -172,7 +172,7 @@ def _noting(model: Any, load: Callable[..., Any]) -> Callable[..., Any]:
     def load_weights(*args: Any, **kwargs: Any) -> Any:
         written = load(*args, **kwargs)
         if isinstance(written, set):
-            setattr(model, _WRITTEN, getattr(model, _WRITTEN, set()) | written)
+            setattr(model, WRITTEN, getattr(model, WRITTEN, set()) | written)
         return written
 
     return load_weights

@@ -6,9 +6,11 @@ enabled, so nothing changes for users of neither.
 
 from __future__ import annotations
 
+import functools
+import importlib
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -150,6 +152,8 @@ def _take_over() -> None:
     view.install()
     compatibility.copy_to_ray_workers(PREFIX)
     prepare_after_warm_up()
+    if not hasattr(WorkerWrapperBase.init_device, "registers"):
+        WorkerWrapperBase.init_device = registering_the_loader(WorkerWrapperBase.init_device)
     WorkerWrapperBase.load_model = load_model
     WorkerWrapperBase.compile_or_warm_up_model = compile_or_warm_up_model
     WorkerWrapperBase.sleep = sleep
@@ -176,6 +180,22 @@ def _keeps_kv() -> bool:
         return bool(Settings.from_environment().keep_kv_bytes)
     except CumemSleepError:
         return False
+
+
+def registering_the_loader(own: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """The wrapper's own, which knows `--load-format cumem_sleep` before: from 0.33 on the worker asks for its loader.
+
+    Not since the plugin was loaded: vLLM's loaders import much, and most processes load no model.
+    """
+
+    @functools.wraps(own)
+    def init_device(self: Any) -> Any:
+        if self.vllm_config.load_config.load_format == NAME:
+            importlib.import_module(f"{__package__}.vault_loader")
+        return own(self)
+
+    init_device.registers = True  # type: ignore[attr-defined]
+    return init_device
 
 
 def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -102,6 +103,26 @@ class RunningVault:
             self.process.kill()
         if self.process.stderr is not None and not self.process.stderr.closed:
             self.end()
+
+
+def flip_a_bit(vault: RunningVault, name: str, at: int) -> None:
+    """Of what it keeps under this name, in its memory or its file: of this byte of the first entry."""
+    looks = vault.client("looks")
+    found = looks.adopt(looks.gpus[0], name)
+    assert found is not None
+    ((slab, offset, _), *_rest) = found[1][0].extents
+    descriptor = looks.slabs.by_number[slab][0]
+    facts = os.fstat(descriptor)
+    for path in pathlib.Path(f"/proc/{vault.process.pid}/fd").iterdir():
+        with suppress(OSError):
+            there = path.stat()
+            if (there.st_dev, there.st_ino) == (facts.st_dev, facts.st_ino):
+                writable = os.open(path, os.O_RDWR)
+                break
+    (byte,) = os.pread(writable, 1, offset + at)
+    os.pwrite(writable, bytes([byte ^ 4]), offset + at)
+    os.close(writable)
+    looks.close()
 
 
 class Segment:

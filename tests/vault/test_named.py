@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import tensors as offering
 from forking import PATH
-from running import MIB, SECONDS, RunningVault, eventually
+from running import MIB, SECONDS, RunningVault, eventually, flip_a_bit
 from support import PAGE, Memory, around_copies
 from tensors import ADOPTED, BYTES, NAME, OFFERED, Tensors
 from test_sleeping import leave
@@ -162,28 +162,6 @@ def test_other_tensors_are_not_filled(
     assert through.adopt(NAME, mine.places)
 
 
-def damage(vault: RunningVault, in_files: bool) -> None:
-    """Flip a bit of "x", or in files of the first byte that there is."""
-    looks = vault.client("looks")
-    found = looks.adopt(looks.gpus[0], NAME)
-    assert found is not None
-    backup = found[1][0]
-    ((slab, offset, _), *_rest) = backup.extents
-    descriptor = looks.slabs.by_number[slab][0]
-    facts = os.fstat(descriptor)
-    for path in pathlib.Path(f"/proc/{vault.process.pid}/fd").iterdir():
-        with suppress(OSError):
-            there = path.stat()
-            if (there.st_dev, there.st_ino) == (facts.st_dev, facts.st_ino):
-                writable = os.open(path, os.O_RDWR)
-                break
-    at = offset + (0 if in_files else 6 * MIB)
-    (byte,) = os.pread(writable, 1, at)
-    os.pwrite(writable, bytes([byte ^ 4]), at)
-    os.close(writable)
-    looks.close()
-
-
 @pytest.mark.parametrize("where", ["memory", "files"])
 def test_a_byte_that_has_changed_is_adopted_by_nobody(
     start_vault: StartVault, make_allocator: MakeAllocator, memory: Memory, spill: pathlib.Path, where: str
@@ -199,7 +177,7 @@ def test_a_byte_that_has_changed_is_adopted_by_nobody(
     mine = Tensors(allocator, memory, ADOPTED)
     assert allocator.adopt(NAME, mine.places)
     assert mine.are_right()
-    damage(vault, where == "files")
+    flip_a_bit(vault, NAME, 0 if where == "files" else 6 * MIB)  # "x"; in files it is the first byte that there is
     with pytest.raises(AdoptionFailed, match=r"(x|w) of 'a model' has digest .* \(1 tensor in all\)"):
         allocator.adopt(NAME, mine.places)
     assert mine.hold(NAN)

@@ -111,6 +111,7 @@ class Stock:
         self.wrapper = WorkerWrapperBase
         factory = compatibility._backend_factory()
         self.registry: dict[str, Any] | None = None if factory is None else factory._registry
+        self._init_device = WorkerWrapperBase.init_device
         self._wrapper_names = set(vars(WorkerWrapperBase))
         self._backends = set(self.registry or ())
 
@@ -128,6 +129,7 @@ class Stock:
         self.engine_args.create_engine_config = self.configure
         for name in set(vars(self.wrapper)) - self._wrapper_names:
             delattr(self.wrapper, name)
+        self.wrapper.init_device = self._init_device
         for name in set(self.registry or ()) - self._backends:
             del self.registry[name]  # type: ignore[index]
         os.environ.pop(plugin._SAID, None)
