@@ -393,6 +393,12 @@ class VaultConfig:
     memory: int = setting(BYTES, 0, "Host memory that it takes.", "required")
     spill: Path | None = setting(_path, None, "A private folder for [files](vault.md#files).")
     spill_size: int | None = setting(BYTES, None, "What they may hold; with `spill`.", "none")
+    keep_weights: int | None = setting(
+        BYTES,
+        None,
+        "How much of weights it [keeps for the next start](vllm.md#weights-that-outlive-their-server).",
+        "none",
+    )
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,7 @@ class StartFailed(Exception):
         self.last_words = last_words
 
 
-@dataclass(frozen=True)
+@dataclass
 class Surroundings:
     """What a server has to do with its front.
 
@@ -68,12 +68,14 @@ class Surroundings:
         leaves: what the front leaves if it is killed, to be removed then: its lock, or its folder; None for nothing.
         lock: that reapers keep until they end; None without one.
         more: variables that servers get beside those of this process.
+        keeps_weights: whether the front's own vault does so, for servers that start later.
     """
 
     secrets: set[str] = field(default_factory=set)
     leaves: Path | None = None
     lock: Lock | None = None
     more: dict[str, str] = field(default_factory=dict)
+    keeps_weights: bool = False
 
     @property
     def variables(self) -> dict[str, str]:
@@ -218,7 +220,7 @@ class Server(OwnProcess):
         token = model.kind.token(model.command or (), {**inherited, **model.env}, model.api_key)
         variables = environment(model, inherited, self._around.secrets, token)
         self.address = address = self._new_address(token)
-        command = command_line(self.name, model, address, token)
+        command = command_line(self.name, model, address, token, self._around.keeps_weights)
         await self._run(command, variables, lambda process: self._until_healthy(address, process), died)
         return address
 
@@ -283,6 +285,8 @@ class OwnVault(OwnProcess):
         """
         command = [sys.executable, "-m", "cumem_sleep", "vault", f"--socket={self.socket}"]
         command.append(f"--memory={self._config.memory}")
+        if self._config.keep_weights is not None:
+            command.append(f"--keep-weights={self._config.keep_weights}")
         if self._config.spill is not None:
             command += [f"--spill={self._config.spill}", f"--spill-size={self._config.spill_size}"]
         try:
@@ -321,11 +325,13 @@ def _ip(words: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
     return (found.ipv4_mapped or found) if isinstance(found, ipaddress.IPv6Address) else found
 
 
-def command_line(name: str, model: ModelConfig, address: Address, token: str | None = None) -> list[str]:
+def command_line(
+    name: str, model: ModelConfig, address: Address, token: str | None = None, from_vault: bool = False
+) -> list[str]:
     """The words of a server's command with where it listens, and with what its engine needs."""
     port = address.port if address.socket is None else ""
     words = [word.replace("{socket}", address.socket or "").replace("{port}", port) for word in model.command or ()]
-    return model.kind.completed(words, (name, *model.aliases), address, token)
+    return model.kind.completed(words, (name, *model.aliases), address, token, from_vault)
 
 
 def environment(

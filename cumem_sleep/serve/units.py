@@ -182,6 +182,7 @@ class Units:
         self._around.secrets.update(self.config.secrets())
         vault = self._vault = OwnVault(self.config.vault, self._logs, servers.place_of_sockets(), self._around)
         self._around.more["CUMEM_SLEEP_VAULT"] = str(vault.socket)
+        self._around.keeps_weights = self.config.vault.keep_weights is not None
         try:
             await self._start_vault(vault)
         except StartFailed as error:

@@ -14,6 +14,7 @@ from cumem_sleep.http.asgi import not_canonical
 from cumem_sleep.serve import servers
 from cumem_sleep.serve.access import place_of
 from cumem_sleep.serve.address import from_url
+from cumem_sleep.serve.command import values
 from cumem_sleep.serve.config import ConfigError, ModelConfig, load, parse, section
 from cumem_sleep.serve.engines import ENGINES
 from cumem_sleep.serve.engines.vllm import has_gate
@@ -378,6 +379,13 @@ def test_vllm_is_told_where_to_listen_what_it_is_called_and_to_have_sleep_mode()
     model = section(ModelConfig)({"command": "vllm serve Qwen/Qwen3-8B", "aliases": ["gpt"]})
     words = servers.command_line("qwen", model, from_url("unix:/run/q.sock", None))
     assert words[3:] == ["--uds", "/run/q.sock", "--enable-sleep-mode", "--served-model-name", "qwen", "gpt"]
+
+
+def test_vllm_takes_its_weights_from_a_vault_that_keeps_them_unless_its_command_says_otherwise() -> None:
+    for command, formats in (("vllm serve m", ["cumem_sleep"]), ("vllm serve m --load-format=auto", ["auto"])):
+        model = section(ModelConfig)({"command": command})
+        words = servers.command_line("m", model, from_url("unix:/run/m.sock", None), from_vault=True)
+        assert values(words, "--load-format") == formats
 
 
 def test_what_a_command_says_itself_is_left_as_it_is() -> None:

@@ -29,6 +29,7 @@ from cumem_sleep.serve.status import ModelStatus, Phase, VaultStatus
 from cumem_sleep.serve.units import Unit, Units
 from cumem_sleep.tools import serve as tools
 from cumem_sleep.vault import files
+from cumem_sleep.vault.client import VaultClient
 
 pytestmark = [pytest.mark.sim, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -218,7 +219,14 @@ async def test_its_own_vault_is_started_again_and_ends_after_its_servers(
         monkeypatch.setattr(asyncio, "create_subprocess_exec", make)
         raise BlockingIOError(errno.EAGAIN, "no more processes")
 
-    own = VaultConfig(64 * MIB)
+    command_line, from_vault = servers.command_line, list[bool]()
+
+    def note(*arguments: Any) -> list[str]:
+        from_vault.append(arguments[-1])
+        return command_line(*arguments)
+
+    monkeypatch.setattr(servers, "command_line", note)
+    own = VaultConfig(64 * MIB, keep_weights=32 * MIB)
     parsed = replace(config(tmp_path, a={**model("a", ""), "env": {}}), vault=own)
     async with running(parsed, look_at_vaults=tools.look_at_vaults) as fleet:
         await until(fleet, a=Phase.ASLEEP)
@@ -226,6 +234,10 @@ async def test_its_own_vault_is_started_again_and_ends_after_its_servers(
         await until_vault(fleet, is_there=True)
         vault = fleet._units._vault
         assert vault is not None
+        client = VaultClient(vault.socket, "looks")
+        assert client.status()["keep_bytes"] == 32 * MIB
+        client.close()
+        assert from_vault == [True]
         folders.append(vault.socket.parent)
         monkeypatch.setattr(asyncio, "create_subprocess_exec", refuse)  # the first time that it is started again
         os.kill(int(vault.pid or 0), signal.SIGKILL)

@@ -127,8 +127,10 @@ class Engine(ABC):
         return None
 
     @classmethod
-    def completed(cls, words: Sequence[str], names: Sequence[str], address: Address, token: str | None) -> list[str]:
-        """A command with what it needs here: where it listens, its names, sleep mode."""
+    def completed(
+        cls, words: Sequence[str], names: Sequence[str], address: Address, token: str | None, from_vault: bool = False
+    ) -> list[str]:
+        """A command with what it needs here: where it listens, its names, sleep mode; its weights from the vault."""
         return list(words)
 
     @classmethod

@@ -61,7 +61,9 @@ class SglangEngine(Engine):
         return bool(values(words, "--port")) and all(option in words for option in SAVES_MEMORY)
 
     @classmethod
-    def completed(cls, words: Sequence[str], names: Sequence[str], address: Address, token: str | None) -> list[str]:
+    def completed(
+        cls, words: Sequence[str], names: Sequence[str], address: Address, token: str | None, from_vault: bool = False
+    ) -> list[str]:
         """With where it listens, its name (it has but one), and what lets it release memory and keep its weights."""
         if not cls.is_started_by(words):
             return list(words)

@@ -72,8 +72,10 @@ class VllmEngine(Engine):
         return (api_key or secrets.token_hex(16)) if has_gate(command, variables) else None
 
     @classmethod
-    def completed(cls, words: Sequence[str], names: Sequence[str], address: Address, token: str | None) -> list[str]:
-        """With where it listens, and its names, sleep mode, and the gate."""
+    def completed(
+        cls, words: Sequence[str], names: Sequence[str], address: Address, token: str | None, from_vault: bool = False
+    ) -> list[str]:
+        """With where it listens, and its names, sleep mode, the gate, and where weights come from."""
         if not cls.is_started_by(words):
             return list(words)
         # Without --host it would listen on every interface.
@@ -86,6 +88,8 @@ class VllmEngine(Engine):
             added += ["--middleware", GATE]
         if not values(words, "--served-model-name"):
             added += ["--served-model-name", *names]
+        if from_vault and not values(words, "--load-format"):
+            added += ["--load-format", "cumem_sleep"]
         return [*words, *added]
 
     @classmethod
