@@ -12,6 +12,7 @@
 #   saver_tests [~240]
 # With vLLM, from .gpu/1/*.tar.xz and .gpu/2/*.tar.xz, unless it is installed:
 #   serve [~340; $SERVE_OPTIONS, as --ways prepared_graphs,vllm_best]  models [~330; $MODELS_OPTIONS, as --restart-seconds 120]
+#   loading [~400; $LOADING_OPTIONS, as --shape 14B]
 #   serve_level_3 [~240; $LEVEL_3_OPTIONS, as --deadline 330]
 #   serve_level_3_own [~240, at once with it on a second GPU]
 #   kept_kv [~280; $KEPT_KV_OPTIONS, as --shape 8B --tokens 16000]  kept_kv_windows [~80]
@@ -284,6 +285,10 @@ part() {
         # shellcheck disable=SC2086 # several words
         with_vllm && measure 570 vllm_level_3 "vllm_${1#serve_}" --deadline "$(left 240)" "${other[@]}" \
             ${LEVEL_3_OPTIONS:-}
+        ;;
+    loading)
+        # shellcheck disable=SC2086 # several words
+        with_vllm && measure 590 vllm_loading vllm_loading --deadline "$(left 560)" ${LOADING_OPTIONS:-}
         ;;
     models)
         # shellcheck disable=SC2086 # several words
