@@ -396,7 +396,7 @@ class VaultConfig:
     keep_weights: int | None = setting(
         BYTES,
         None,
-        "How much of weights it [keeps for the next start](vllm.md#weights-that-outlive-their-server).",
+        "How much of weights it [keeps for the next start](vllm.md#weights-that-a-server-before-has-loaded).",
         "none",
     )
 
