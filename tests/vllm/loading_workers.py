@@ -46,8 +46,10 @@ type(current_platform).get_device_communicator_cls = classmethod(
 
 
 def replace_parameter(model: Any) -> None:
-    norm = model.model.norm
-    norm.weight = torch.nn.Parameter(norm.weight.data, requires_grad=False)
+    """By another object that is the same in all else."""
+    norm, before = model.model.norm, model.model.norm.weight
+    norm.weight = torch.nn.Parameter(before.data, before.requires_grad)
+    vars(norm.weight).update(vars(before))
 
 
 def move_parameter(model: Any) -> None:

@@ -198,6 +198,7 @@ def test_two_ranks_adopt_together_or_not_at_all(workers: Workers) -> None:
     load(ADOPTED, ADOPTED, elsewhere=True)
     first, second = workers.kept()
     assert ("rank 0 of 2" in first, "rank 1 of 2" in second) == (True, True)
+    assert first.partition(": ")[2] != second.partition(": ")[2], "ranks of all kinds are in the digest"
     workers.forget(second)
     load(OFFERED, OFFERED)
     assert workers.kept() == [first, second]
