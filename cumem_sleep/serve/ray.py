@@ -207,6 +207,8 @@ def app(arguments: dict[str, str]) -> Any:
         raise ValueError(f"{', '.join(sorted(unknown))}: expected models=PATH and ingresses=N")
     path = Path(arguments.get("models", "models.yaml"))
     config, text = load(path), path.read_text("utf-8")
+    if not ray.is_initialized():  # `serve run` connects only when it has the application
+        ray.init("auto", namespace="serve")
     nodes = {each["NodeManagerAddress"]: each["Resources"] for each in ray.nodes() if each["Alive"]}
     names = list(config.hosts) or sorted(node for node, has in nodes.items() if "GPU" in has) or sorted(nodes)
     specs = [model.spec(name) for name, model in config.models.items()]

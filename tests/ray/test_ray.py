@@ -177,6 +177,14 @@ def up(status: dict[str, Any]) -> bool:
     return all(status.values()) and len(phases) == 27 and "starting" not in phases
 
 
+def test_the_application_is_made_before_serve_run_connects(world: SimpleNamespace) -> None:
+    program = "import sys; from cumem_sleep.serve.ray import app; app({'models': sys.argv[1]})"
+    variables = {**os.environ, "RAY_ADDRESS": world.cluster.address}
+    command = [sys.executable, "-c", program, str(world.folder / "models.yaml")]
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_three_nodes_nine_models_three_hundred_clients_and_what_goes_wrong(world: SimpleNamespace) -> None:
     """None lost, none wrong; then a node is drained, one stands still, an ingress and a node are killed."""
     asyncio.run(history(world))
