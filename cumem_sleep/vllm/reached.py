@@ -9,7 +9,7 @@ from __future__ import annotations
 import types
 import weakref
 from collections import deque
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from functools import partial
 from hashlib import sha256
 from typing import Any
@@ -30,11 +30,15 @@ class Reached:
         root: the model.
         but_bytes_of: addresses of storages whose bytes do not count.
         but: names of attributes that do not count.
+        beyond: objects that nothing is followed into.
     """
 
-    def __init__(self, root: Any, but_bytes_of: Container[int], but: Container[str] = ()) -> None:
+    def __init__(
+        self, root: Any, but_bytes_of: Container[int], but: Container[str] = (), beyond: Iterable[Any] = ()
+    ) -> None:
         self._facts: dict[str, tuple[Any, ...]] = {}
-        self._objects: dict[int, Any] = {}  # which live as long as this, so that no other gets the identity of one
+        # Those reached. They live as long as this, so that no other gets the identity of one.
+        self._objects = {id(each): each for each in beyond}
         self._storages: dict[int, str] = {}
         self._but_bytes_of, self._but = but_bytes_of, but
         todo = deque([("model", root)])  # the nearest first: they name what several reach

@@ -13,8 +13,8 @@ import logging
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
-from copy import copy
+from collections.abc import Iterable, Iterator
+from copy import copy, deepcopy
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
@@ -37,7 +37,8 @@ logger = logging.getLogger("cumem_sleep")
 
 LOAD_FORMAT = "cumem_sleep"
 _ALIGNMENT = 16  # of what may be offered; PyTorch's blocks end at a multiple of 512
-_FILES_BESIDE = ("*.json", "*.py")  # say how weights are quantised, or are a model's code
+# They say how weights are quantised, are a model's code, or are merged into its weights (Jina's embeddings v5).
+_FILES_BESIDE = ("*.json", "*.py", "adapters/*/*")
 _MOST_MODEL_NAME = 100  # characters
 
 
@@ -77,19 +78,22 @@ class VaultLoader(DefaultModelLoader):  # type: ignore[misc]
         own.load_format = "auto"
         super().__init__(own)
         self._building: tuple[Any, str] | None = None  # the engine's config and a prefix; None: load from files
+        self._layers_before: list[Any] = []  # of the model that a draft model is for
 
     def load_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> Any:
         """As vLLM's. A model whose adoption has failed is built anew."""
         compilation = vllm_config.compilation_config
         lists = compilation.static_forward_context, getattr(compilation, "static_all_moe_layers", [])
         first = copy(lists[0]), copy(lists[1])  # where layers put themselves while they are made
-        self._building = vllm_config, prefix
+        quantisation = deepcopy(vllm_config.quant_config)  # a model renames the layers in it to its own names
+        self._building, self._layers_before = (vllm_config, prefix), list(first[0].values())
         try:
             return super().load_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
         except _Spoilt as error:
             logger.error("cumem-sleep: the model is built anew and loaded from its files: %s", error)
         finally:
-            self._building = None
+            self._building, self._layers_before = None, []
+        vllm_config.quant_config = quantisation
         lists[0].clear()
         lists[0].update(first[0])
         lists[1][:] = first[1]
@@ -113,11 +117,11 @@ class VaultLoader(DefaultModelLoader):  # type: ignore[misc]
             return
         why_not = next((why for _, why in by_rank if why), "")
         storages = {address for address, _ in weights.places.values()}
-        before = None if why_not else Reached(model, storages, (droppable.WRITTEN,))
+        before = None if why_not else _reached(model, storages, self._layers_before)
         super().load_weights(model, model_config)
         if before is not None:
-            after = Reached(model, storages, (droppable.WRITTEN,))
-            mine = _not_written(model) or _changed(before.change_to(after)) or _files_changed(weights.files)
+            after = _reached(model, storages, self._layers_before)
+            mine = _not_written(model) or _changed(before, after) or _files_changed(weights.files)
             why_not = next(filter(None, _of_all_ranks(mine)), "")
         if why_not:
             logger.warning("cumem-sleep: loaded from files, and not offered to the vault: %s", why_not)
@@ -138,6 +142,9 @@ class VaultLoader(DefaultModelLoader):  # type: ignore[misc]
 
     def _files(self, model: Any, model_config: Any) -> list[tuple[Path, FileDigest]]:
         """All that vLLM's loader may read for this model, in order."""
+        for config in (model_config.hf_config, model_config.hf_text_config):
+            if getattr(config, "classifier_from_token", None) is not None:
+                raise InvalidState("the tokenizer, too, decides what is loaded (classifier_from_token)")
         paths: list[Path] = []
 
         def note(source: Any) -> Iterator[Any]:
@@ -243,7 +250,20 @@ def _not_written(model: Any) -> str:
     return ""
 
 
-def _changed(path: str) -> str:
+def _reached(model: Any, storages: set[int], beyond: Iterable[Any]) -> Reached | str:
+    """Or why not: a model may have anything, such as a proxy of what is gone."""
+    try:
+        return Reached(model, storages, (droppable.WRITTEN,), beyond)
+    except Exception as error:
+        return f"cannot tell what loading changes: {error!r}"
+
+
+def _changed(before: Reached | str, after: Reached | str) -> str:
+    if isinstance(before, str):
+        return before
+    if isinstance(after, str):
+        return after
+    path = before.change_to(after)
     return path and f"loading has changed more than parameters' bytes: {path}"
 
 
@@ -251,9 +271,14 @@ def _changed(path: str) -> str:
 
 
 def _code(model: Any) -> list[Any]:
-    """The classes of all modules, and the digests of their sources."""
-    classes = {each for module in model.modules() for each in type(module).__mro__}
-    sources = {getattr(sys.modules.get(each.__module__), "__file__", None) for each in classes}
+    """The model's class, and the digests of the sources of all modules, and of what these and parameters have: methods
+    of quantisation and weight loaders write parameters, and may be a plugin's.
+    """
+    owners = [*model.modules(), *model.parameters()]
+    values = [value for each in owners for value in (each, *vars(each).values())]
+    names = {each.__module__ for value in values for each in type(value).__mro__}
+    names |= {name for each in values if isinstance(name := getattr(each, "__module__", None), str)}  # of functions
+    sources = {getattr(sys.modules.get(name), "__file__", None) for name in names}
     digests = digests_of(sorted(filter(None, sources)))
     return [f"{type(model).__module__}.{type(model).__qualname__}", sorted(each.digest for each in digests)]
 

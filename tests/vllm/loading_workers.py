@@ -28,6 +28,8 @@ from vllm import plugins
 from vllm.config import DeviceConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.model_executor.model_loader import base_loader, get_model
 from vllm.model_executor.models.llama import LlamaForCausalLM
 from vllm.platforms import current_platform
@@ -65,6 +67,13 @@ def write_file(model: Any) -> None:
     os.utime(MODEL_FILE, ns=(facts.st_atime_ns, facts.st_mtime_ns))
 
 
+class Gone(dict[str, Any]):
+    """Looking into it raises, as with a proxy of what has gone."""
+
+    def __len__(self) -> int:
+        raise ReferenceError
+
+
 MODEL_FILE = Path()
 LOADS: list[int] = []  # no closure's: what a model reaches may not change
 ATTENTION = "model.layers.1.self_attn.attn"
@@ -82,6 +91,7 @@ ALSO: dict[str, Callable[[Any], object]] = {
     "changes a class": lambda model: setattr(LlamaForCausalLM, "scale", 2.0),
     "replaces a parameter": replace_parameter,
     "moves a parameter": move_parameter,
+    "loses what it has": lambda model: setattr(model, "gone", Gone()),
     "writes its file": write_file,
 }
 SAYS: dict[str, Callable[[set[str]], Any]] = {
@@ -94,6 +104,25 @@ SAYS: dict[str, Callable[[set[str]], Any]] = {
 def other_code(config: Any) -> None:
     """Of the model, in a file of its own."""
     LlamaForCausalLM.__module__ = "loading_workers"
+
+
+class Method(UnquantizedLinearMethod):  # type: ignore[misc]
+    """Of a plugin."""
+
+
+class Quantisation(QuantizationConfig):  # type: ignore[misc]
+    """Whose model renames the layers that it ignores, and would again (as Step3p5's and Falcon-H1's do)."""
+
+    ignored = "mamba"
+    get_name = get_supported_act_dtypes = get_min_capability = get_config_filenames = from_config = None
+
+    def get_quant_method(self, layer: Any, prefix: str) -> Any:
+        return Method() if isinstance(layer, LinearBase) else None
+
+
+def quantise(config: Any, module: str = __name__) -> None:
+    config.quant_config = Quantisation()
+    Method.__module__ = module
 
 
 def other_version(config: Any) -> None:
@@ -110,6 +139,10 @@ OTHERS: dict[str, Callable[[Any], object]] = {
     "environment": lambda _: os.environ.update(VLLM_USE_DEEP_GEMM="0"),
     "code": other_code,
     "version": other_version,
+    "quantisation": quantise,
+    "quantisation's code": lambda config: quantise(config, "csv"),
+    "classifier": lambda config: setattr(config.model_config.hf_config, "classifier_from_token", ["Yes"]),
+    "another model": lambda config: config.compilation_config.static_forward_context.update(another=Gone()),
     "expert parallel": lambda config: setattr(config.parallel_config, "enable_expert_parallel", True),
 }
 
@@ -152,6 +185,8 @@ class Building:
         self.alive += sum(each() is not None for each in self._blocks)
         model = self._make(*args, **kwargs)
         self.built += 1
+        if (quantisation := kwargs["vllm_config"].quant_config) is not None:
+            quantisation.ignored = quantisation.ignored.replace("mamba", "mamba.mamba", 1)
         if self._ours:
             self._place(model)
         model.tensors, model.names, model.array, model.known = [torch.ones(2)], {"one"}, bytearray(2), knowing()
@@ -249,7 +284,8 @@ def load(order: dict[str, Any], rank: int, answer: Connection) -> None:
             "builds": building.built,
             "copied": CuMemAllocator.get_instance().sleep().copied_bytes if order.get("sleep") else None,
             "alive": building.alive,
-            "layers": len(config.compilation_config.static_forward_context),
+            "layers": len(config.compilation_config.static_forward_context.keys() - {"another"}),
+            "ignored": getattr(config.quant_config, "ignored", None),
             "modules": [name for name in sys.modules if name.startswith("vllm.")],
         }
     )

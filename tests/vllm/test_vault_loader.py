@@ -294,21 +294,47 @@ def test_other_files_are_other_weights(workers: Workers, own: str) -> None:
     finally:
         another_byte(file)
     assert how(*workers.load(), own) == ADOPTED
-    (workers.model / "quantize_config.json").write_text("{}")
-    assert how(*workers.load()) == OFFERED
-    (workers.model / "quantize_config.json").unlink()
+    (workers.model / "adapters" / "task").mkdir(parents=True)
+    for beside in ("quantize_config.json", "adapters/task/adapter_config.json"):
+        (workers.model / beside).write_text("{}")
+        assert how(*workers.load()) == OFFERED, beside
+        (workers.model / beside).unlink()
 
 
 OTHERS = ("hf_config", "hf_overrides", "dtype", "environment", "code", "version", "expert parallel")
+QUANTISATIONS = ("quantisation", "quantisation's code")
 
 
 def test_whatever_decides_about_bytes_is_in_the_key(workers: Workers) -> None:
     assert how(*workers.load()) == OFFERED
-    for number, other in enumerate(OTHERS):
+    for number, other in enumerate(OTHERS + QUANTISATIONS):
         assert how(*workers.load(other=other)) == OFFERED, other
         assert len(workers.kept()) == number + 2
     assert how(*workers.load(other="dtype")) == ADOPTED
     assert how(*workers.load()) == ADOPTED
+
+
+def test_a_model_that_is_built_anew_has_the_quantisation_that_the_first_had(workers: Workers) -> None:
+    assert how(*workers.load(other="quantisation")) == OFFERED
+    flip_a_bit(workers.vault, workers.kept()[0], 0)
+    (answer,) = workers.load(other="quantisation")
+    assert "built anew" in how(answer)
+    assert answer
+    assert answer["ignored"] == "mamba.mamba"
+
+
+def test_what_the_tokenizer_decides_about_is_not_offered(workers: Workers) -> None:
+    assert "not offered to the vault: the tokenizer, too" in how(*workers.load(other="classifier"))
+
+
+def test_what_a_model_reaches_may_raise(workers: Workers, own: str) -> None:
+    reason = "cannot tell what loading changes: ReferenceError"
+    assert reason in how(*workers.load(odd="loses what it has"), own)
+    assert all(reason in how(each) for each in workers.load(ranks=2, odd="loses what it has", odd_rank=1))
+
+
+def test_a_draft_model_does_not_reach_the_model_that_it_is_for(workers: Workers, own: str) -> None:
+    assert how(*workers.load(other="another model"), own) == OFFERED
 
 
 class TestWithout:
