@@ -40,6 +40,7 @@ _ALIGNMENT = 16  # of what may be offered; PyTorch's blocks end at a multiple of
 # They say how weights are quantised, are a model's code, or are merged into its weights (Jina's embeddings v5).
 _FILES_BESIDE = ("*.json", "*.py", "adapters/*/*")
 _MOST_MODEL_NAME = 100  # characters
+_SMALL_BYTES = 4096  # a scale, or one for each row
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class _Weights:
         name: that they have in the vault; it holds a digest of all that decides their bytes.
         places: the address and the bytes of each storage.
         files: what they were digested from.
+        small: what small parameters were made with: the scales of an fp8 model's KV cache, say, which few files have.
         are_kept: whether the vault has something of that name.
         why_not: they can be neither offered nor adopted, and why; then the others mean nothing.
     """
@@ -57,6 +59,7 @@ class _Weights:
     name: str = ""
     places: dict[str, tuple[int, int]] = field(default_factory=dict)
     files: list[tuple[Path, FileDigest]] = field(default_factory=list)
+    small: dict[str, bytes] = field(default_factory=dict)
     are_kept: bool = False
     why_not: str = ""
 
@@ -121,7 +124,7 @@ class VaultLoader(DefaultModelLoader):  # type: ignore[misc]
         super().load_weights(model, model_config)
         if before is not None:
             after = _reached(model, storages, self._layers_before)
-            mine = _not_written(model) or _changed(before, after) or _files_changed(weights.files)
+            mine = _not_written(model, weights.small) or _changed(before, after) or _files_changed(weights.files)
             why_not = next(filter(None, _of_all_ranks(mine)), "")
         if why_not:
             logger.warning("cumem-sleep: loaded from files, and not offered to the vault: %s", why_not)
@@ -136,7 +139,7 @@ class VaultLoader(DefaultModelLoader):  # type: ignore[misc]
             places = _places(model)
             files = self._files(model, model_config)
             name = self._name(model, model_config, files)
-            return _Weights(name, places, files, name in names)
+            return _Weights(name, places, files, dict(_small(model)), name in names)
         except Exception as error:  # whatever it is: vLLM's own loader finds it, too, or it does not matter to that
             return _Weights(why_not=str(error) or repr(error))
 
@@ -236,14 +239,24 @@ def _layout(model: Any) -> list[Any]:
     return layout
 
 
-def _not_written(model: Any) -> str:
-    """The parameters that the model's own `load_weights` did not say that it has written, in words."""
+def _small(model: Any) -> Iterator[tuple[str, bytes]]:
+    for name, each in model.named_parameters(remove_duplicate=False):
+        if each.nbytes <= _SMALL_BYTES:
+            yield name, each.data.reshape(-1).view(torch.uint8).cpu().numpy().tobytes()
+
+
+def _not_written(model: Any, small: dict[str, bytes]) -> str:
+    """The parameters that the model's own `load_weights` did not say that it has written, in words.
+
+    But for `small` ones that are as they were: where they are adopted they were made with the same.
+    """
     written = getattr(model, droppable.WRITTEN, None)
     if written is None:
         return "its load_weights does not say what it has written"
     named = list(model.named_parameters(remove_duplicate=False))
     tied = {id(each) for name, each in named if name in written}
-    if others := [name for name, each in named if id(each) not in tied]:
+    as_made = {name for name, content in _small(model) if content == small.get(name)}
+    if others := [name for name, each in named if id(each) not in tied and name not in as_made]:
         return f"load_weights did not write {others[0]} ({counted(len(others), 'parameter')} in all)"
     if others := sorted(written - {name for name, _ in named}):
         return f"load_weights wrote {others[0]}, which is no parameter"

@@ -31,6 +31,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.model_executor.model_loader import base_loader, get_model
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.models.llama import LlamaForCausalLM
 from vllm.platforms import current_platform
 from vllm.v1.worker.worker_base import WorkerWrapperBase
@@ -93,6 +94,7 @@ ALSO: dict[str, Callable[[Any], object]] = {
     "moves a parameter": move_parameter,
     "loses what it has": lambda model: setattr(model, "gone", Gone()),
     "writes its file": write_file,
+    "writes what no file has": lambda model: model.scale.data.fill_(2.0),
 }
 SAYS: dict[str, Callable[[set[str]], Any]] = {
     "says nothing": lambda _: None,
@@ -187,8 +189,10 @@ class Building:
         self.built += 1
         if (quantisation := kwargs["vllm_config"].quant_config) is not None:
             quantisation.ignored = quantisation.ignored.replace("mamba", "mamba.mamba", 1)
+        model.scale = torch.nn.Parameter(torch.tensor(0.0), requires_grad=False)
         if self._ours:
             self._place(model)
+        model.scale.data.fill_(-1.0)  # no file has it
         model.tensors, model.names, model.array, model.known = [torch.ones(2)], {"one"}, bytearray(2), knowing()
         return model
 
@@ -266,6 +270,7 @@ def load(order: dict[str, Any], rank: int, answer: Connection) -> None:
         return SAYS.get(odd, lambda written: written)(written)
 
     LlamaForCausalLM.load_weights = load_weights
+    DefaultModelLoader.track_weights_loading = lambda *_args, **_options: None  # as where a model is quantised
     wrapper = WorkerWrapperBase.__new__(WorkerWrapperBase)
     wrapper.vllm_config, wrapper.worker, wrapper._worker_extension_cls = config, Worker(config), None
     wrapper.init_device()

@@ -203,7 +203,7 @@ def test_two_ranks_adopt_together_or_not_at_all(workers: Workers) -> None:
     load(OFFERED, OFFERED)
     assert workers.kept() == [first, second]
     flip_a_bit(workers.vault, second, 0)
-    load("built anew and loaded from its files: ", "embed_tokens.weight", elsewhere=True)
+    load("built anew and loaded from its files: ", "files: scale of ", elsewhere=True)
     assert workers.kept() == [first], "the one that is wrong is given to nobody else"
     load(OFFERED, OFFERED)
     load(ADOPTED, ADOPTED)
@@ -262,6 +262,7 @@ def test_a_load_that_changes_anything_else_is_not_offered(workers: Workers, odd:
         ("says nothing", "its load_weights does not say what it has written"),
         ("leaves one out", "load_weights did not write model.layers.0.mlp.down_proj.weight (1 parameter in all)"),
         ("names what is no parameter", "_k_scale, which is no parameter"),
+        ("writes what no file has", "load_weights did not write scale (1 parameter in all)"),
     ],
 )
 def test_a_load_that_does_not_say_what_it_wrote_is_not_offered(workers: Workers, odd: str, expected: str) -> None:
