@@ -64,6 +64,7 @@ def _names(node: ast.AST) -> Iterator[str]:
 
 _WORKER, _CORE, _CLIENT = "v1/worker/gpu_worker.py", "v1/engine/core.py", "v1/engine/async_llm.py"
 _LOADERS = "model_executor/model_loader"
+_BASE_LOADER, _FILES = f"{_LOADERS}/base_loader.py", f"{_LOADERS}/default_loader.py"
 _BACKENDS, _BASE = "device_allocator/sleep_mode_backend.py", "v1/worker/worker_base.py"
 SEAMS = (
     Seam("device_allocator/cumem.py", "CuMemAllocator", "replaced"),
@@ -78,16 +79,16 @@ SEAMS = (
     Seam(_WORKER, "Worker.sleep", "wrapped: says what may be dropped", ("level",)),
     Seam(_WORKER, "Worker.wake_up", "wrapped: marks what is not loaded", ("tags",)),
     Seam(_WORKER, "Worker.reload_weights", "wrapped: names what it left out"),
-    Seam(f"{_LOADERS}/base_loader.py", "initialize_model", "wrapped: what a load writes is noted"),
+    Seam(_BASE_LOADER, "initialize_model", "wrapped: what a load writes is noted"),
     Seam(_BASE, "WorkerWrapperBase.init_device", "wrapped: knows `--load-format cumem_sleep`"),
-    Seam(f"{_LOADERS}/__init__.py", "register_model_loader", "registers `cumem_sleep`"),
-    Seam(f"{_LOADERS}/base_loader.py", "BaseModelLoader.load_model", "overridden", ("model_config", "prefix")),
-    Seam(f"{_LOADERS}/default_loader.py", "DefaultModelLoader.load_weights", "overridden"),
-    Seam(f"{_LOADERS}/default_loader.py", "DefaultModelLoader.get_all_weights", "names files"),
-    Seam(f"{_LOADERS}/default_loader.py", "DefaultModelLoader._prepare_weights", "names files"),
-    Seam(f"{_LOADERS}/default_loader.py", "DefaultModelLoader._get_weights_iterator", "replaced to name files"),
-    Seam("config/compilation.py", "CompilationConfig.static_forward_context", "put back if a model is built anew"),
-    Seam("distributed/parallel_state.py", "get_tp_group", "ranks agree on where weights come from"),
+    Seam(f"{_LOADERS}/__init__.py", "register_model_loader", "registers `cumem_sleep`", since=26),
+    Seam(_BASE_LOADER, "BaseModelLoader.load_model", "overridden", ("model_config", "prefix"), since=26),
+    Seam(_FILES, "DefaultModelLoader.load_weights", "overridden", since=26),
+    Seam(_FILES, "DefaultModelLoader.get_all_weights", "names files", since=26),
+    Seam(_FILES, "DefaultModelLoader._prepare_weights", "names files", since=26),
+    Seam(_FILES, "DefaultModelLoader._get_weights_iterator", "replaced to name files", since=26),
+    Seam("config/compilation.py", "CompilationConfig.static_forward_context", "put back to build anew", since=26),
+    Seam("distributed/parallel_state.py", "get_tp_group", "ranks agree on where weights come from", since=26),
     Seam("envs.py", "compile_factors", "in the key of weights", since=26),
     Seam("engine/arg_utils.py", "EngineArgs.create_engine_config", "wrapped: settings are checked"),
     Seam("platforms/interface.py", "Platform.is_cuda", "asked"),

@@ -29,8 +29,8 @@ WORDS = ["This", "is", ""]  # the last event has no word, but says that it is th
 
 
 def ray_node(node: str) -> dict[str, Any]:
-    """With ports that are given: else raylets wait 15 s for their agents to say theirs, and die on a busy machine."""
-    first = 41000 + 10 * int(node.rpartition(".")[2])
+    """With given ports, below those that the kernel gives: else raylets wait 15 s for agents to say theirs, and die."""
+    first = 21000 + 10 * int(node.rpartition(".")[2])
     names = ("metrics_agent_port", "dashboard_agent_listen_port", "runtime_env_agent_port", "metrics_export_port")
     ports = {name: first + number for number, name in enumerate(names)}
     return {"num_cpus": 2, "node_ip_address": node, "object_store_memory": 80 << 20, **ports}
