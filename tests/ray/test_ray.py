@@ -36,6 +36,18 @@ def ray_node(node: str) -> dict[str, Any]:
     return {"num_cpus": 2, "node_ip_address": node, "object_store_memory": 80 << 20, **ports}
 
 
+def add_node(cluster: Any, options: dict[str, Any], tries: int = 3) -> Any:
+    """A raylet dies if its agents' imports take more than 15 s, as they may from a disk; the next time they do not."""
+    for left in reversed(range(tries)):
+        try:
+            return cluster.add_node(**options)
+        except Exception as error:
+            print(f"{options['node_ip_address']}: {error}")
+            if not left:
+                raise
+    raise AssertionError
+
+
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
     """A cluster of three nodes with the application."""
@@ -55,9 +67,10 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]
     front = {"api_keys": ["of-clients"], "admin_token": "of-operators"}
     path = folder / "models.yaml"
     path.write_text(json.dumps({"models": models, "front": front, "host_memory": "100GiB", "hosts": NODES}))
-    cluster = Cluster(True, head_node_args={**ray_node(NODES[0]), "include_dashboard": False, "no_monitor": True})
-    nodes = {node: cluster.add_node(**ray_node(node)) for node in NODES[1:]}
+    cluster = Cluster()
     try:
+        head = {**ray_node(NODES[0]), "include_dashboard": False, "no_monitor": True}
+        nodes = {node: add_node(cluster, head if node == NODES[0] else ray_node(node)) for node in NODES}
         cluster.wait_for_nodes()
         ray.init(address=cluster.address, _node_ip_address=NODES[0], log_to_driver=False)
         # On each node its own would take some of the clients, and be lost with it.
