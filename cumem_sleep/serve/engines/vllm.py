@@ -88,7 +88,7 @@ class VllmEngine(Engine):
             added += ["--middleware", GATE]
         if not values(words, "--served-model-name"):
             added += ["--served-model-name", *names]
-        if from_vault and not values(words, "--load-format"):
+        if from_vault and token is not None and not values(words, "--load-format"):  # the loader comes with the gate
             added += ["--load-format", "cumem_sleep"]
         return [*words, *added]
 
